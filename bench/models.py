@@ -1,0 +1,135 @@
+"""Owns the models that the benches train: a Llama-like decoder whose blocks hold exactly nine
+tensors.
+
+    block: attention_norm | query key value output | mlp_norm | gate up down (7 matrices, 2 vectors)
+    root:  embedding | blocks | norm | head                                  (3 tensors of its own)
+
+Sizes are counts of elements. Positions are told apart by the causal mask alone (no rotary
+embedding): the benches time data parallelism, and every candidate trains the same model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+TENSORS_A_BLOCK = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes of one decoder and of the batch it is timed with."""
+
+    layers: int
+    width: int
+    heads: int
+    hidden: int
+    vocabulary: int
+    sequence: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.layers, self.width, self.heads, self.hidden)
+        if min(*sizes, self.vocabulary, self.sequence, self.batch) < 1:
+            raise ValueError(
+                f"every size of a decoder must be at least 1, got {self}; raise the smallest."
+            )
+        if self.width % self.heads:
+            raise ValueError(
+                f"width must be a multiple of heads, got width {self.width} and "
+                f"heads {self.heads}; change one of them."
+            )
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model: blocks, embedding, head and the last norm."""
+        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
+        return self.layers * block + 2 * self.vocabulary * self.width + self.width
+
+
+# 25.95 M parameters, 104 MB in fp32: the case of the step-time comparison.
+STEP_TIME_CONFIG = DecoderConfig(
+    layers=8, width=512, heads=8, hidden=1408, vocabulary=256, sequence=128, batch=4
+)
+
+
+def host_cost_config(layers: int) -> DecoderConfig:
+    """Tensors so small that the arithmetic of a block takes no time worth naming beside its Python
+    and its dispatch.
+    """
+    return DecoderConfig(
+        layers=layers, width=16, heads=2, hidden=32, vocabulary=32, sequence=4, batch=1
+    )
+
+
+class Block(nn.Module):
+    """Causal self-attention and a gated MLP, each behind an RMS norm and added to its input;
+    [batch, sequence, width].
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, hidden = config.width, config.hidden
+        self.heads = config.heads
+        self.attention_norm = nn.RMSNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Same shape out as in."""
+        normed = self.attention_norm(hidden)
+        query, key, value = (
+            projection(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.output(mixed.transpose(1, 2).flatten(2))
+        normed = self.mlp_norm(hidden)
+        return hidden + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class Decoder(nn.Module):
+    """Tokens [batch, sequence] of int64 to the mean cross-entropy of `targets` (same shape), a 0-d
+    float32 tensor.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss of one batch."""
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def build_decoder(config: DecoderConfig, *, seed: int = 0) -> Decoder:
+    """The same weights for the same seed, whatever was drawn from torch's generator before; the
+    generator is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Decoder(config)
+
+
+def build_batch(config: DecoderConfig, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Random tokens and the targets one position on, each int64 [batch, sequence]."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.batch, config.sequence + 1)
+    text = torch.randint(config.vocabulary, shape, generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()

@@ -1,0 +1,136 @@
+"""Owns how two or more candidates are timed on a machine that others use too: in pairs, by medians,
+with an interval.
+
+    two candidates:    A B B A A B B A ...    pair k = k-th call of A with k-th call of B
+    three candidates:  A B C C B A A B C ...
+
+Drift of the machine falls on both members of a pair, so a ratio of pairs is steadier than a ratio
+of means. The interval is a percentile bootstrap of the median. Times are seconds unless a name says
+otherwise; everything but `measure_in_turn` is pure.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+# Two launches of the same code on a busy machine differ by this much, so a smaller difference is
+# not a result.
+RESOLUTION = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median with the interval it is known to; `num_samples` is what it was taken from."""
+
+    median: float
+    low: float
+    high: float
+    num_samples: int
+
+    def describe(self, *, scale: float = 1.0, digits: int = 3) -> str:
+        """`median [low, high]`, each multiplied by `scale`."""
+        numbers = [f"{value * scale:.{digits}f}" for value in (self.median, self.low, self.high)]
+        return f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"
+
+    def as_json(self) -> dict[str, float | int]:
+        """The fields under their own names, for a result file."""
+        return {
+            "median": self.median,
+            "low": self.low,
+            "high": self.high,
+            "num_samples": self.num_samples,
+        }
+
+
+def alternating_order(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Every name once a round, each round in the reverse order of the one before."""
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}; ask for one round or more.")
+    for index in range(rounds):
+        yield from names if index % 2 == 0 else reversed(names)
+
+
+def pair_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """`numerators[k] / denominators[k]` for every pair k."""
+    _check_pairs(numerators, denominators)
+    return [above / below for above, below in zip(numerators, denominators, strict=True)]
+
+
+def pair_differences(minuends: Sequence[float], subtrahends: Sequence[float]) -> list[float]:
+    """`minuends[k] - subtrahends[k]` for every pair k."""
+    _check_pairs(minuends, subtrahends)
+    return [first - second for first, second in zip(minuends, subtrahends, strict=True)]
+
+
+def estimate_median(
+    samples: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Estimate:
+    """Median of `samples` and its percentile-bootstrap interval; the same samples and seed give the
+    same interval.
+
+    Raises ValueError for no samples or a confidence outside (0, 1).
+    """
+    return estimate_median_of_launches(
+        [samples], confidence=confidence, resamples=resamples, seed=seed
+    )
+
+
+def estimate_median_of_launches(
+    launches: Sequence[Sequence[float]],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Estimate:
+    """Median over all launches together; the bootstrap draws launches first and then samples within
+    each.
+
+    Samples of one launch share its luck (placement of memory, neighbours), so drawing them as if
+    they were independent would give too narrow an interval. With one launch this is the ordinary
+    bootstrap.
+    """
+    if not launches or any(not samples for samples in launches):
+        raise ValueError(
+            "every launch needs at least one sample, got "
+            f"{[len(samples) for samples in launches]}; measure at least one pair in each."
+        )
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}; 0.95 is usual.")
+    generator = random.Random(seed)
+    medians = []
+    for _ in range(resamples):
+        drawn: list[float] = []
+        for samples in generator.choices(launches, k=len(launches)):
+            drawn.extend(generator.choices(samples, k=len(samples)))
+        medians.append(statistics.median(drawn))
+    medians.sort()
+    tail = (1.0 - confidence) / 2.0
+    everything = [sample for samples in launches for sample in samples]
+    return Estimate(
+        median=statistics.median(everything),
+        low=medians[round(tail * (resamples - 1))],
+        high=medians[round((1.0 - tail) * (resamples - 1))],
+        num_samples=len(everything),
+    )
+
+
+def compare_with_limit(ratio: Estimate, limit: float) -> str:
+    """`met`, `missed`, or `unclear` where the interval of the ratio spans the limit."""
+    if ratio.high <= limit:
+        return "met"
+    return "missed" if ratio.low > limit else "unclear"
+
+
+def _check_pairs(first: Sequence[float], second: Sequence[float]) -> None:
+    if len(first) != len(second):
+        raise ValueError(
+            f"pairs need as many samples on both sides, got {len(first)} and {len(second)}; "
+            "measure the candidates in the same rounds."
+        )

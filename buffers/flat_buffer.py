@@ -1,0 +1,37 @@
+"""One 1-D tensor together with its layout: the per-tensor views and each rank's slice as views of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .layout import FlatLayout
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """`data` [layout.numel], cut as `layout` says. Views stay valid while the storage is resized."""
+
+    data: Tensor
+    layout: FlatLayout
+
+    def __post_init__(self) -> None:
+        assert self.data.dim() == 1 and self.data.numel() == self.layout.numel, "data does not fit layout"
+
+    def views(self) -> list[Tensor]:
+        """One view per tensor, in the caller's order, with the tensors' own shapes."""
+        return [
+            self.data[segment.start : segment.stop].view(segment.shape)
+            for segment in self.layout.segments
+        ]
+
+    def shards(self) -> list[Tensor]:
+        """One view [shard_numel] per rank."""
+        numel = self.layout.shard_numel
+        return [self.data[r * numel : (r + 1) * numel] for r in range(self.layout.world_size)]
+
+    def shard(self, rank: int) -> Tensor:
+        """The slice [shard_numel] that `rank` owns, as a view."""
+        start, stop = self.layout.shard_range(rank)
+        return self.data[start:stop]

@@ -1,0 +1,124 @@
+"""Where each tensor of a unit lies in its flat buffer, and which slice of it each rank owns: pure integers.
+
+A flat buffer holds the tensors one after the other, 2-D and larger ones first (optimizers usually treat
+them alike), and is cut into `world_size` equal slices. Every tensor start and every cut is a multiple of
+`BLOCK_NUMEL` elements, so that no quantisation block straddles two tensors or two ranks::
+
+    element      0        512      640             1024      1152       1280
+    tensor       | weight (16, 32) | bias (100,) pad | scale (7,) pad | pad |
+    world 2      | rank 0: 0..640                  | rank 1: 640..1280      |
+
+A cut may fall inside a row: rows are never padded. All sizes are in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BLOCK_NUMEL = 128
+"""Elements every tensor start and rank cut is aligned to: the largest quantisation block (1x128 FP8)."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One tensor's place: elements [start, start + numel) of the flat buffer hold it in row-major order."""
+
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """The places of a unit's tensors (`segments`, in the caller's order) and the ranks' equal slices.
+
+    `order` lists segment indices by ascending start. `shard_numel` elements belong to each rank.
+    """
+
+    segments: tuple[Segment, ...]
+    order: tuple[int, ...]
+    world_size: int
+    shard_numel: int
+
+    def __post_init__(self) -> None:
+        stop = 0
+        for index in self.order:
+            segment = self.segments[index]
+            assert segment.start >= stop, "segments overlap"
+            assert segment.start % BLOCK_NUMEL == 0, "segment start is not block-aligned"
+            assert segment.numel == math.prod(segment.shape), "segment numel and shape disagree"
+            stop = segment.stop
+        assert stop <= self.numel, "segments run past the flat buffer"
+        assert self.shard_numel % BLOCK_NUMEL == 0, "a rank's slice is not block-aligned"
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole flat buffer, padding included."""
+        return self.world_size * self.shard_numel
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that belong to no tensor."""
+        return self.numel - sum(segment.numel for segment in self.segments)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Start of each segment, in the caller's order."""
+        return [segment.start for segment in self.segments]
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of the flat buffer that `rank` owns."""
+        assert 0 <= rank < self.world_size, "rank out of range"
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def interval(self, index: int, rank: int) -> tuple[int, int]:
+        """[start, stop) of tensor `index`, in its own row-major elements, that `rank` owns (maybe empty)."""
+        return self.overlap(index, self.shard_range(rank))
+
+    def overlap(self, index: int, span: tuple[int, int]) -> tuple[int, int]:
+        """[start, stop) of tensor `index`, in its own elements, that lies in flat elements [span)."""
+        segment = self.segments[index]
+        start = min(max(span[0] - segment.start, 0), segment.numel)
+        stop = min(max(span[1] - segment.start, 0), segment.numel)
+        return start, max(start, stop)
+
+
+def flat_layout(shapes: Sequence[Sequence[int]], world_size: int) -> FlatLayout:
+    """Lay tensors of `shapes` out for `world_size` ranks.
+
+    Works for any world size (ranks beyond the last element own padding only), 0-d and empty tensors.
+
+    Raises:
+        ValueError: `world_size` is below 1 or a dimension is negative.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size: expected at least 1, got {world_size}")
+    sizes = [tuple(int(size) for size in shape) for shape in shapes]
+    for shape in sizes:
+        if any(size < 0 for size in shape):
+            raise ValueError(f"shapes: expected sizes of at least 0, got {shape}")
+    order = sorted(range(len(sizes)), key=lambda index: (len(sizes[index]) < 2, index))
+    starts = [0] * len(sizes)
+    cursor = 0
+    for index in order:
+        starts[index] = cursor
+        cursor = round_up(cursor + math.prod(sizes[index]), BLOCK_NUMEL)
+    segments = tuple(
+        Segment(shape=shape, start=start, numel=math.prod(shape))
+        for shape, start in zip(sizes, starts, strict=True)
+    )
+    shard_numel = round_up(-(-cursor // world_size), BLOCK_NUMEL)
+    order.sort(key=lambda index: (starts[index], segments[index].numel, index))
+    return FlatLayout(segments, tuple(order), world_size, shard_numel)

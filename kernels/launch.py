@@ -1,0 +1,57 @@
+"""Owns the choice of launch configurations: how much a program handles, and with how many warps.
+
+A thread moves at most 16 bytes an access before Blackwell, so a program of `num_warps` warps takes
+
+    block bytes = num_warps * 32 threads * 16 bytes * accesses in flight
+
+of the narrowest data it touches: then every wider side is 16 bytes an access too. Bytes in flight hide
+latency; at 3 TB/s and 0.7 us they are about 16 KiB a multiprocessor. pack_ keeps two accesses of the
+tensor in flight. reduce_ has one row per rank in flight already and takes two accesses a row only for
+small worlds, so that registers stay few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+ACCESS_BYTES = 16
+THREADS_PER_WARP = 32
+SMALL_WORLD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """How one kernel is launched: bytes of its narrowest data a program takes, and its warps."""
+
+    block_bytes: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_bytes", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name}: expected a power of two, got {value}; round it up")
+
+
+def pack_config() -> LaunchConfig:
+    """For pack_ and unpack_. The block is of one tensor, so its elements follow from the dtype."""
+    return _config(num_warps=8, accesses=2)
+
+
+def reduce_config(world_size: int) -> LaunchConfig:
+    """For reduce_ over `world_size` rows. The block is of the narrower of a row and the result."""
+    return _config(num_warps=4, accesses=2 if world_size <= SMALL_WORLD else 1)
+
+
+def _config(num_warps: int, accesses: int) -> LaunchConfig:
+    return LaunchConfig(num_warps * THREADS_PER_WARP * ACCESS_BYTES * accesses, num_warps)
+
+
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes the GPU of `tensor` the current one, where Triton launches; nothing for CPU tensors."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()

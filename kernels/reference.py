@@ -1,0 +1,168 @@
+"""Owns the definition of every kernel in plain PyTorch: the GPU kernels' oracle, and the CPU path.
+
+    pack_    flat[o : o + n] = round(float32(tensor) * scale)          for every (tensor, o)
+    unpack_  tensor          = round(float32(flat[o : o + n]) * scale)
+    reduce_  out             = round((part 0 + part 1 + ...) * scale)  in FP32, in rank order
+
+With `accumulate` the old value joins in FP32 before the one rounding: round(float32(old) + new).
+Everything is elementwise, so no result depends on how the work is cut into chunks or threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+# Conversions need scratch memory, so the work goes in chunks that keep it in the second-level cache.
+# bf16 -> bf16 with a scale, 8 Mi elements, one core of an AMD EPYC 7003: 56 ms whole, 10.0 ms in
+# chunks of 32 Ki elements, 7.5 ms of 64 Ki, 7.5 ms of 128 Ki, 7.7 ms of 256 Ki (a plain copy: 2.8).
+CHUNK_NUMEL = 128 * 1024
+
+
+def pack_(
+    flat: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> None:
+    """Write each of `tensors` into the 1-D `flat`, row-major, from its offset (in elements) on."""
+    _move_all_(_slots(flat, tensors, offsets), tensors, scale, accumulate)
+
+
+def unpack_(
+    tensors: Sequence[torch.Tensor],
+    flat: torch.Tensor,
+    offsets: Sequence[int],
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> None:
+    """Fill each of `tensors` from the 1-D `flat`, row-major, from its offset (in elements) on."""
+    _move_all_(tensors, _slots(flat, tensors, offsets), scale, accumulate)
+
+
+def reduce_(
+    out: torch.Tensor, parts: torch.Tensor, scale: float = 1.0, accumulate: bool = False
+) -> None:
+    """Sum `parts` [world, shard] over ranks into `out` [shard], which shares no memory with it."""
+    numel, chunk = out.numel(), _chunk_numel()
+    if numel <= chunk:
+        _reduce_chunk_(out, parts, scale, accumulate)
+        return
+    for start in range(0, numel, chunk):
+        piece = slice(start, min(start + chunk, numel))
+        _reduce_chunk_(out[piece], parts[:, piece], scale, accumulate)
+
+
+def _slots(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[int]
+) -> list[torch.Tensor]:
+    """One view of `flat` per tensor, in the tensor's shape."""
+    base = flat.storage_offset()
+    view = flat.as_strided  # one dispatch a tensor, where slicing and viewing take three
+    return [
+        view(
+            tensor.shape,
+            tensor.stride() if tensor.is_contiguous() else _row_major(tensor.shape),
+            base + offset,
+        )
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def _chunk_numel() -> int:
+    return CHUNK_NUMEL * torch.get_num_threads()
+
+
+def _move_all_(
+    destinations: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    scale: float,
+    accumulate: bool,
+) -> None:
+    """destinations (+)= sources * scale; small tensors share calls: there the host's time counts."""
+    destinations, sources = list(destinations), list(sources)
+    if scale == 1.0 and not accumulate:
+        torch._foreach_copy_(destinations, sources)
+        return
+    factor = _factor(scale)
+    shared_calls = sum(source.numel() for source in sources) <= CHUNK_NUMEL and all(
+        destination.dtype is torch.float32 for destination in destinations
+    )
+    if shared_calls and not accumulate:
+        torch._foreach_copy_(destinations, sources)
+        torch._foreach_mul_(destinations, factor)
+    elif shared_calls and scale == 1.0:
+        torch._foreach_add_(destinations, sources)
+    else:
+        for destination, source in zip(destinations, sources, strict=True):
+            _move_(destination, source, None if scale == 1.0 else factor, accumulate)
+
+
+def _factor(scale: float) -> torch.Tensor:
+    """`scale` in FP32, as a tensor: a Python number would be wrapped anew for every tensor it meets."""
+    return torch.tensor(scale, dtype=torch.float32)
+
+
+def _move_(
+    destination: torch.Tensor,
+    source: torch.Tensor,
+    factor: torch.Tensor | None,
+    accumulate: bool,
+) -> None:
+    """destination (+)= source * factor, for two tensors of one shape."""
+    numel, chunk = source.numel(), _chunk_numel()
+    if numel <= chunk or not (destination.is_contiguous() and source.is_contiguous()):
+        _move_chunk_(destination, source, factor, accumulate)
+        return
+    destination, source = destination.view(-1), source.view(-1)
+    for start in range(0, numel, chunk):
+        piece = slice(start, min(start + chunk, numel))
+        _move_chunk_(destination[piece], source[piece], factor, accumulate)
+
+
+def _move_chunk_(
+    destination: torch.Tensor,
+    source: torch.Tensor,
+    factor: torch.Tensor | None,
+    accumulate: bool,
+) -> None:
+    values = source.float()
+    if factor is not None:
+        if destination.dtype is torch.float32 and not accumulate:
+            torch.mul(values, factor, out=destination)
+            return
+        values = values * factor
+    _store_(destination, values, accumulate)
+
+
+def _reduce_chunk_(out: torch.Tensor, parts: torch.Tensor, scale: float, accumulate: bool) -> None:
+    rows = parts.unbind()
+    in_place = out.dtype is torch.float32 and not accumulate
+    total = out if in_place else torch.empty_like(out, dtype=torch.float32)
+    if len(rows) > 1 and parts.dtype is torch.float32:
+        torch.add(rows[0], rows[1], out=total)
+        rest = rows[2:]
+    else:
+        total.copy_(rows[0])
+        rest = rows[1:]
+    for row in rest:
+        total.add_(row)
+    if scale != 1.0:
+        total.mul_(scale)
+    if not in_place:
+        _store_(out, total, accumulate)
+
+
+def _store_(destination: torch.Tensor, values: torch.Tensor, accumulate: bool) -> None:
+    """Round FP32 `values` into `destination`; the mixed add works in FP32 and rounds once."""
+    if accumulate:
+        destination.add_(values)
+    else:
+        destination.copy_(values)

@@ -1,0 +1,20 @@
+"""Ranks, modules, time: what shards a model and moves its parameters and gradients."""
+
+from .collectives import CommunicationError
+from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, no_sync
+from .grad_norm import clip_grad_norm_
+from .precision import MixedPrecisionPolicy
+from .sharded_tensor import ShardedTensor
+from .summary import summary
+
+__all__ = [
+    "CommunicationError",
+    "MixedPrecisionPolicy",
+    "ShardedTensor",
+    "clip_grad_norm_",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+    "no_sync",
+    "summary",
+]

@@ -1,0 +1,242 @@
+"""Checkpoints: whole on disk or not there, checked before they change anything, readable anywhere.
+
+They are what `torch.distributed.checkpoint` writes for the state of a model and an optimizer::
+
+    model.<name>                              parameters and buffers; each rank writes its boxes
+    optim.state.<name>.<entry>                likewise; optim.param_groups.<i>.<option>
+    extra.<rank>                              (extra,) as that rank passed it
+
+so any world size, plain PyTorch and FSDP2 read them, and theirs load here. A checkpoint is written
+to `.<name>.partial` beside its place and renamed once complete. The one it replaces is
+`.<name>.replaced` meanwhile, and is read if a crash falls between the two renames.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+
+from .checkpoint_match import match
+from .checkpoint_reader import METADATA_FILE, CheckpointReader, require_plain, running_dcp
+from .fully_shard import runtime_of
+from .optimizer import load_scalars, named_state, prepare_state
+from .sharded_tensor import ShardedTensor
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+) -> None:
+    """Write `module`, `optimizer` and `extra` to the folder `path` (a collective over all ranks).
+
+    A checkpoint that is at `path` already is replaced, its folder as a whole, once the new one is
+    complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Ranks
+    share one file system.
+
+    Raises:
+        FileExistsError: `path` is a file, or a folder that holds something else than a checkpoint.
+        TypeError: `extra` holds other objects, which could not be read back safely.
+        ValueError: `module` or `optimizer` did not go through `fully_shard`.
+    """
+    target = Path(path).resolve()
+    rank = _rank()
+    state: dict[str, Any] = {"model": module.state_dict(), "extra": {str(rank): (extra,)}}
+    with _Alike():
+        require_plain(extra)
+        if optimizer is not None:
+            state["optim"] = named_state(runtime_of(module), optimizer)
+        if rank == 0:
+            _prepare(target)
+    partial = _sibling(target, "partial")
+    try:
+        with running_dcp(f"writing {target}"):
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(partial))
+        with _Alike():
+            if rank == 0:
+                _publish(partial, target)
+    finally:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Any:
+    """Load the checkpoint at `path` into `module` and `optimizer` (a collective over all ranks).
+
+    The world size may differ from the one it was saved at. Returns the `extra` this rank saved, rank
+    0's if the world size differs, None if there is none; its tensors come back on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint at `path`.
+        ValueError: its names, shapes or parameter groups are not those of `module` and `optimizer`:
+            every missing or unexpected name and wrong shape is listed, on all ranks, and nothing
+            is loaded. Or it holds objects that only unsafe unpickling could read.
+        RuntimeError: its files are missing or cut short, and nothing is loaded.
+    """
+    state = module.state_dict()
+    with _Alike():
+        reader = CheckpointReader(_find(Path(path).resolve()))
+        runtime = None if optimizer is None else runtime_of(module)
+        optim = None if optimizer is None or runtime is None else named_state(runtime, optimizer)
+        stored = match(reader, state, optim, None if optimizer is None else optimizer.defaults)
+        extra_key = _extra_key(reader)
+        values = reader.read([*stored.value_keys, *extra_key])
+        stored.require_same_groups(values)
+        if optimizer is not None and runtime is not None:
+            prepare_state(runtime, optimizer, stored.entries)
+            optim = named_state(runtime, optimizer)
+    tensors = {f"model.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+    if optim is not None:
+        tensors |= _sharded_state(optim)
+    reader.read_into(tensors)
+    module.load_state_dict({**state, **values.get("model", {})})
+    if optimizer is not None and runtime is not None:
+        load_scalars(runtime, optimizer, _placed(values["optim"], state))
+    return values["extra"][extra_key[0].removeprefix("extra.")][0] if extra_key else None
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` with whole, plain, new tensors on every rank (a collective).
+
+    Keys, dtypes and devices are the unsharded model's; names of one tied parameter share a tensor.
+    """
+    whole: dict[int, Tensor] = {}
+    state: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            state[name] = value
+            continue
+        if id(value) not in whole:
+            whole[id(value)] = (
+                value.full_tensor() if isinstance(value, ShardedTensor) else value.detach().clone()
+            )
+        state[name] = whole[id(value)]
+    return state
+
+
+def _sharded_state(optim: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        f"optim.state.{name}.{entry}": value
+        for name, entries in optim["state"].items()
+        for entry, value in entries.items()
+        if isinstance(value, ShardedTensor)
+    }
+
+
+def _placed(optim: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """`optim`, with tensors on their parameter's device where the optimizer's kernels want that."""
+    states = optim.setdefault("state", {})
+    for group in optim["param_groups"]:
+        if not (group.get("capturable") or group.get("fused")):
+            continue
+        for name in group["params"]:
+            for entry, value in states.get(name, {}).items():
+                if isinstance(value, Tensor):
+                    states[name][entry] = value.to(model[name].device)
+    return optim
+
+
+def _extra_key(reader: CheckpointReader) -> list[str]:
+    """The key of the extra that this rank gets, if any was saved."""
+    keys = reader.keys_under("extra")
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    own = f"extra.{_rank() if len(keys) == world_size else 0}"
+    return [own] if own in keys else []
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class _Alike:
+    """A block that all ranks leave alike: an error on some of them is raised on every one."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not dist.is_initialized() or not (error is None or isinstance(error, Exception)):
+            return
+        reports: list[tuple[type[Exception], str] | None] = [None] * dist.get_world_size()
+        shareable = (FileNotFoundError, FileExistsError, PermissionError, TypeError, ValueError)
+        known = next((known for known in shareable if isinstance(error, known)), RuntimeError)
+        dist.all_gather_object(reports, None if error is None else (known, str(error)))
+        if error is not None:
+            return
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise report[0](f"rank {rank}: {report[1]}")
+
+
+def _sibling(target: Path, role: str) -> Path:
+    return target.with_name(f".{target.name}.{role}")
+
+
+def _find(target: Path) -> Path:
+    """The folder to read for the checkpoint at `target`."""
+    for folder in (target, _sibling(target, "replaced")):
+        if (folder / METADATA_FILE).exists():
+            return folder
+    found = (
+        "a folder without one" if target.is_dir() else "a file" if target.exists() else "nothing"
+    )
+    raise FileNotFoundError(
+        f"path: expected a checkpoint at {target}, got {found}; give the folder that "
+        "save_checkpoint wrote"
+    )
+
+
+def _prepare(target: Path) -> None:
+    """Make room for writing, and finish or undo what a crash left."""
+    replaced, partial = _sibling(target, "replaced"), _sibling(target, "partial")
+    if not target.exists() and replaced.exists():
+        replaced.rename(target)
+    is_other_folder = target.is_dir() and not (target / METADATA_FILE).exists()
+    if (is_other_folder and any(target.iterdir())) or (target.exists() and not target.is_dir()):
+        raise FileExistsError(
+            f"path: expected a checkpoint to replace or nothing at {target}, got "
+            f"{'other files' if is_other_folder else 'a file'}; give another path"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if partial.exists():
+        shutil.rmtree(partial)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    replaced = _sibling(target, "replaced")
+    _sync(partial)
+    if target.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        target.rename(replaced)
+    partial.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in `folder` to disk, so that a power cut does not undo a rename."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,289 @@
+"""Which operators may run on one rank's part of a sharded tensor, and how: rules for dispatch.
+
+An elementwise operator computes each element from the elements at the same position, so a rank can
+run it on its own interval without communication::
+
+    operand                               what the local operator gets
+    sharded, the same layout              its local part
+    plain, of the full shape              the interval cut out of it
+    0-d tensor, number, anything else     itself
+
+Everything else is refused, with the parameter's name and the fix.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+if TYPE_CHECKING:
+    from .sharded_tensor import ShardedTensor
+
+# Elementwise operators that PyTorch does not tag as `pointwise`.
+_UNTAGGED = frozenset(
+    {
+        "clone",
+        "copy_",
+        "empty_like",
+        "fill",
+        "fill_",
+        "full_like",
+        "masked_fill",
+        "masked_fill_",
+        "ones_like",
+        "zero",
+        "zero_",
+        "zeros_like",
+    }
+)
+_ALIASES = frozenset({"alias", "detach", "detach_", "lift_fresh"})
+_FUSED_OPTIMIZERS = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
+_FOREACH = "_foreach_"
+
+
+def dispatch(
+    sharded_type: type[ShardedTensor],
+    operator: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run `operator` on the local parts of the sharded tensors in its arguments, or refuse it.
+
+    Raises:
+        RuntimeError: the operator is not elementwise, draws random numbers, moves to another dtype
+            or device, or mixes layouts or shapes.
+    """
+    rule = _rule(operator)
+    return rule(sharded_type, operator, args, kwargs)
+
+
+@functools.cache
+def _rule(operator: OpOverload) -> Callable[..., Any]:
+    name = operator._schema.name.removeprefix("aten::")
+    if torch.Tag.nondeterministic_seeded in operator.tags:
+        return _refuse_random
+    if name in _ALIASES:
+        return _alias
+    if name == "_to_copy":
+        return _convert
+    if name.startswith(_FOREACH):
+        return _run_on_lists if _is_elementwise_name(name.removeprefix(_FOREACH)) else _refuse
+    if name in _FUSED_OPTIMIZERS:
+        return _run_on_lists
+    if torch.Tag.pointwise in operator.tags or name in _UNTAGGED:
+        return _run
+    return _refuse
+
+
+def _is_elementwise_name(name: str) -> bool:
+    name = name.removesuffix("_")
+    if name in _UNTAGGED or f"{name}_" in _UNTAGGED:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+
+
+def _alias(
+    sharded_type: type[ShardedTensor],
+    operator: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    # Not by the operator: below autograd, the alias it makes has a version counter of its own.
+    like: ShardedTensor = args[0]
+    return like if _written(operator) else like.with_local(like.local)
+
+
+def _run(
+    sharded_type: type[ShardedTensor],
+    operator: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    like = next(x for x in (*args, *kwargs.values()) if isinstance(x, sharded_type))
+    written = [_argument(args, kwargs, *place) for place in _written(operator)]
+    for target in written:
+        if not isinstance(target, sharded_type):
+            _refuse_plain_target(like, operator)
+    local_args = [_local(x, like, operator) for x in args]
+    local_kwargs = {key: _local(x, like, operator) for key, x in kwargs.items()}
+    if "memory_format" in local_kwargs:
+        local_kwargs["memory_format"] = torch.preserve_format  # the local part is always 1-D
+    result = operator(*local_args, **local_kwargs)
+    if written:
+        _mark_written(written)
+        return written[0] if len(written) == 1 else tuple(written)
+    if isinstance(result, (tuple, list)):
+        return type(result)(_wrap(x, like, operator) for x in result)
+    return _wrap(result, like, operator)
+
+
+def _run_on_lists(
+    sharded_type: type[ShardedTensor],
+    operator: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`_run` for operators over lists: the tensors at one position of all lists share a layout."""
+    likes = _layouts(sharded_type, (*args, *kwargs.values()))
+    written = [_argument(args, kwargs, *place) for place in _written(operator)]
+    for targets in written:
+        for position, x in enumerate(targets):
+            if position in likes and not isinstance(x, sharded_type):
+                _refuse_plain_target(likes[position], operator)
+
+    def local(x: Any) -> Any:
+        if not _is_tensor_list(x):
+            return x.local if isinstance(x, sharded_type) else x
+        return [
+            _local(t, likes[position], operator) if position in likes else t
+            for position, t in enumerate(x)
+        ]
+
+    result = operator(*(local(x) for x in args), **{key: local(x) for key, x in kwargs.items()})
+    for targets in written:
+        _mark_written([x for x in targets if isinstance(x, sharded_type)])
+    if written:
+        return result
+    return [
+        _wrap(x, likes[position], operator) if position in likes else x
+        for position, x in enumerate(result)
+    ]
+
+
+def _layouts(
+    sharded_type: type[ShardedTensor], values: tuple[Any, ...]
+) -> dict[int, ShardedTensor]:
+    """By position in the lists among `values`: the first sharded tensor that stands there."""
+    likes: dict[int, ShardedTensor] = {}
+    for tensors in filter(_is_tensor_list, values):
+        for position, x in enumerate(tensors):
+            if isinstance(x, sharded_type):
+                likes.setdefault(position, x)
+    return likes
+
+
+def _local(x: Any, like: ShardedTensor, operator: OpOverload) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if isinstance(x, type(like)):
+        if x is not like and not like.has_layout_of(x):
+            raise RuntimeError(
+                f"{operator}: expected sharded tensors of one layout, got {like.describe()} and "
+                f"{x.describe()}; bring one to the full shape with full_tensor()"
+            )
+        return x.local
+    if x.dim() == 0:
+        return x
+    if x.shape != like.shape:
+        raise RuntimeError(
+            f"{operator}: expected a plain tensor of the full shape {tuple(like.shape)} (or a 0-d "
+            f"one) next to {like.describe()}, got shape {tuple(x.shape)}; expand it first"
+        )
+    return like.interval_of(x)
+
+
+def _wrap(result: Tensor, like: ShardedTensor, operator: OpOverload) -> ShardedTensor:
+    if result.shape != like.local.shape:
+        _refuse_tensor(like, operator)
+    return like.with_local(result)
+
+
+def _is_tensor_list(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and bool(x) and isinstance(x[0], Tensor)
+
+
+@functools.cache
+def _written(operator: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument the operator writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    return args[position] if position < len(args) else kwargs[name]
+
+
+def _mark_written(targets: list[ShardedTensor]) -> None:
+    # Below autograd, where dispatch runs, an in-place operator leaves the version of its target as
+    # it was; units compare versions to see that a shard was edited and must be gathered again.
+    for target in targets:
+        torch.autograd.graph.increment_version(target.local)
+
+
+def _convert(
+    sharded_type: type[ShardedTensor],
+    operator: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    like: ShardedTensor = args[0]
+    dtype = kwargs.get("dtype") or like.dtype
+    device = torch.device(kwargs.get("device") or like.device)
+    same_device = device.type == like.device.type and device.index in (None, like.device.index)
+    if dtype != like.dtype or not same_device:
+        raise RuntimeError(
+            f"{like.describe()} keeps the dtype and device it was sharded with, {like.dtype} on "
+            f"{like.device}, got a conversion to {dtype} on {device}: convert the model before "
+            "fully_shard (compute in another dtype with MixedPrecisionPolicy)"
+        )
+    return like.with_local(like.local.clone())
+
+
+def _first_sharded(sharded_type: type[ShardedTensor], values: Any) -> ShardedTensor | None:
+    for x in values:
+        if isinstance(x, sharded_type):
+            return x
+        if isinstance(x, (list, tuple)) and (found := _first_sharded(sharded_type, x)) is not None:
+            return found
+    return None
+
+
+def _refuse_random(
+    sharded_type: type[ShardedTensor],
+    operator: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> NoReturn:
+    like = _first_sharded(sharded_type, (*args, *kwargs.values()))
+    assert like is not None, "dispatched without a sharded tensor"
+    raise RuntimeError(
+        f"{operator} on {like.describe()} would draw other numbers on each rank and for each world "
+        "size: initialise the model before fully_shard, or fill it from a full tensor with copy_"
+    )
+
+
+def _refuse(
+    sharded_type: type[ShardedTensor],
+    operator: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> NoReturn:
+    like = _first_sharded(sharded_type, (*args, *kwargs.values()))
+    assert like is not None, "dispatched without a sharded tensor"
+    _refuse_tensor(like, operator)
+
+
+def _refuse_tensor(like: ShardedTensor, operator: OpOverload) -> NoReturn:
+    raise RuntimeError(
+        f"{operator} is not elementwise, so it cannot run on one rank's part of {like.describe()}: "
+        "call the unit's module itself (not its .forward or another method), or take the whole "
+        "value with full_tensor() or full_state_dict()"
+    )
+
+
+def _refuse_plain_target(like: ShardedTensor, operator: OpOverload) -> NoReturn:
+    raise RuntimeError(
+        f"{operator}: expected a sharded tensor to write to, got a plain one, of which "
+        f"{like.describe()} could fill only a part; take the whole value with full_tensor()"
+    )

@@ -1,0 +1,255 @@
+"""The gradients of one unit on this rank: packed, exchanged, summed in FP32, and shown to the optimizer.
+
+    buffer        dtype   elements              lives
+    sent          wire    all                   during an exchange; kept when gradients are not sharded (ZeRO-0, 1)
+    received      wire    all                   during an exchange: every rank's part of our slice
+    accumulated   grad    all                   from the first backward under `no_sync` to the next exchange
+    main_grad     grad    as `main`             from the first exchange on
+
+The visible gradient (`run.param.grad`) is what says that a gradient exists: once it is cleared, the next
+exchange overwrites `main_grad` and whatever was accumulated is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..buffers import BufferPool, FlatBuffer, FlatLayout
+from ..kernels import pack_, reduce_
+from .collectives import Collectives, Pending
+from .lanes import Event, Lane
+from .placements import Placement
+from .sharded_tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from .unit import UnitSpec
+
+
+@dataclass(slots=True)
+class FlatRun:
+    """Consecutive tensors of a unit that one optimizer group updates: elements [start, stop) of `main`."""
+
+    start: int
+    stop: int
+    indices: tuple[int, ...]
+    param: nn.Parameter
+    cleared: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A reduction under way: its end, and what must stay alive until then."""
+
+    event: Event
+    leases: list[Tensor]
+    grads: list[Tensor]
+
+
+class UnitGradients:
+    """Reduces a unit's gradients into `main_grad`, which lies like the unit's main parameters."""
+
+    def __init__(self, spec: UnitSpec, main_span: tuple[int, int], collectives: Collectives, pool: BufferPool) -> None:
+        self._spec = spec
+        self._span = main_span
+        self._collectives = collectives
+        self._pool = pool
+        self._keeps_sent = spec.placements.grads is not Placement.SHARD
+        self._replicates = spec.placements.optimizer is Placement.REPLICATE
+        self._offsets = spec.layout.offsets
+        gaps = _gaps(spec.layout)
+        self._gap_offsets = [start for start, _ in gaps]
+        zeros = torch.zeros(max((stop - start for start, stop in gaps), default=0), dtype=spec.dtypes.wire)
+        zeros = zeros.to(pool.device)
+        self._gap_zeros = [zeros[: stop - start] for start, stop in gaps]
+        self._sent: Tensor | None = None
+        self._accumulated: Tensor | None = None
+        self.main_grad: Tensor | None = None
+        self.runs: list[FlatRun] = []
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether a reduced gradient is held, to which the next one is added."""
+        return any(run.param.grad is not None for run in self.runs)
+
+    def drop(self, params: Sequence[nn.Parameter]) -> None:
+        """Forget what `params` and the local sum hold, after a step that failed."""
+        self._take(params)
+        self._drop_accumulated()
+
+    def _take(self, params: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[int]]:
+        grads: list[Tensor] = []
+        offsets: list[int] = []
+        for param, offset in zip(params, self._offsets, strict=True):
+            grad = param.grad
+            if grad is not None:
+                grads.append(grad)
+                offsets.append(offset)
+                param.grad = None
+        return grads, offsets
+
+    def _drop_accumulated(self) -> None:
+        if self._accumulated is not None:
+            self._pool.release(self._accumulated)
+            self._accumulated = None
+
+    def _pack(self, flat: Tensor, grads: list[Tensor], offsets: list[int]) -> None:
+        # What no gradient covers counts as zero, padding too: it is summed and seen by the optimizer.
+        if len(grads) < len(self._offsets):
+            flat.zero_()
+            pack_(flat, grads, offsets)
+        else:
+            pack_(flat, grads + self._gap_zeros, offsets + self._gap_offsets)
+
+    def _prepare_main_grad(self, lane: Lane) -> bool:
+        """Allocate `main_grad` on first use; returns whether to accumulate into it."""
+        if self.main_grad is None:
+            with lane.allocating():
+                self.main_grad = self._pool.lease(self._span[1] - self._span[0], self._spec.dtypes.grad)
+        if not self.has_grad:
+            return False
+        for run in self.runs:
+            if run.param.grad is None:
+                self.main_grad[run.start : run.stop].zero_()
+        return True
+
+    def accumulate(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
+        """Add this backward's gradients to the rank's own sum, without communication."""
+        grads, offsets = self._take(params)
+        if not self._prepare_main_grad(lane):
+            self._drop_accumulated()
+            assert self.main_grad is not None
+            self.main_grad.zero_()
+            self.publish()
+        first = self._accumulated is None
+        if self._accumulated is None:
+            with lane.allocating():
+                self._accumulated = self._pool.lease(self._spec.layout.numel, self._spec.dtypes.grad)
+        target = self._accumulated
+
+        def work() -> list[Pending]:
+            if first:
+                self._pack(target, grads, offsets)
+            else:
+                pack_(target, grads, offsets, accumulate=True)
+            return []
+
+        return Exchange(lane.submit(work), [], grads)
+
+    def exchange(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
+        """Start to reduce this backward's gradients, and what was accumulated, into `main_grad` on `lane`."""
+        grads, offsets = self._take(params)
+        into_existing = self._prepare_main_grad(lane)
+        if not into_existing:
+            self._drop_accumulated()
+        accumulated, self._accumulated = self._accumulated, None
+        leases: list[Tensor] = [] if accumulated is None else [accumulated]
+        with lane.allocating():
+            sent = self._lease_sent(leases)
+            received = sent
+            if self._spec.layout.world_size > 1:
+                received = self._pool.lease(self._spec.layout.numel, self._spec.dtypes.wire)
+                leases.append(received)
+
+        def work() -> list[Pending]:
+            if accumulated is None:
+                self._pack(sent, grads, offsets)
+            else:
+                pack_(accumulated, grads, offsets, accumulate=True)
+                pack_(sent, [accumulated], [0])
+            if lane.runs_to_end:
+                grads.clear()
+            return self._reduce(sent, received, into_existing)
+
+        return Exchange(lane.submit(work), leases, grads)
+
+    def _lease_sent(self, leases: list[Tensor]) -> Tensor:
+        if self._sent is not None:
+            return self._sent
+        sent = self._pool.lease(self._spec.layout.numel, self._spec.dtypes.wire)
+        if self._keeps_sent:
+            self._sent = sent
+        else:
+            leases.append(sent)
+        return sent
+
+    def _reduce(self, sent: Tensor, received: Tensor, into_existing: bool) -> list[Pending]:
+        layout, main_grad = self._spec.layout, self.main_grad
+        assert main_grad is not None
+        world_size, rank = layout.world_size, self._collectives.rank
+        if world_size > 1 and layout.numel:
+            self._collectives.exchange(received, sent, f"gradient exchange of unit '{self._spec.name}'").wait()
+        own = main_grad
+        if self._replicates:
+            start, stop = layout.shard_range(rank)
+            own = main_grad[start:stop]
+        parts = received.view(world_size, layout.shard_numel)
+        reduce_(own, parts, scale=1.0 / world_size, accumulate=into_existing)
+        if not self._replicates:
+            return []
+        slices = FlatBuffer(main_grad, layout).shards()
+        return self._collectives.gather_reduced(
+            main_grad, slices, f"gather of the reduced gradient of unit '{self._spec.name}'"
+        )
+
+    def finish(self, exchange: Exchange) -> None:
+        """Order the following compute after `exchange` and give its buffers back."""
+        exchange.event.wait()
+        for lease in exchange.leases:
+            self._pool.release(lease)
+        exchange.grads.clear()
+
+    def publish(self) -> None:
+        """Show the reduced gradient to the optimizer."""
+        assert self.main_grad is not None
+        for run in self.runs:
+            if run.param.requires_grad:
+                grad = self.main_grad[run.start : run.stop]
+                run.param.grad = grad if grad.dtype == run.param.dtype else grad.to(run.param.dtype)
+                run.cleared.clear()
+
+    def has_tensor(self, index: int) -> bool:
+        """Whether tensor `index` has a reduced gradient."""
+        run = self._run_of(index)
+        return run.param.grad is not None and index not in run.cleared
+
+    def clear_tensor(self, index: int, view: Tensor) -> None:
+        """Forget the gradient of tensor `index`, whose part of `main_grad` is `view`."""
+        run = self._run_of(index)
+        run.cleared.add(index)
+        view.zero_()
+        if len(run.cleared) == len(run.indices):
+            run.param.grad = None
+            run.cleared.clear()
+
+    def show_tensor(self, index: int) -> None:
+        """Make room to write the gradient of tensor `index` by hand."""
+        if self.main_grad is None:
+            self.main_grad = self._pool.lease(self._span[1] - self._span[0], self._spec.dtypes.grad)
+        run = self._run_of(index)
+        if run.param.grad is None:
+            self.main_grad[run.start : run.stop].zero_()
+            run.param.grad = self.main_grad[run.start : run.stop]
+            run.cleared = set(run.indices)
+        run.cleared.discard(index)
+
+    def _run_of(self, index: int) -> FlatRun:
+        return next(run for run in self.runs if index in run.indices)
+
+
+def _gaps(layout: FlatLayout) -> list[tuple[int, int]]:
+    """The stretches of the flat buffer that no tensor covers."""
+    gaps = []
+    cursor = 0
+    for index in layout.order:
+        segment = layout.segments[index]
+        if segment.start > cursor:
+            gaps.append((cursor, segment.start))
+        cursor = max(cursor, segment.stop)
+    if cursor < layout.numel:
+        gaps.append((cursor, layout.numel))
+    return gaps

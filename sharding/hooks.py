@@ -1,0 +1,85 @@
+"""Module and autograd hooks -> runtime events, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .runtime import Runtime, UnitGroup
+from .structures import map_tensors, tensors_in
+
+
+def install_hooks(
+    module: nn.Module, group: UnitGroup, runtime: Runtime, *, input_dtype: torch.dtype | None = None
+) -> None:
+    """Make `module`'s forward and backward drive `runtime`. Floating inputs are cast to `input_dtype`."""
+
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if group.is_root:
+            runtime.root_pre_forward()
+        runtime.pre_forward(group)
+        if input_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), input_dtype)
+        if group.has_frozen and torch.is_grad_enabled():
+            _watch_inputs(group, runtime, (args, kwargs))
+        return args, kwargs
+
+    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            _watch_outputs(group, runtime, output)
+        runtime.post_forward(group)
+
+    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(post_forward)
+
+
+def install_root_hooks(module: nn.Module, runtime: Runtime, *, output_dtype: torch.dtype | None) -> None:
+    """What only the root has: state dicts see parameters at rest, and the output is cast."""
+
+    def to_rest(*_: object) -> None:
+        if not runtime.in_backward:
+            runtime.rest()
+
+    for submodule in module.modules():
+        submodule.register_state_dict_pre_hook(to_rest)
+    module.register_load_state_dict_pre_hook(to_rest)
+    if output_dtype is not None:
+        module.register_forward_hook(lambda _module, _args, output: cast_floating(output, output_dtype))
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor in it cast to `dtype`; integers and bools untouched."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def _watch_outputs(group: UnitGroup, runtime: Runtime, output: object) -> None:
+    """Call `pre_backward` before the gradient flows into any node that made an output."""
+
+    def pre_backward(_grads: object) -> None:
+        runtime.pre_backward(group)
+
+    watched: set[object] = set()
+    for tensor in tensors_in(output):
+        if not tensor.requires_grad:
+            continue
+        # On the node, not the tensor: an in-place change of the output keeps its node in the graph. A
+        # change through a view makes a new node for the view, but keeps the base's.
+        sources = [tensor] if tensor._base is None else [tensor, tensor._base]
+        for source in sources:
+            node = source.grad_fn
+            if node is not None and node not in watched:
+                watched.add(node)
+                node.register_prehook(pre_backward)
+
+
+def _watch_inputs(group: UnitGroup, runtime: Runtime, inputs: object) -> None:
+    """Call `inputs_done` when the gradients of all inputs of this call are there."""
+    tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+    if tensors:
+        group.open_inputs += 1
+        done: Callable[[Any], None] = lambda _grads: runtime.inputs_done(group)  # noqa: E731
+        torch.autograd.graph.register_multi_grad_hook(tensors, done, mode="all")
+

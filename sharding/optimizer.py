@@ -1,0 +1,283 @@
+"""Optimizers over flat shards: an elementwise torch optimizer keeps its class, groups, options and state.
+
+Its `param_groups` are re-pointed at flat 1-D parameters, one per unit and stretch of tensors that share a
+group. State of single tensors, if there is any, is laid into flat state in the same places.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gradients import FlatRun
+from .runtime import Runtime
+from .sharded_tensor import ShardedTensor
+from .unit import Unit
+
+_ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+_NOT_ELEMENTWISE = {
+    "Muon": "it orthogonalises whole matrices",
+    "Shampoo": "it preconditions whole matrices",
+    "DistributedShampoo": "it preconditions whole matrices",
+    "SOAP": "it preconditions whole matrices",
+    "Adafactor": "it factors the second moment over rows and columns",
+    "LBFGS": "it takes inner products over all parameters",
+    "LARS": "it scales by the norm of each tensor",
+    "LAMB": "it scales by the norm of each tensor",
+    "SparseAdam": "it needs sparse gradients",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Tensor `index` of `unit`, a position in the runtime's list of units."""
+
+    unit: int
+    index: int
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, *, declared: bool = False) -> None:
+    """Refuse optimizers whose update of one element depends on others, since they see flat shards.
+
+    `declared`: the caller vouches that an unknown class is elementwise.
+
+    Raises:
+        TypeError: no torch optimizer.
+        ValueError: an optimizer known not to be elementwise, or an unknown one that is not `declared`.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    kind = type(optimizer)
+    for base in kind.__mro__:
+        if base.__name__ in _NOT_ELEMENTWISE:
+            raise ValueError(
+                f"optimizer: expected an elementwise optimizer such as AdamW or SGD, got {kind.__name__}: "
+                f"{_NOT_ELEMENTWISE[base.__name__]}, which a flat shard does not hold"
+            )
+    # torch wraps `step` anew in each class that is instantiated: compare what is inside. A subclass that
+    # overrides `step` may do anything.
+    step = inspect.unwrap(kind.step)
+    known = any(issubclass(kind, base) and step is inspect.unwrap(base.step) for base in _ELEMENTWISE)
+    if not known and not declared:
+        raise ValueError(
+            f"optimizer: expected an optimizer known to be elementwise, got {kind.__module__}.{kind.__name__}; "
+            "if each element's update depends on that element alone, pass elementwise=True"
+        )
+
+
+def locate_params(
+    optimizer: torch.optim.Optimizer, locations: Mapping[int, Location], names: Sequence[str]
+) -> list[list[Location]]:
+    """The location of every parameter of every group; `locations` maps the id of a parameter to it.
+
+    Raises:
+        ValueError: a parameter that is not one of the module's.
+    """
+    located: list[list[Location]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        located.append([])
+        for position, param in enumerate(group["params"]):
+            location = locations.get(id(param))
+            if location is None:
+                raise ValueError(
+                    f"optimizer: expected only parameters of the module, got a foreign one at "
+                    f"param_groups[{number}]['params'][{position}], shape {tuple(param.shape)}; make the optimizer "
+                    "from module.parameters() and pass both to fully_shard, or make it after fully_shard. The "
+                    f"module has {len(names)} parameters: {', '.join(names[:4])}, ..."
+                )
+            located[-1].append(location)
+    return located
+
+
+def rebind(optimizer: torch.optim.Optimizer, runtime: Runtime, located: list[list[Location]]) -> None:
+    """Point `optimizer` at flat runs of the runtime's units, and carry its state over."""
+    old_state: dict[Location, dict[str, Any]] = {}
+    keys: dict[Location, tuple[object, ...]] = {}
+    for number, (group, places) in enumerate(zip(optimizer.param_groups, located, strict=True)):
+        for param, location in zip(group["params"], places, strict=True):
+            state = dict(optimizer.state.get(param, {}))
+            old_state[location] = state
+            keys[location] = (number, *_scalar_signature(state, param))
+    flat_params: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+    new_state: dict[Tensor, dict[str, Any]] = {}
+    for position, unit in enumerate(runtime.units):
+        unit.gradients.runs = _runs(unit, position, keys)
+        for run in unit.gradients.runs:
+            first = Location(position, run.indices[0])
+            if first not in keys:
+                continue
+            number = keys[first][0]
+            assert isinstance(number, int)
+            flat_params[number].append(run.param)
+            states = [old_state[Location(position, index)] for index in run.indices]
+            if states[0]:
+                new_state[run.param] = _flat_state(unit, run, states)
+    optimizer.state.clear()
+    optimizer.state.update(new_state)
+    for group, params in zip(optimizer.param_groups, flat_params, strict=True):
+        group["params"] = params
+        if "param_names" in group:
+            group["param_names"] = [f"flat_{place}" for place in range(len(params))]
+    # Through `.data` an optimizer can change parameters without a trace in their version counters.
+    reference = weakref.ref(runtime)
+
+    def mark_stale(*_: object) -> None:
+        if (current := reference()) is not None:
+            current.mark_stale()
+
+    optimizer.register_step_post_hook(mark_stale)
+
+
+def _scalar_signature(state: dict[str, Any], param: Tensor) -> tuple[object, ...]:
+    """What must agree for tensors to share flat state: the entries that are not shaped like the tensor."""
+    entries: list[object] = []
+    for key, value in sorted(state.items()):
+        if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
+            entries.append(key)
+        elif isinstance(value, Tensor):
+            entries.append((key, value.tolist()))
+        else:
+            entries.append((key, repr(value)))
+    return tuple(entries)
+
+
+def _runs(unit: Unit, position: int, keys: Mapping[Location, tuple[object, ...]]) -> list[FlatRun]:
+    stretches: list[list[int]] = []
+    previous: object = object()
+    for index in unit.spec.layout.order:
+        key = keys.get(Location(position, index))
+        if stretches and key == previous:
+            stretches[-1].append(index)
+        else:
+            stretches.append([index])
+        previous = key
+    return [unit.make_run(tuple(stretch)) for stretch in stretches]
+
+
+def _flat_state(unit: Unit, run: FlatRun, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in states[0].items():
+        shape = unit.spec.layout.segments[run.indices[0]].shape
+        if not (isinstance(value, Tensor) and tuple(value.shape) == shape and value.dim()):
+            flat[key] = value.clone() if isinstance(value, Tensor) else value
+            continue
+        target = torch.zeros_like(run.param, dtype=value.dtype, requires_grad=False)
+        for index, state in zip(run.indices, states, strict=True):
+            unit.sharded_view(target, index, base=run.start).copy_(state[key])
+        flat[key] = target
+    return flat
+
+
+def find_runs(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[tuple[Unit, FlatRun, int]]:
+    """Every run that `optimizer` updates, with its unit and the number of its group.
+
+    Raises:
+        ValueError: `optimizer` is not bound to this model.
+    """
+    numbers = {
+        id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]
+    }
+    found = [
+        (unit, run, numbers.pop(id(run.param)))
+        for unit in runtime.units
+        for run in unit.gradients.runs
+        if id(run.param) in numbers
+    ]
+    if numbers:
+        raise ValueError(
+            "optimizer: expected the optimizer that fully_shard bound to this module, got one with "
+            f"{len(numbers)} other parameters; pass it to fully_shard or fully_shard_optimizer first"
+        )
+    return found
+
+
+def named_state(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`optimizer`'s state by parameter name, as torch.distributed.checkpoint lays it out.
+
+    `{"state": {name: {key: ShardedTensor or scalar}}, "param_groups": [{..., "params": [names]}]}`.
+    Sharded tensors alias the live state; a parameter that has no state yet is left out.
+    """
+    groups: list[dict[str, Any]] = [
+        {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "params": []}
+        for group in optimizer.param_groups
+    ]
+    state: dict[str, dict[str, Any]] = {}
+    for unit, run, number in find_runs(runtime, optimizer):
+        for index in run.indices:
+            name = unit.spec.names[index]
+            groups[number]["params"].append(name)
+            if run.param in optimizer.state:
+                state[name] = {
+                    key: unit.sharded_view(value, index, base=run.start) if _is_flat(value, run) else value
+                    for key, value in optimizer.state[run.param].items()
+                }
+    return {"state": state, "param_groups": groups}
+
+
+def _is_flat(value: object, run: FlatRun) -> bool:
+    return isinstance(value, Tensor) and value.shape == run.param.shape
+
+
+def prepare_state(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, saved: Mapping[str, Mapping[str, Tensor | None]]
+) -> None:
+    """Make `optimizer`'s state have just the entries of a checkpoint, to be overwritten by its values.
+
+    `saved` maps a parameter's name to its entries: a meta tensor for one with the parameter's shape, whose
+    dtype counts, and None for any other. A parameter that is absent loses its state.
+
+    Raises:
+        ValueError: parameters that share flat state here have different entries in the checkpoint.
+    """
+    for unit, run, _ in find_runs(runtime, optimizer):
+        names = [unit.spec.names[index] for index in run.indices]
+        entries = [saved.get(name, {}) for name in names]
+        for name, entry in zip(names, entries, strict=True):
+            if set(entry) != set(entries[0]):
+                raise ValueError(
+                    f"optimizer state: expected one set of entries for all of {names}, which share flat state, "
+                    f"got {sorted(entries[0])} for '{names[0]}' and {sorted(entry)} for '{name}'"
+                )
+        if not entries[0]:
+            optimizer.state.pop(run.param, None)
+            continue
+        state = optimizer.state[run.param]
+        for key in [key for key in state if key not in entries[0]]:
+            del state[key]
+        for key, like in entries[0].items():
+            if like is not None and not _is_flat(state.get(key), run):
+                state[key] = torch.zeros_like(run.param, dtype=like.dtype, requires_grad=False)
+
+
+def load_scalars(runtime: Runtime, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Take what `loaded` (shaped like `named_state`) holds besides sharded tensors: options and counters."""
+    by_name = {
+        name: group for group in loaded["param_groups"] for name in group["params"]
+    }
+    for unit, run, number in find_runs(runtime, optimizer):
+        name = unit.spec.names[run.indices[0]]
+        for key, value in loaded["state"].get(name, {}).items():
+            if not isinstance(value, ShardedTensor):
+                optimizer.state[run.param][key] = value
+        source = by_name.get(name)
+        if source is not None:
+            group = optimizer.param_groups[number]
+            group.update({key: value for key, value in source.items() if key not in ("params", "param_names")})

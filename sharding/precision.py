@@ -1,0 +1,67 @@
+"""Which dtype each copy of a parameter or gradient has: compute, main, wire, and outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a sharded model. `None` keeps what is there already. Allowed: float32, bfloat16, float16.
+
+    Args:
+        param_dtype: dtype of the parameters in forward and backward (None: the model's own).
+        main_params_dtype: dtype of the copy that the optimizer updates (None: the model's own).
+        main_grads_dtype: dtype in which reduced gradients are kept and accumulated (None: the main
+            parameters' dtype). The sum over ranks is taken in FP32 whatever this says.
+        grad_comm_dtype: dtype of gradients on the wire (None: the dtype autograd made, which is the
+            parameters' compute dtype). The FP32 sum runs over these rounded values, in rank order.
+        output_dtype: dtype of the floating-point tensors that the root module returns (None: as they are).
+        cast_forward_inputs: cast the floating-point inputs of every unit's forward to its compute dtype
+            when `param_dtype` is given.
+
+    Raises:
+        TypeError: a dtype that is not one of the allowed ones.
+    """
+
+    param_dtype: torch.dtype | None = None
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = torch.float32
+    grad_comm_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name != "cast_forward_inputs" and value is not None and value not in _FLOATS:
+                raise TypeError(
+                    f"MixedPrecisionPolicy.{entry.name}: expected None, torch.float32, torch.bfloat16 or "
+                    f"torch.float16; got {value!r}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDtypes:
+    """The dtypes of one unit, all decided."""
+
+    compute: torch.dtype
+    main: torch.dtype
+    grad: torch.dtype
+    wire: torch.dtype
+
+
+def resolve_dtypes(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> UnitDtypes:
+    """The dtypes of a unit whose parameters have `param_dtype` in the model as given."""
+    compute = policy.param_dtype or param_dtype
+    main = policy.main_params_dtype or param_dtype
+    return UnitDtypes(
+        compute=compute,
+        main=main,
+        grad=policy.main_grads_dtype or main,
+        wire=policy.grad_comm_dtype or compute,
+    )

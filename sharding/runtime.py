@@ -1,0 +1,310 @@
+"""Runs the schedule: turns what happens in forward and backward into gathers, exchanges and releases.
+
+`hooks.py` calls the event methods below; `schedule.py` states the order they lead to. Order of use is
+recorded and only ever a hint for the next gather; the order of exchanges is agreed between the ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.variable import Variable
+
+from ..buffers import BufferPool
+from .collectives import Collectives
+from .gradients import Exchange
+from .lanes import Lane
+from .schedule import Kind, Trace
+from .unit import Unit, UnitState
+
+MAX_EXCHANGES_IN_FLIGHT = 2
+"""Exchanges whose buffers may be alive at once: one on the wire while the next unit is packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeOptions:
+    """How far the runtime overlaps. `prefetch`: gathers started ahead of the unit in use."""
+
+    prefetch: int
+    overlap_param_gather: bool
+
+
+@dataclass(eq=False, slots=True)
+class UnitGroup:
+    """The units of one module: they are gathered and released together."""
+
+    index: int
+    name: str
+    units: list[Unit]
+    reshard_after_forward: bool
+    is_root: bool
+    open_inputs: int = 0
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether a unit is gathered whose parameters get no gradient, so that no gradient ends its use."""
+        return any(not unit.needs_reduction for unit in self.units)
+
+
+@dataclass(slots=True)
+class _Backward:
+    """The state of one backward pass."""
+
+    sync: bool
+    next_in_order: int = 0
+    ready: set[int] = field(default_factory=set)
+    ready_order: list[int] = field(default_factory=list)
+    in_flight: deque[tuple[Unit, Exchange]] = field(default_factory=deque)
+
+
+class Runtime:
+    """One sharded model on this rank. `sync`: whether the next backward exchanges gradients."""
+
+    def __init__(
+        self,
+        groups: list[UnitGroup],
+        collectives: Collectives,
+        pool: BufferPool,
+        lanes: tuple[Lane, Lane],
+        options: RuntimeOptions,
+    ) -> None:
+        self.groups = groups
+        self.units = [unit for group in groups for unit in group.units]
+        self.collectives = collectives
+        self.pool = pool
+        self.trace = Trace()
+        self.sync = True
+        self._gather_lane, self._reduce_lane = lanes
+        self._options = options
+        self._group_of = {id(unit): group for group in groups for unit in group.units}
+        self._backward: _Backward | None = None
+        # Registration order until a forward has been seen.
+        self._forward_order = [group.index for group in groups]
+        self._position = {index: place for place, index in enumerate(self._forward_order)}
+        self._seen: list[int] = []
+        self._exchange_order = [unit.spec.index for unit in reversed(self.units)]
+        self._order_agreed = collectives.world_size == 1 or len(self.units) < 2
+
+    @property
+    def prefetch(self) -> int:
+        """How many units ahead are gathered."""
+        return self._options.prefetch if self._options.overlap_param_gather else 0
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way."""
+        return self._backward is not None
+
+    # ---- forward
+
+    def root_pre_forward(self) -> None:
+        """A forward of the whole model begins."""
+        if self._backward is not None:
+            if torch._C._current_graph_task_id() != -1:
+                return
+            self.recover()
+        if self._seen:
+            self._adopt_forward_order()
+        if self._options.overlap_param_gather:
+            # Replicated parameters stay: all gathers can be on their way at once.
+            for index in self._forward_order:
+                for unit in self.groups[index].units:
+                    if not unit.frees_parameters:
+                        self._start_gather(unit)
+
+    def _adopt_forward_order(self) -> None:
+        rest = [index for index in self._forward_order if index not in set(self._seen)]
+        self._forward_order = self._seen + rest
+        self._position = {index: place for place, index in enumerate(self._forward_order)}
+        self._seen = []
+
+    def pre_forward(self, group: UnitGroup) -> None:
+        """The module of `group` is about to run."""
+        recompute = self._backward is not None
+        for unit in group.units:
+            self._start_gather(unit)
+        if not recompute:
+            if group.index not in self._seen:
+                self._seen.append(group.index)
+            self._prefetch(group, 1)
+        for unit in group.units:
+            self._finish_gather(unit)
+            unit.install_params()
+            self.trace.add(Kind.FORWARD, unit.spec.index)
+
+    def post_forward(self, group: UnitGroup) -> None:
+        """The module of `group` has run."""
+        if self._backward is not None:
+            return
+        if not torch.is_grad_enabled():
+            if group.is_root:
+                self.rest()
+            else:
+                self._release_group(group)
+        elif group.reshard_after_forward:
+            self._release_group(group)
+
+    def _release_group(self, group: UnitGroup) -> None:
+        for unit in group.units:
+            unit.install_sharded()
+            self._release(unit)
+
+    # ---- backward
+
+    def pre_backward(self, group: UnitGroup) -> None:
+        """The gradient of an output of `group`'s module is there: its backward begins."""
+        self._enter_backward()
+        for unit in group.units:
+            self._start_gather(unit)
+        self._prefetch(group, -1)
+        for unit in group.units:
+            self._finish_gather(unit)
+
+    def unit_ready(self, unit: Unit) -> None:
+        """All trainable parameters of `unit` have their gradients."""
+        self._enter_backward()
+        backward = self._backward
+        assert backward is not None
+        self.trace.add(Kind.BACKWARD, unit.spec.index)
+        backward.ready.add(unit.spec.index)
+        backward.ready_order.append(unit.spec.index)
+        if not backward.sync:
+            self._launch(unit, backward)
+        else:
+            self._launch_in_order(backward)
+        if unit.frees_parameters:
+            self._release(unit)
+            self._release_frozen(self._group_of[id(unit)])
+
+    def inputs_done(self, group: UnitGroup) -> None:
+        """The gradients of one call's inputs are there: nothing before them needs frozen parameters."""
+        group.open_inputs -= 1
+        if self._backward is not None:
+            self._release_frozen(group)
+
+    def _release_frozen(self, group: UnitGroup) -> None:
+        backward = self._backward
+        assert backward is not None
+        if group.open_inputs or not group.has_frozen:
+            return
+        if all(unit.spec.index in backward.ready for unit in group.units if unit.needs_reduction):
+            for unit in group.units:
+                if unit.frees_parameters:
+                    self._release(unit)
+
+    def _enter_backward(self) -> None:
+        if self._backward is None:
+            self._backward = _Backward(sync=self.sync)
+            Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[no-untyped-call]
+
+    def _launch_in_order(self, backward: _Backward, *, all_of_them: bool = False) -> None:
+        # One order on every rank, whichever gradients exist: otherwise exchanges would pair up wrongly.
+        while backward.next_in_order < len(self._exchange_order):
+            unit = self.units[self._exchange_order[backward.next_in_order]]
+            if unit.needs_reduction:
+                if not all_of_them and unit.spec.index not in backward.ready:
+                    return
+                self._launch(unit, backward)
+            backward.next_in_order += 1
+
+    def _launch(self, unit: Unit, backward: _Backward) -> None:
+        if len(backward.in_flight) >= MAX_EXCHANGES_IN_FLIGHT:
+            self._finish_exchange(*backward.in_flight.popleft())
+        self.trace.add(Kind.EXCHANGE if backward.sync else Kind.ACCUMULATE, unit.spec.index)
+        backward.in_flight.append((unit, unit.reduce(self._reduce_lane, sync=backward.sync)))
+
+    def _finish_exchange(self, unit: Unit, exchange: Exchange) -> None:
+        unit.gradients.finish(exchange)
+        self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
+
+    def _finish_backward(self) -> None:
+        backward = self._backward
+        assert backward is not None
+        if backward.sync:
+            self._launch_in_order(backward, all_of_them=True)
+        else:
+            for unit in self.units:
+                if unit.needs_reduction and unit.spec.index not in backward.ready:
+                    self._launch(unit, backward)
+        while backward.in_flight:
+            self._finish_exchange(*backward.in_flight.popleft())
+        if backward.sync:
+            for unit in self.units:
+                if unit.needs_reduction:
+                    unit.gradients.publish()
+        self._backward = None
+        for group in self.groups:
+            group.open_inputs = 0
+        self.rest()
+        if backward.sync and not self._order_agreed:
+            self._agree_exchange_order(backward.ready_order)
+
+    def _agree_exchange_order(self, ready_order: list[int]) -> None:
+        rest = [index for index in self._exchange_order if index not in set(ready_order)]
+        order = torch.tensor(ready_order + rest, dtype=torch.int64, device=self.pool.device)
+        self.collectives.broadcast(order, "agreement on the order of exchanges")
+        self._exchange_order = order.tolist()
+        self._order_agreed = True
+
+    # ---- between steps
+
+    def rest(self) -> None:
+        """Bring every unit to rest: parameters released, the modules show the sharded ones."""
+        for unit in self.units:
+            if unit.state is UnitState.GATHERING:
+                self._finish_gather(unit)
+            self._release(unit)
+            unit.install_sharded()
+
+    def recover(self) -> None:
+        """Forget a backward that an exception ended: its gradients, its exchanges, what it accumulated."""
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            while backward.in_flight:
+                self._finish_exchange(*backward.in_flight.popleft())
+        for group in self.groups:
+            group.open_inputs = 0
+        for unit in self.units:
+            unit.drop_grads()
+        self.rest()
+
+    def mark_stale(self) -> None:
+        """The optimizer stepped: gathered parameters that stay must be refreshed before their next use."""
+        for unit in self.units:
+            unit.mark_stale()
+
+    # ---- gathers
+
+    def _start_gather(self, unit: Unit) -> None:
+        if unit.state is UnitState.GATHERED and not unit.is_fresh:
+            self._release(unit)
+        if unit.state is UnitState.SHARDED and unit.gather(self._gather_lane):
+            self.trace.add(Kind.GATHER, unit.spec.index)
+
+    def _finish_gather(self, unit: Unit) -> None:
+        if unit.state is UnitState.GATHERING:
+            unit.finish_gather()
+            self.trace.add(Kind.FINISH_GATHER, unit.spec.index)
+
+    def _release(self, unit: Unit) -> None:
+        if unit.state is UnitState.GATHERED:
+            unit.release()
+            self.trace.add(Kind.RELEASE, unit.spec.index)
+
+    def _prefetch(self, group: UnitGroup, direction: int) -> None:
+        if not self._options.overlap_param_gather:
+            return
+        place = self._position[group.index]
+        if group.is_root and direction < 0:
+            # The root's backward comes first: what follows is the last unit of the forward.
+            place = len(self._forward_order)
+        for step in range(1, self._options.prefetch + 1):
+            ahead = place + direction * step
+            if not 0 <= ahead < len(self._forward_order):
+                return
+            for unit in self.groups[self._forward_order[ahead]].units:
+                done = self._backward is not None and unit.spec.index in self._backward.ready
+                if unit.frees_parameters and not done:
+                    self._start_gather(unit)

@@ -1,0 +1,285 @@
+"""A parameter of which this rank holds a part: the global shape outside, a 1-D interval inside.
+
+Ranks cut a tensor in its row-major order, anywhere, also inside a row::
+
+    weight (3, 4) on 2 ranks      rank 0: elements [0, 7)      rank 1: elements [7, 12)
+                                  #  #  #  #                   .  .  .  .
+                                  #  #  #  .                   .  .  .  #
+                                  .  .  .  .                   #  #  #  #
+
+Elementwise operators run on `local` alone (`elementwise.py`), checkpoints store the interval as
+boxes (`buffers/boxes.py`), `full_tensor` gathers.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..buffers.boxes import Box, interval_boxes
+from .elementwise import dispatch
+
+Intervals = tuple[tuple[int, int], ...]
+
+
+class GradSource(Protocol):
+    """Where a sharded parameter's gradient lives, once for all parameters of a unit."""
+
+    def get_grad(self, parameter: ShardedTensor) -> ShardedTensor | None:
+        """The gradient of `parameter` in its layout, or None."""
+
+    def set_grad(self, parameter: ShardedTensor, value: ShardedTensor | None) -> None:
+        """Replace the gradient of `parameter`; None drops it."""
+
+
+class ShardedTensor(torch.Tensor):
+    """Elements [start, start + local.numel()) of a tensor of `shape`, as a tensor of that shape.
+
+    `local` [interval numel] is a contiguous 1-D view; in-place operators on this tensor write to
+    it. `intervals` are the (start, stop) of every rank of `group`, known from the layout alone.
+    With `is_parameter` (by default where it requires or could get a gradient) it counts as an
+    `nn.Parameter`. Reading and writing `.grad` goes to `grad_source` if there is one; to avoid a
+    reference cycle through the owner, pass a `weakref.proxy`.
+    """
+
+    local: Tensor
+    start: int
+    name: str = ""  # a value, so that the read-only `Tensor.name` is out of the way
+    group: dist.ProcessGroup | None
+    intervals: Intervals
+    unit: weakref.ReferenceType[Any] | None
+    grad_source: GradSource | None
+    _own_grad: ShardedTensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: Tensor,
+        shape: Sequence[int],
+        start: int = 0,
+        *,
+        name: str = "",
+        group: dist.ProcessGroup | None = None,
+        intervals: Intervals | None = None,
+        requires_grad: bool = False,
+        grad_source: GradSource | None = None,
+        is_parameter: bool | None = None,
+    ) -> ShardedTensor:
+        """Wrap `local`.
+
+        Raises:
+            ValueError: `local` is not 1-D and contiguous or does not fit in `shape`; `intervals`
+                are missing, not one per rank of `group`, or say otherwise for this rank.
+        """
+        shape = tuple(int(size) for size in shape)
+        stop = start + local.numel()
+        if local.dim() != 1 or not local.is_contiguous():
+            raise ValueError(f"local of {name!r}: expected 1-D and contiguous, got {local.shape}")
+        if not 0 <= start <= stop <= math.prod(shape):
+            raise ValueError(
+                f"local of {name!r}: expected elements within shape {shape}, got [{start}, {stop})"
+            )
+        world_size = dist.get_world_size(group) if group is not None else 1
+        if intervals is None and world_size == 1:
+            intervals = ((start, stop),)
+        rank = dist.get_rank(group) if group is not None else 0
+        if intervals is None or len(intervals) != world_size or intervals[rank] != (start, stop):
+            raise ValueError(
+                f"intervals of {name!r}: expected one (start, stop) for each of {world_size} "
+                f"ranks, ({start}, {stop}) for rank {rank}, got {intervals}"
+            )
+        tensor = cls._make(local.detach(), shape, requires_grad)
+        tensor.start, tensor.name, tensor.group = start, name, group
+        tensor.intervals = intervals
+        tensor.grad_source = grad_source
+        if is_parameter is None:
+            is_parameter = requires_grad or grad_source is not None
+        if is_parameter:
+            tensor._is_param = True
+        return tensor
+
+    @classmethod
+    def _make(cls, local: Tensor, shape: Sequence[int], requires_grad: bool) -> ShardedTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        tensor.local, tensor.unit, tensor.grad_source, tensor._own_grad = local, None, None, None
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not all(issubclass(kind, ShardedTensor) for kind in types):
+            return NotImplemented
+        return dispatch(ShardedTensor, func, args, kwargs or {})
+
+    def with_local(self, local: Tensor) -> ShardedTensor:
+        """A tensor of the same layout around `local` [interval numel] of any dtype."""
+        tensor = ShardedTensor._make(local, self.shape, False)
+        tensor.start, tensor.name, tensor.group = self.start, self.name, self.group
+        tensor.intervals = self.intervals
+        return tensor
+
+    def has_layout_of(self, other: ShardedTensor) -> bool:
+        """Whether both hold the same interval of the same shape."""
+        return (
+            self.shape == other.shape
+            and self.start == other.start
+            and self.local.numel() == other.local.numel()
+        )
+
+    def interval_of(self, full: Tensor) -> Tensor:
+        """This rank's elements of the plain tensor `full` [shape], 1-D; a view if `full` allows."""
+        return full.detach().reshape(-1)[self.start : self.start + self.local.numel()]
+
+    def describe(self) -> str:
+        """The parameter in a few words, for messages."""
+        return (
+            f"sharded parameter {self.name!r} (this rank holds elements {self.start}.."
+            f"{self.start + self.local.numel()} of {self.numel()})"
+        )
+
+    def to_local(self) -> Tensor:
+        """This rank's elements [interval numel]; writing to it writes to the parameter."""
+        return self.local
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor [shape], new and plain, on every rank of the group (a collective)."""
+        full = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
+        if all(interval == (0, self.numel()) for interval in self.intervals):
+            return full.copy_(self.local).view(self.shape)
+        numels = [stop - start for start, stop in self.intervals]
+        part = torch.zeros(max(numels), dtype=self.dtype, device=self.device)
+        part[: self.local.numel()] = self.local
+        parts = part.new_empty(len(numels), len(part))
+        # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
+        dist.all_gather_into_tensor(
+            parts.view(-1).view(torch.uint8), part.view(torch.uint8), group=self.group
+        )
+        covered = 0
+        for (start, stop), received in zip(self.intervals, parts, strict=True):
+            full[start:stop] = received[: stop - start]
+            covered += stop - start
+        assert covered == self.numel(), "the ranks' intervals do not tile the tensor"
+        return full.view(self.shape)
+
+    @property
+    def grad(self) -> ShardedTensor | None:
+        """The gradient in this layout: what `grad_source` says, else what was assigned."""
+        if self.grad_source is not None:
+            return self.grad_source.get_grad(self)
+        return self._own_grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and not isinstance(value, ShardedTensor):
+            if value.shape != self.shape:
+                raise RuntimeError(
+                    f"grad of {self.describe()}: expected shape {tuple(self.shape)}, "
+                    f"got {tuple(value.shape)}"
+                )
+            value = self.with_local(self.interval_of(value).clone())
+        if value is not None and not self.has_layout_of(value):
+            raise RuntimeError(
+                f"grad of {self.describe()}: expected its layout, got that of {value.describe()}"
+            )
+        if self.grad_source is not None:
+            self.grad_source.set_grad(self, value)
+        else:
+            self._own_grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> ShardedTensor:
+        """The same elements without autograd; editing them in place edits the parameter."""
+        return self.with_local(self.local)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # `local` is a view of a buffer that the unit holds too, so it takes the values instead.
+        if value.dtype != self.dtype:
+            raise RuntimeError(
+                f"data of {self.describe()}: expected {self.dtype}, got {value.dtype}: convert the "
+                "model before fully_shard"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        rank = dist.get_rank(self.group) if self.group is not None else 0
+        return (
+            f"ShardedTensor({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device={self.device}, requires_grad={self.requires_grad}, elements "
+            f"{self.start}..{self.start + self.local.numel()} of {self.numel()} on rank {rank} of "
+            f"{len(self.intervals)}, local={self.local})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(f"{self.describe()} {_NO_COPY}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{self.describe()} {_NO_COPY}")
+
+    def _boxes(self) -> tuple[Box, ...]:
+        if self.numel() == 0:  # no elements to write, yet a checkpoint must list the name and shape
+            return (Box((0,) * self.dim(), tuple(self.shape), 0, 0),)
+        return interval_boxes(tuple(self.shape), self.start, self.start + self.local.numel())
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        """One item per box (protocol of torch.distributed.checkpoint); replicas are equal items."""
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The boxes this rank holds (protocol of torch.distributed.checkpoint)."""
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+            for box in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The view of `local` in the shape of the box at `index.offset`.
+
+        Raises:
+            ValueError: this rank holds no box that starts there.
+        """
+        for box in self._boxes():
+            if index.offset is not None and box.offsets == tuple(index.offset):
+                return self.local[box.flat_start : box.flat_start + box.numel].view(box.sizes)
+        raise ValueError(f"{self.describe()}: expected the offset of one of its boxes, got {index}")
+
+
+_NO_COPY = (
+    "cannot be copied or pickled, since one rank's part alone is not the tensor: "
+    "take whole tensors with full_state_dict(module), or save with save_checkpoint"
+)

@@ -1,0 +1,344 @@
+"""One communication unit: some parameters of one module, their flat buffers, and the unit's life cycle.
+
+    copy         dtype     elements               at rest                    in use
+    main         main      own slice (Z0: all)    what the user and the      updated by the optimizer
+                                                  optimizer see
+    gathered     compute   all                    freed when parameters      parameters of forward and backward
+                                                  are sharded (ZeRO-3)
+
+Where `main` and `gathered` have one dtype and parameters are replicated, `main` is a view of `gathered`.
+
+    SHARDED --gather--> GATHERING --finish_gather--> GATHERED --release--> SHARDED
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from ..buffers import BufferPool, FlatBuffer, FlatLayout
+from .collectives import Collectives, Pending
+from .gradients import Exchange, FlatRun, UnitGradients
+from .lanes import DONE, Event, Lane
+from .placements import Placement, Placements
+from .precision import UnitDtypes
+from .sharded_tensor import GradSource, ShardedTensor
+
+
+class UnitState(Enum):
+    """Where a unit is in its life cycle."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+_TRANSITIONS = {
+    (UnitState.SHARDED, UnitState.GATHERING),
+    (UnitState.GATHERING, UnitState.GATHERED),
+    (UnitState.GATHERED, UnitState.SHARDED),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """What a unit is, decided before anything is allocated. `names` are parameter FQNs, in layout order."""
+
+    index: int
+    name: str
+    names: tuple[str, ...]
+    layout: FlatLayout
+    dtypes: UnitDtypes
+    placements: Placements
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSlot:
+    """One place in a module's `_parameters` that holds tensor `index` of a unit. Tied weights have several."""
+
+    # The dictionary, not the module: a reference to the module would keep it alive for ever.
+    parameters: dict[str, nn.Parameter | None]
+    attribute: str
+    index: int
+
+
+class Unit:
+    """Owns the memory of one `UnitSpec` on this rank and moves it through its life cycle."""
+
+    def __init__(self, spec: UnitSpec, full: Tensor, collectives: Collectives, pool: BufferPool) -> None:
+        """`full` [layout.numel], main dtype, leased from `pool`: the initial values, taken over by the unit."""
+        self.spec = spec
+        self.state = UnitState.SHARDED
+        self._collectives = collectives
+        self._pool = pool
+        self._rank = collectives.rank
+        self._frees = spec.placements.params is Placement.SHARD
+        self._replicates_main = spec.placements.optimizer is Placement.REPLICATE
+        layout = spec.layout
+        self.main_span = (0, layout.numel) if self._replicates_main else layout.shard_range(self._rank)
+        shares_memory = not self._frees and spec.dtypes.compute == spec.dtypes.main
+        gathered = full if shares_memory else pool.lease(layout.numel, spec.dtypes.compute)
+        self._gathered = FlatBuffer(gathered, layout)
+        self.main = full[self.main_span[0] : self.main_span[1]]
+        if not shares_memory and not self._replicates_main:
+            own = pool.lease(layout.shard_numel, spec.dtypes.main)
+            own.copy_(self.main)
+            self.main = own
+            pool.release(full)
+        self._shares_memory = shares_memory
+        # Collectives write through these: `.data` has a version counter of its own, so that tensors which
+        # autograd saved from an earlier gather of the same weights stay valid.
+        self._target = FlatBuffer(gathered.data, layout)
+        self._target_slices = self._target.shards()
+        # Views have to be made while there is memory; they outlive it.
+        self._views = self._gathered.views()
+        if self._frees:
+            pool.shrink(gathered)
+        self._is_main = shares_memory and self._replicates_main
+        self._gathered_version = self.main._version
+        self._stale = not shares_memory
+        self._gather_event: Event = DONE
+        self.gradients = UnitGradients(spec, self.main_span, collectives, pool)
+        self.params: list[nn.Parameter] = []
+        self.sharded: list[ShardedTensor] = []
+        self._indices: dict[int, int] = {}
+        self._grad_views: list[ShardedTensor | None] = []
+        self.slots: tuple[ParamSlot, ...] = ()
+        self.pending_grads = 0
+        self.num_trainable = 0
+        self._grad_hooks: list[bool] = []
+        self._on_ready: Callable[[Unit], None] = lambda _unit: None
+
+    # ---- construction
+
+    def attach(self, requires_grad: list[bool], slots: tuple[ParamSlot, ...], on_ready: Callable[[Unit], None]) -> None:
+        """Make the two faces of every parameter and put the sharded one into the modules.
+
+        `on_ready` is called in backward once all trainable parameters have their gradients.
+        """
+        self._on_ready = on_ready
+        self.slots = slots
+        self.params = [
+            nn.Parameter(view, requires_grad=trainable)
+            for view, trainable in zip(self._views, requires_grad, strict=True)
+        ]
+        proxy = weakref.proxy(self)
+        for index, trainable in enumerate(requires_grad):
+            self.sharded.append(self.sharded_view(self.main, index, requires_grad=trainable, grad_source=proxy))
+        self._indices = {id(tensor): index for index, tensor in enumerate(self.sharded)}
+        self._grad_views = [None] * len(self.params)
+        self._grad_hooks = [False] * len(self.params)
+        self.gradients.runs = [self.make_run(tuple(self.spec.layout.order))]
+        self._watch_gradients()
+        for slot in self.slots:
+            slot.parameters[slot.attribute] = self.sharded[slot.index]  # type: ignore[assignment]
+
+    def sharded_view(
+        self,
+        flat: Tensor,
+        index: int,
+        *,
+        base: int = 0,
+        requires_grad: bool = False,
+        grad_source: GradSource | None = None,
+    ) -> ShardedTensor:
+        """Tensor `index` as a sharded tensor over `flat`, which lies like `main` from element `base` on."""
+        layout = self.spec.layout
+        start, stop = layout.overlap(index, self.main_span)
+        base = layout.segments[index].start - self.main_span[0] - base
+        if self._replicates_main:
+            intervals = tuple((0, layout.segments[index].numel) for _ in range(layout.world_size))
+        else:
+            intervals = tuple(layout.interval(index, rank) for rank in range(layout.world_size))
+        return ShardedTensor(
+            flat[base + start : base + stop] if stop > start else flat[:0],
+            shape=layout.segments[index].shape,
+            start=start,
+            name=self.spec.names[index],
+            group=self._collectives.groups.gather,
+            intervals=intervals,
+            requires_grad=requires_grad,
+            grad_source=grad_source,
+        )
+
+    def make_run(self, indices: tuple[int, ...]) -> FlatRun:
+        """A flat parameter over tensors `indices`, which must be consecutive in the layout."""
+        layout = self.spec.layout
+        position = layout.order.index(indices[0])
+        assert layout.order[position : position + len(indices)] == indices, "a run must be contiguous"
+        after = position + len(indices)
+        last = after == len(layout.order)
+        stop = layout.numel if last else layout.segments[layout.order[after]].start
+        low, high = self.main_span
+        start = min(max(layout.segments[indices[0]].start, low), high) - low
+        stop = min(max(stop, low), high) - low
+        trainable = any(self.params[i].requires_grad for i in indices)
+        with torch.no_grad():
+            return FlatRun(start, stop, indices, nn.Parameter(self.main[start:stop], requires_grad=trainable))
+
+    # ---- parameters in and out of the modules
+
+    def install_params(self) -> None:
+        """Put the full parameters into the modules.
+
+        Raises:
+            RuntimeError: somebody replaced a parameter of the module.
+        """
+        for slot in self.slots:
+            current = slot.parameters.get(slot.attribute)
+            sharded, param = self.sharded[slot.index], self.params[slot.index]
+            if current is not sharded and current is not param:
+                raise RuntimeError(
+                    f"parameter '{self.spec.names[slot.index]}' of unit '{self.spec.name}': expected the object "
+                    f"that fully_shard put there, got {type(current).__name__}; load values with copy_ or "
+                    "load_state_dict(assign=False), and tie or replace parameters before fully_shard"
+                )
+            if param.requires_grad is not sharded.requires_grad:
+                self._follow_requires_grad()
+            slot.parameters[slot.attribute] = param
+
+    def install_sharded(self) -> None:
+        """Put the sharded parameters into the modules."""
+        for slot in self.slots:
+            slot.parameters[slot.attribute] = self.sharded[slot.index]  # type: ignore[assignment]
+
+    def _follow_requires_grad(self) -> None:
+        for run in self.gradients.runs:
+            flags = {self.sharded[index].requires_grad for index in run.indices}
+            if len(flags) > 1:
+                frozen = [self.spec.names[i] for i in run.indices if not self.sharded[i].requires_grad]
+                raise RuntimeError(
+                    f"unit '{self.spec.name}': expected all parameters that share one flat optimizer parameter "
+                    f"to be trainable or all frozen, got frozen {frozen} beside trainable ones; freeze them "
+                    "before fully_shard"
+                )
+            run.param.requires_grad_(flags.pop())
+            if not run.param.requires_grad:
+                run.param.grad = None
+        for param, sharded in zip(self.params, self.sharded, strict=True):
+            param.requires_grad_(sharded.requires_grad)
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        self.num_trainable = sum(param.requires_grad for param in self.params)
+        self.pending_grads = self.num_trainable
+        # Weak: a parameter's hook must not keep its own unit, and so itself, alive.
+        reference = weakref.ref(self)
+
+        def count_down(_param: Tensor) -> None:
+            unit = reference()
+            assert unit is not None
+            unit.pending_grads -= 1
+            if unit.pending_grads == 0:
+                unit._on_ready(unit)
+
+        for index, param in enumerate(self.params):
+            if param.requires_grad and not self._grad_hooks[index]:
+                param.register_post_accumulate_grad_hook(count_down)
+                self._grad_hooks[index] = True
+
+    # ---- gather and release
+
+    def _move(self, state: UnitState) -> None:
+        if (self.state, state) not in _TRANSITIONS:
+            raise RuntimeError(
+                f"unit '{self.spec.name}': expected a state that can go to {state.value}, it is {self.state.value}"
+            )
+        self.state = state
+
+    def mark_stale(self) -> None:
+        """The main parameters changed in a way their version counter does not show."""
+        self._stale = True
+
+    @property
+    def frees_parameters(self) -> bool:
+        """Whether the full parameters are freed between two uses (ZeRO-3)."""
+        return self._frees
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the gathered parameters equal the main ones."""
+        return not self._stale and self.main._version == self._gathered_version
+
+    def gather(self, lane: Lane) -> bool:
+        """Start to bring the full parameters in, on `lane`. False when nothing has to move."""
+        self._move(UnitState.GATHERING)
+        if not self._frees and (self._is_main or self.is_fresh):
+            return False
+        if self._frees:
+            with lane.allocating():
+                self._pool.grow(self._gathered.data)
+        self._gathered_version = self.main._version
+        self._stale = False
+        self._gather_event = lane.submit(self._fill)
+        return True
+
+    def _fill(self) -> list[Pending]:
+        what = f"gather of unit '{self.spec.name}'"
+        if self._replicates_main:
+            self._target.data.copy_(self.main)
+            return []
+        source = own = self._target_slices[self._rank]
+        if not self._shares_memory:
+            if self.spec.dtypes.main == self.spec.dtypes.compute:
+                source = self.main
+            else:
+                own.copy_(self.main)
+        return self._collectives.gather(self._target.data, self._target_slices, source, what)
+
+    def finish_gather(self) -> None:
+        """Order the following compute after the gather."""
+        self._gather_event.wait()
+        self._gather_event = DONE
+        self._move(UnitState.GATHERED)
+
+    def release(self) -> None:
+        """The full parameters are not needed any more: back to rest."""
+        self._move(UnitState.SHARDED)
+        if self._frees:
+            self._pool.shrink(self._gathered.data)
+
+    # ---- gradients
+
+    @property
+    def needs_reduction(self) -> bool:
+        """Whether any parameter is trainable."""
+        return self.num_trainable > 0
+
+    def reduce(self, lane: Lane, *, sync: bool) -> Exchange:
+        """Start to reduce this backward's gradients over the ranks, or (not `sync`) to add them up locally."""
+        self.pending_grads = self.num_trainable
+        start = self.gradients.exchange if sync else self.gradients.accumulate
+        return start(self.params, lane)
+
+    def drop_grads(self) -> None:
+        """Forget gradients that were not reduced, after a step that failed."""
+        self.pending_grads = self.num_trainable
+        self.gradients.drop(self.params)
+
+    def _grad_view(self, index: int) -> ShardedTensor:
+        assert self.gradients.main_grad is not None
+        if self._grad_views[index] is None:
+            self._grad_views[index] = self.sharded_view(self.gradients.main_grad, index)
+        view = self._grad_views[index]
+        assert view is not None
+        return view
+
+    def get_grad(self, sharded: ShardedTensor) -> ShardedTensor | None:
+        """The reduced gradient of one parameter, sharded like it; None when there is none."""
+        index = self._indices[id(sharded)]
+        return self._grad_view(index) if self.gradients.has_tensor(index) else None
+
+    def set_grad(self, sharded: ShardedTensor, value: Tensor | None) -> None:
+        """Clear (None) or overwrite the reduced gradient of one parameter."""
+        index = self._indices[id(sharded)]
+        if value is not None:
+            self.gradients.show_tensor(index)
+            self._grad_view(index).copy_(value)
+        elif self.gradients.has_tensor(index):
+            self.gradients.clear_tensor(index, self._grad_view(index))

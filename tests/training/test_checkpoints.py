@@ -1,0 +1,86 @@
+import json
+
+import pytest
+
+from sidestream.training.checkpoints import (
+    SavedRun,
+    checkpoint_path,
+    checkpoint_to_resume,
+    newest_checkpoint,
+    refuse_to_mix,
+    save_run,
+)
+from sidestream.training.errors import CheckpointError
+
+DEFINING = {"seed": 1, "lr": 0.5}
+
+
+def _save(folder, step, *, fail=False):
+    def save(path):
+        (path / "content").write_text(str(step))
+        if fail:
+            raise RuntimeError("disk full")
+
+    saved = SavedRun(checkpoint_path(str(folder), step), step, 2, 5.5, DEFINING)
+    save_run(str(folder), saved, save, is_first=True)
+    return saved
+
+
+def test_newest_complete_checkpoint_is_found(tmp_path):
+    _save(tmp_path, 9)
+    newest = _save(tmp_path, 10)
+    with pytest.raises(RuntimeError):
+        _save(tmp_path, 11, fail=True)
+    assert newest_checkpoint(str(tmp_path)) == newest
+    assert (newest.path / "content").read_text() == "10"
+
+
+def test_unfinished_save_is_replaced(tmp_path):
+    with pytest.raises(RuntimeError):
+        _save(tmp_path, 3, fail=True)
+    assert newest_checkpoint(str(tmp_path)) is None
+    assert _save(tmp_path, 3) == newest_checkpoint(str(tmp_path))
+
+
+def test_run_that_agrees_resumes(tmp_path):
+    saved = _save(tmp_path, 3)
+    assert checkpoint_to_resume(str(tmp_path), DEFINING, last_step=4) == saved
+
+
+@pytest.mark.parametrize(
+    ("defining", "last_step", "expected"),
+    [
+        ({"seed": 2, "lr": 0.5}, 9, "seed: 1 there, 2 now"),
+        ({"lr": 0.5}, 9, "seed: 1 there, None now"),
+        (DEFINING, 3, "nothing to resume"),
+    ],
+    ids=["other_seed", "no_seed", "complete"],
+)
+def test_other_runs_do_not_resume(tmp_path, defining, last_step, expected):
+    _save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=expected):
+        checkpoint_to_resume(str(tmp_path), defining, last_step)
+
+
+def test_nothing_to_resume_from_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="got none; leave out --resume"):
+        checkpoint_to_resume(str(tmp_path / "missing"), DEFINING, last_step=4)
+
+
+def test_a_new_run_does_not_mix_into_an_old_one(tmp_path):
+    refuse_to_mix(str(tmp_path))
+    _save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="got one of step 3; pass --resume"):
+        refuse_to_mix(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", json.dumps({"format_version": 99}), json.dumps({"format_version": 1})],
+    ids=["broken", "no_object", "later_format", "fields_missing"],
+)
+def test_foreign_run_file_is_refused(tmp_path, content):
+    path = _save(tmp_path, 3).path
+    (path / "run.json").write_text(content)
+    with pytest.raises(CheckpointError, match="expected a run.json of sidestream"):
+        newest_checkpoint(str(tmp_path))

@@ -1,0 +1,127 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from sidestream.training.launcher import describe_exit, launch, rank_environment
+
+# Ranks of these tests are plain interpreters: what is tested is how they are started and ended,
+# not what they do.
+HANG = "import time; time.sleep(120)"
+
+
+def _command(code):
+    return [sys.executable, "-c", f"import os, signal, sys\nrank = int(os.environ['RANK'])\n{code}"]
+
+
+def test_ranks_get_their_places(tmp_path):
+    code = f"open(r'{tmp_path}/' + str(rank), 'w').write(os.environ['WORLD_SIZE'])"
+    assert launch(_command(code), 3) == 0
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("012", "3")
+
+
+def test_only_the_first_rank_is_heard(capfd):
+    assert launch(_command("print('rank', rank)"), 2) == 0
+    assert capfd.readouterr().out == "rank 0\n"
+
+
+@pytest.mark.timeout(30)
+def test_killed_rank_ends_the_others(capfd):
+    code = f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n{HANG}"
+    started = time.monotonic()
+    assert launch(_command(code), 3, grace_s=0.5) == 128 + signal.SIGKILL
+    assert time.monotonic() - started < 10
+    told = capfd.readouterr().err
+    assert "rank 1 was killed by SIGKILL" in told
+    assert "waiting up to 0.5 s for ranks 0, 2" in told
+    assert "rank 0 was still running 0.5 s later" in told
+    assert "rank 2 was still running 0.5 s later" in told
+
+
+@pytest.mark.timeout(30)
+def test_rank_that_ignores_sigterm_is_killed(monkeypatch):
+    monkeypatch.setattr("sidestream.training.launcher.TERMINATE_S", 0.3)
+    code = f"if rank == 1: sys.exit(7)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{HANG}"
+    assert launch(_command(code), 2, grace_s=1.0) == 7
+
+
+def test_survivor_that_raises_is_heard_and_the_killed_one_named_first(capfd):
+    code = (
+        "import time\n"
+        "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(0.3); sys.exit('rank 1 waited for the gather of unit blocks.0')"
+    )
+    assert launch(_command(code), 2, grace_s=5) == 128 + signal.SIGKILL
+    told = capfd.readouterr().err
+    assert told.index("rank 0 was killed by SIGKILL") < told.index("rank 1 exited with code 1")
+    assert "rank 1 | rank 1 waited for the gather of unit blocks.0" in told
+
+
+@pytest.mark.timeout(30)
+def test_interrupt_ends_all_ranks(tmp_path):
+    code = f"open(r'{tmp_path}/' + str(rank), 'w').write(str(os.getpid()))\n{HANG}"
+
+    def interrupt():
+        while len([path for path in tmp_path.iterdir() if path.read_text()]) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(_command(code), 2)
+    thread.join()
+    assert not any(_runs(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+@pytest.mark.timeout(60)
+def test_rank_ends_when_its_launcher_is_gone():
+    code = (
+        "from sidestream.training.ranks import follow_launcher\n"
+        "import time\nfollow_launcher()\nprint('ready', flush=True)\ntime.sleep(120)"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert rank.stdout.readline() == b"ready\n"
+    rank.stdin.close()
+    assert rank.wait(timeout=10) == 1
+    rank.stdout.close()
+
+
+def test_environment_shares_cores_and_keeps_what_the_caller_says(tmp_path, monkeypatch):
+    monkeypatch.setattr("sidestream.training.launcher.num_cores", lambda: 6)
+    environment = rank_environment({"A": "b"}, 1, 2, tmp_path)
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["RANK"] == environment["LOCAL_RANK"] == "1"
+    assert environment["A"] == "b"
+    assert rank_environment({}, 0, 8, tmp_path)["OMP_NUM_THREADS"] == "1"
+    said = {"OMP_NUM_THREADS": "5", "GLOO_SOCKET_IFNAME": "eth7"}
+    environment = rank_environment(said, 0, 2, tmp_path)
+    assert {name: environment[name] for name in said} == said
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (3, "exited with code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-11, "was killed by SIGSEGV"),
+        (-63, "was killed by signal 63"),
+    ],
+    ids=["exit", "kill", "segv", "unnamed"],
+)
+def test_exit_is_described(code, expected):
+    assert describe_exit(code) == expected
+
+
+def _runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

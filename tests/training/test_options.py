@@ -1,0 +1,68 @@
+import argparse
+from dataclasses import fields
+
+import pytest
+
+from sidestream.training.errors import OptionsError
+from sidestream.training.options import (
+    DEFINING_OPTIONS,
+    TrainOptions,
+    add_train_arguments,
+    options_from,
+)
+
+
+def _parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    add_train_arguments(parser)
+    return options_from(parser.parse_args(arguments))
+
+
+def test_no_arguments_give_the_defaults():
+    assert _parsed() == TrainOptions()
+
+
+def test_every_option_can_be_given():
+    arguments = (
+        "--data d --model tiny --steps 9 --batch 4 --seq-len 32 --accumulate 2 --lr 0.5 --clip 0 "
+        "--dropout 0.1 "
+        "--seed 3 --nproc 2 --device cpu --zero 1 --compute bf16 --grad-wire bf16 --bucket-mib "
+        "0.5 --no-overlap "
+        "--checkpoint c --checkpoint-every 4 --resume --json j --kill-at-step 5 --kill-rank 1"
+    ).split()
+    options = _parsed(*arguments)
+    given = {field.name for field in fields(options)}
+    unchanged = {name for name in given if getattr(options, name) == getattr(TrainOptions(), name)}
+    assert unchanged == set()
+
+
+def test_defining_options_exist_and_leave_out_how_it_is_computed():
+    assert set(TrainOptions().defining()) == DEFINING_OPTIONS
+    assert not DEFINING_OPTIONS & {"nproc", "zero", "bucket_mib", "no_overlap", "device"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--steps 0", "--steps >= 1, got 0"),
+        ("--seed -1", "--seed >= 0, got -1"),
+        ("--clip nan", "--clip >= 0, got nan"),
+        ("--lr 0", "--lr > 0, got 0"),
+        ("--dropout 1", "--dropout < 1, got 1"),
+        ("--bucket-mib 0", "--bucket-mib > 0, got 0"),
+        ("--resume", "--checkpoint DIR beside --resume"),
+        ("--checkpoint-every 5", "--checkpoint DIR beside --checkpoint-every"),
+        ("--kill-rank 0", "--kill-at-step beside --kill-rank"),
+    ],
+    ids=lambda value: value.split(" ")[0].strip("-") if value.startswith("--") else None,
+)
+def test_impossible_options_are_refused(arguments, expected):
+    with pytest.raises(OptionsError, match=expected):
+        _parsed(*arguments.split())
+
+
+@pytest.mark.parametrize("name", ["model", "device", "zero", "compute", "grad_wire"])
+def test_unknown_choices_are_refused_with_those_known(name):
+    flag = name.replace("_", "-")
+    with pytest.raises(OptionsError, match=f"--{flag} among .*, got 'other'"):
+        TrainOptions(**{name: "other"})

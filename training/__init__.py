@@ -1,0 +1,3 @@
+"""Training a byte-level GPT on real text with sidestream: the model, the data, the loop, its ranks
+and the command line.
+"""

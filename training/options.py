@@ -1,0 +1,211 @@
+"""What `sidestream train` can be told: its options, their checks, and which define a run."""
+
+import argparse
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from .errors import OptionsError
+from .model import MODEL_SIZES
+
+COMPUTE_DTYPES = ("fp32", "bf16")
+WIRE_DTYPES = ("fp32", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
+
+# A checkpoint resumes only a run that agrees in these: they decide the numbers, the others only
+# how they are computed.
+DEFINING_OPTIONS = frozenset(
+    {
+        "model",
+        "seed",
+        "steps",
+        "batch",
+        "seq_len",
+        "accumulate",
+        "lr",
+        "clip",
+        "dropout",
+        "compute",
+        "grad_wire",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """One training run; `batch` counts the sequences of one optimizer step over all ranks and
+    microbatches.
+    """
+
+    data: str | None = None
+    model: str = "small"
+    steps: int = 200
+    batch: int = 16
+    seq_len: int = 128
+    accumulate: int = 1
+    lr: float = 2e-3
+    clip: float = 1.0
+    dropout: float = 0.0
+    seed: int = 0
+    nproc: int | None = None
+    device: str = "auto"
+    zero: int = 3
+    compute: str = "fp32"
+    grad_wire: str = "fp32"
+    bucket_mib: float | None = None
+    no_overlap: bool = False
+    checkpoint: str | None = None
+    checkpoint_every: int = 0
+    resume: bool = False
+    json: str | None = None
+    kill_at_step: int | None = None
+    kill_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can use.
+
+        Raises:
+            OptionsError: a value outside its range, or an option without the one it needs.
+        """
+        for name in ("steps", "batch", "seq_len", "accumulate", "nproc", "kill_at_step"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("seed", "checkpoint_every", "clip", "kill_rank"):
+            _at_least(name, getattr(self, name), 0)
+        for name, known in (
+            ("model", tuple(MODEL_SIZES)),
+            ("device", DEVICES),
+            ("zero", (0, 1, 2, 3)),
+            ("compute", COMPUTE_DTYPES),
+            ("grad_wire", WIRE_DTYPES),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise OptionsError(
+                    f"expected {flag(name)} among {known}, got {value!r}; pass one of these"
+                )
+        if not self.lr > 0:
+            raise OptionsError(f"expected --lr > 0, got {self.lr}; pass a positive learning rate")
+        if not 0 <= self.dropout < 1:
+            raise OptionsError(
+                f"expected 0 <= --dropout < 1, got {self.dropout}; pass 0 to switch it off"
+            )
+        if self.bucket_mib is not None and not self.bucket_mib > 0:
+            raise OptionsError(
+                f"expected --bucket-mib > 0, got {self.bucket_mib}; leave it out for one bucket "
+                "a unit"
+            )
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        if self.checkpoint is None and (self.resume or self.checkpoint_every):
+            given = "--resume" if self.resume else "--checkpoint-every"
+            raise OptionsError(
+                f"expected --checkpoint DIR beside {given}, got none; say where the checkpoints are"
+            )
+        if self.kill_rank is not None and self.kill_at_step is None:
+            raise OptionsError(
+                "expected --kill-at-step beside --kill-rank, got none; say after which step"
+            )
+
+    def defining(self) -> dict[str, str | int | float]:
+        """The options that decide the numbers of the run, by name."""
+        return {name: value for name, value in asdict(self).items() if name in DEFINING_OPTIONS}
+
+
+def flag(name: str) -> str:
+    """Return the command-line spelling of an option's name."""
+    return "--" + name.replace("_", "-")
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare every option of `TrainOptions` on the parser, with the same defaults."""
+    defaults = {field.name: field.default for field in fields(TrainOptions)}
+
+    def option(group: argparse._ArgumentGroup, name: str, help_text: str, **keywords: Any) -> None:
+        default = defaults[name]
+        shown = f" (default: {default})" if default not in (None, False) else ""
+        group.add_argument(flag(name), default=default, help=help_text + shown, **keywords)
+
+    run = parser.add_argument_group("the run")
+    option(
+        run,
+        "data",
+        "file or folder to train on (default: the standard library's sources)",
+        metavar="PATH",
+    )
+    option(run, "model", "size of the byte-level GPT", choices=tuple(MODEL_SIZES))
+    option(run, "steps", "optimizer steps", type=int, metavar="N")
+    option(
+        run, "batch", "sequences per step, over all ranks and microbatches", type=int, metavar="N"
+    )
+    option(run, "seq_len", "bytes per sequence", type=int, metavar="N")
+    option(run, "accumulate", "microbatches per step", type=int, metavar="N")
+    option(run, "lr", "peak learning rate of AdamW", type=float, metavar="X")
+    option(
+        run,
+        "clip",
+        "largest gradient norm; 0 leaves gradients as they are",
+        type=float,
+        metavar="MAX_NORM",
+    )
+    option(run, "dropout", "dropout probability", type=float, metavar="P")
+    option(run, "seed", "seed of weights, batches and dropout", type=int, metavar="N")
+
+    ranks = parser.add_argument_group("ranks and sharding")
+    option(
+        ranks,
+        "nproc",
+        "ranks to start on this machine (default: one a GPU, else 1)",
+        type=int,
+        metavar="N",
+    )
+    option(ranks, "device", "where to compute", choices=DEVICES)
+    option(ranks, "zero", "ZeRO level", type=int, choices=(0, 1, 2, 3))
+    option(ranks, "compute", "dtype of forward and backward", choices=COMPUTE_DTYPES)
+    option(
+        ranks, "grad_wire", "dtype of gradients between ranks; sums are FP32", choices=WIRE_DTYPES
+    )
+    option(
+        ranks,
+        "bucket_mib",
+        "split a unit's buffer into pieces of this size",
+        type=float,
+        metavar="X",
+    )
+    option(ranks, "no_overlap", "communicate in line with the computation", action="store_true")
+
+    output = parser.add_argument_group("checkpoints and results")
+    option(output, "checkpoint", "folder of the checkpoints", metavar="DIR")
+    option(
+        output,
+        "checkpoint_every",
+        "save after every N steps; 0: after the last one",
+        type=int,
+        metavar="N",
+    )
+    option(
+        output, "resume", "go on from the newest complete checkpoint in DIR", action="store_true"
+    )
+    option(output, "json", "also write the result to this file", metavar="FILE")
+
+    faults = parser.add_argument_group("faults, for tests")
+    option(
+        faults, "kill_at_step", "SIGKILL the rank itself right after step K", type=int, metavar="K"
+    )
+    option(faults, "kill_rank", "only this rank (default: every rank)", type=int, metavar="R")
+
+
+def options_from(namespace: argparse.Namespace) -> TrainOptions:
+    """Return the options that a parser with `add_train_arguments` read.
+
+    Raises:
+        OptionsError: as `TrainOptions`.
+    """
+    return TrainOptions(
+        **{field.name: getattr(namespace, field.name) for field in fields(TrainOptions)}
+    )
+
+
+def _at_least(name: str, value: float | None, least: int) -> None:
+    # "not >=" and not "<", so that nan is refused too.
+    if value is not None and not value >= least:
+        raise OptionsError(f"expected {flag(name)} >= {least}, got {value}; pass a larger number")

@@ -1,0 +1,305 @@
+"""One rank's training run: builds model and optimizer, hands them to `fully_shard`, steps, saves,
+and sums up.
+
+    step k:  learning rate -> accumulate x (forward, backward) -> clip -> AdamW -> loss ->
+    checkpoint -> fault
+
+Step k draws its batch and its random numbers from (seed, k), so a resumed run needs the step, not
+a generator's state.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..sharding import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    summary,
+)
+from . import checkpoints
+from .checkpoints import SavedRun
+from .data import Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed
+from .errors import OptionsError
+from .model import VOCAB_SIZE, Block, build_model, model_config
+from .optimization import build_optimizer, learning_rate
+from .options import TrainOptions
+from .plain_sharding import full_state_dict, load_checkpoint, save_checkpoint
+from .progress import Reporter, reporter_for
+from .ranks import Place, choose_device, joined_group, max_over_ranks, mean_over_ranks
+from .recorder import Recorder
+from .result import RunResult, peak_memory_mib, sha256_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is known about a run before any rank starts."""
+
+    options: TrainOptions
+    corpus: Corpus
+    resume_from: SavedRun | None
+
+    @property
+    def first_step(self) -> int:
+        """Number of the first step to run; steps count from 1."""
+        return 1 if self.resume_from is None else self.resume_from.step + 1
+
+    @property
+    def defining(self) -> dict[str, str | int | float]:
+        """What a checkpoint must agree in to be resumed."""
+        return {**self.options.defining(), "data_sha256": self.corpus.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of a run on one rank."""
+
+    plan: Plan
+    place: Place
+    share: Share
+    device: torch.device
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    num_parameters: int
+
+
+def plan_run(options: TrainOptions, world_size: int) -> Plan:
+    """Check everything that needs no rank: the data, the batch, the checkpoints.
+
+    Raises:
+        UsageError: the data cannot be used, the ranks cannot share the batch, or the checkpoints
+        do not fit the run.
+    """
+    Share(options.batch, options.accumulate, 0, world_size)
+    if options.json is not None and not Path(options.json).absolute().parent.is_dir():
+        raise OptionsError(
+            f"expected --json in a folder that exists, got {options.json}; make the folder first"
+        )
+    plan = Plan(options, load_corpus(options.data, seq_len=options.seq_len), None)
+    if options.checkpoint is None:
+        return plan
+    if not options.resume:
+        checkpoints.refuse_to_mix(options.checkpoint)
+        return plan
+    saved = checkpoints.checkpoint_to_resume(options.checkpoint, plan.defining, options.steps)
+    return replace(plan, resume_from=saved)
+
+
+def train(plan: Plan, place: Place) -> RunResult:
+    """Run all steps on this rank; every rank calls this and gets the same result.
+
+    Raises:
+        OptionsError: the ranks have not enough GPUs.
+    """
+    options = plan.options
+    choice = choose_device(options.device, place.local_world_size)
+    with (
+        joined_group(place, choice) as device,
+        reporter_for(
+            is_first=place.is_first, first_step=plan.first_step, last_step=options.steps
+        ) as reporter,
+    ):
+        run = _build(plan, place, device)
+        _introduce(run, reporter, choice.reason)
+        recorder = Recorder(reporter, device, options.batch * options.seq_len)
+        if plan.resume_from is not None:
+            load_checkpoint(plan.resume_from.path, run.module, run.optimizer)
+            recorder.loss_first = plan.resume_from.loss_first
+            recorder.restart_clock()
+        for step in range(plan.first_step, options.steps + 1):
+            with _in_step(step):
+                recorder.finish_step(step, _train_step(run, step))
+                _save_if_due(run, step, recorder)
+                _kill_if_due(run, step)
+        recorder.flush()
+        return _sum_up(run, recorder)
+
+
+def _build(plan: Plan, place: Place, device: torch.device) -> Run:
+    options = plan.options
+    config = model_config(options.model, context=options.seq_len, dropout=options.dropout)
+    model = build_model(config, options.seed).to(device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = build_optimizer(model.parameters(), options.lr)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if options.compute == "fp32" else DTYPES[options.compute],
+        grad_comm_dtype=DTYPES[options.grad_wire],
+    )
+    module, optimizer = fully_shard(
+        model,
+        optimizer,
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=options.zero,
+        mixed_precision_policy=policy,
+        overlap_grad_reduce=not options.no_overlap,
+        overlap_param_gather=not options.no_overlap,
+        bucket_mib=options.bucket_mib,
+    )
+    share = Share(options.batch, options.accumulate, place.rank, place.world_size)
+    return Run(plan, place, share, device, module, optimizer, num_parameters)
+
+
+def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
+    options, corpus, place = run.plan.options, run.plan.corpus, run.place
+    reporter.note(
+        f"data: {corpus.num_bytes / 2**20:.1f} MiB in {corpus.num_files} files from {corpus.source}"
+    )
+    reporter.note(
+        f"model: {options.model}, {run.num_parameters:,} parameters; {_ranks(place.world_size)} "
+        f"on {run.device.type} "
+        f"({device_reason}); ZeRO-{options.zero}, {options.compute} compute, {options.grad_wire} "
+        "gradients on the wire"
+    )
+    saved = run.plan.resume_from
+    if saved is not None:
+        reporter.note(f"resuming after step {saved.step} from {saved.path}")
+        if saved.world_size != place.world_size:
+            reporter.note(
+                f"saved by {_ranks(saved.world_size)}: the same data, but sums in another order, "
+                "so not the same bits"
+            )
+
+
+@contextmanager
+def _in_step(step: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in step {step}")
+        raise
+
+
+def _train_step(run: Run, step: int) -> Tensor:
+    options = run.plan.options
+    torch.manual_seed(mix_seed(options.seed, step, run.place.rank))
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(step, total_steps=options.steps, peak=options.lr)
+    total = torch.zeros((), device=run.device)
+    for microbatch in range(options.accumulate):
+        tokens = draw_batch(
+            run.plan.corpus,
+            run.share,
+            seed=options.seed,
+            step=step,
+            microbatch=microbatch,
+            seq_len=options.seq_len,
+        ).to(run.device)
+        is_last = microbatch == options.accumulate - 1
+        with nullcontext() if is_last else no_sync(run.module):
+            loss = _loss(run.module, tokens) / options.accumulate
+            loss.backward()
+        total += loss.detach()
+    if options.clip > 0:
+        clip_grad_norm_(run.module, options.clip)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return mean_over_ranks(total, "loss")
+
+
+def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
+    logits = module(tokens[:, :-1])
+    return F.cross_entropy(logits.float().reshape(-1, VOCAB_SIZE), tokens[:, 1:].reshape(-1))
+
+
+def _held_out_loss(run: Run) -> float:
+    tokens = held_out_batch(run.plan.corpus, run.share, seq_len=run.plan.options.seq_len).to(
+        run.device
+    )
+    run.module.eval()
+    with torch.no_grad():
+        loss = _loss(run.module, tokens)
+    run.module.train()
+    return float(mean_over_ranks(loss, "held-out loss").item())
+
+
+def _save_if_due(run: Run, step: int, recorder: Recorder) -> None:
+    options = run.plan.options
+    if options.checkpoint is None:
+        return
+    every = options.checkpoint_every or options.steps
+    if step % every and step != options.steps:
+        return
+    recorder.flush()
+    assert recorder.loss_first is not None, "a step has been recorded"
+    path = checkpoints.checkpoint_path(options.checkpoint, step)
+    saved = SavedRun(path, step, run.place.world_size, recorder.loss_first, run.plan.defining)
+    checkpoints.save_run(
+        options.checkpoint,
+        saved,
+        lambda folder: save_checkpoint(folder, run.module, run.optimizer, extra={"step": step}),
+        is_first=run.place.is_first,
+    )
+    recorder.reporter.note(f"saved {path}")
+    recorder.restart_clock()
+
+
+def _kill_if_due(run: Run, step: int) -> None:
+    options = run.plan.options
+    if step != options.kill_at_step or options.kill_rank not in (None, run.place.rank):
+        return
+    print(f"rank {run.place.rank} kills itself after step {step} (--kill-at-step)", flush=True)
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sum_up(run: Run, recorder: Recorder) -> RunResult:
+    options = run.plan.options
+    assert recorder.loss_first is not None, "at least one step was run"
+    wire_bytes = summary(run.module).sent_bytes_per_step
+    peak_mib = max_over_ranks(peak_memory_mib(run.device), "peak memory", run.device)
+    return RunResult(
+        loss_first=recorder.loss_first,
+        loss_last=recorder.loss_last,
+        loss_held_out=_held_out_loss(run),
+        tokens_per_s=round(recorder.tokens_per_s, 1),
+        step_ms_median=round(recorder.step_ms_median, 3),
+        peak_mib=round(peak_mib, 1),
+        params_sha256=_fingerprint(run),
+        world=run.place.world_size,
+        zero=options.zero,
+        seed=options.seed,
+        steps=options.steps,
+        first_step=run.plan.first_step,
+        compute=options.compute,
+        grad_wire=options.grad_wire,
+        model=options.model,
+        num_parameters=run.num_parameters,
+        device=_device_name(run.device),
+        wire_bytes_per_step=wire_bytes,
+        torch=torch.__version__,
+        triton=_triton_version(),
+    )
+
+
+def _fingerprint(run: Run) -> str:
+    """Gather the full parameters (every rank takes part) and hash them where they arrived."""
+    parameters = full_state_dict(run.module)
+    return sha256_of(parameters) if run.place.is_first else ""
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
