@@ -20,7 +20,6 @@ import json
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -224,14 +223,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write settings, samples and estimates here")
     parser.add_argument("--profile", choices=TRAINER_NAMES, help="profile this candidate instead")
     options = parser.parse_args(arguments)
+    candidates = tuple(options.candidates.split(","))
+    if unknown := set(candidates) - set(TRAINER_NAMES):
+        parser.error(f"--candidates takes {', '.join(TRAINER_NAMES)}, got {sorted(unknown)}")
     settings = Settings(
         units=options.units,
         world=options.world,
         visits=options.visits,
         steps=options.steps,
-        candidates=tuple(options.candidates.split(",")),
+        candidates=candidates,
     )
-    warnings.filterwarnings("ignore", category=FutureWarning)
     with fake_ranks(settings.world):
         if options.profile:
             print(f"{options.profile}, us a unit and step")

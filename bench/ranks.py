@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -120,6 +121,8 @@ def _enter(
     if Path("/sys/class/net", _LOOPBACK).exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     torch.set_num_threads(1)
+    # DTensor calls a collective by a name that torch itself has deprecated.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
         dist.init_process_group(
             "gloo",

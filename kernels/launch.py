@@ -4,10 +4,10 @@ A thread moves at most 16 bytes an access before Blackwell, so a program of `num
 
     block bytes = num_warps * 32 threads * 16 bytes * accesses in flight
 
-of the narrowest data it touches: then every wider side is 16 bytes an access too. Bytes in flight hide
-latency; at 3 TB/s and 0.7 us they are about 16 KiB a multiprocessor. pack_ keeps two accesses of the
-tensor in flight. reduce_ has one row per rank in flight already and takes two accesses a row only for
-small worlds, so that registers stay few.
+of the narrowest data it touches: then every wider side is 16 bytes an access too. Bytes in flight
+hide latency; at 3 TB/s and 0.7 us they are about 16 KiB a multiprocessor. pack_ keeps two accesses
+of the tensor in flight. reduce_ has one row per rank in flight already and takes two accesses a
+row only for small worlds, so that registers stay few.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Owns packing on the GPU: many tensors to or from one flat buffer in one launch, whatever their number.
+"""Owns packing on the GPU: any number of tensors to or from one flat buffer in one launch.
 
-Formula and rounding are those of `reference`; `tables` tells each program its tile. Bytes moved: numel *
-(bytes of a source element + bytes of a destination element), the destination twice with `accumulate`,
-and 8 bytes of table a tile. A tile that is full and 16-byte aligned on both sides takes the unmasked
-path, 16 bytes an access; tails and unaligned tensors take the masked one, an element an access. Both
-are in one kernel, as are all dtypes of the tensors: the table sends each program its way, so that no
-mixture needs a second launch.
+Formula and rounding are those of `reference`; `tables` tells each program its tile. Bytes moved:
+numel * (bytes of a source element + bytes of a destination element), the destination twice with
+`accumulate`, and 8 bytes of table a tile. A tile that is full and 16-byte aligned on both sides
+takes the unmasked path, 16 bytes an access; tails and unaligned tensors take the masked one, an
+element an access. Both are in one kernel, as are all dtypes of the tensors: the table sends each
+program its way, so that no mixture needs a second launch.
 """
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import triton
 import triton.language as tl
 
 from . import tables
-from .launch import ACCESS_BYTES, on_device_of, pack_config
+from .launch import on_device_of, pack_config
 from .rounding import round_to
 
 _ADDRESS, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
@@ -33,7 +36,9 @@ _tables = tables.TableCache()
 
 
 @triton.jit
-def _combine(value, old, scale, SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, dtype: tl.constexpr):
+def _combine(
+    value, old, scale, SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, dtype: tl.constexpr
+):
     """round(float32(old) + float32(value) * scale) to `dtype`."""
     if value.dtype == dtype and not SCALED and not ACCUMULATE:
         return value
@@ -71,8 +76,8 @@ def _move_masked_tile(
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """In four pieces: tensors of another shape than the full tile's, so that the compiler does not
-    give both one layout, which would be eight elements a thread and strided scalar accesses here."""
+    """In four pieces: their shape is not the full tile's, so the compiler does not give both paths
+    one layout, which here would make strided scalar accesses."""
     dtype: tl.constexpr = destination.dtype.element_ty
     for first in range(0, tl.minimum(count, BLOCK).to(tl.int32), BLOCK // 4):
         lanes = first + tl.arange(0, BLOCK // 4)
@@ -86,30 +91,22 @@ def _move_masked_tile(
 
 
 @triton.jit
-def tile_start(tile, first_tile, BLOCK: tl.constexpr):
-    """First element of `tile` in its tensor, in int64: a tensor may have more than 2**31 elements."""
-    return (tile.to(tl.int64) - first_tile) * BLOCK
-
-
-@triton.jit
 def _move_tile(
     tensor,
     flat,
-    row,
-    tile,
+    start,
+    numel,
+    aligned,
     scale,
     UNPACK: tl.constexpr,
     SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    start = tile_start(tile, tl.load(row + _FIRST_TILE), BLOCK)
-    count = tl.load(row + _NUMEL) - start
-    tensor += start
-    flat += tl.load(row + _OFFSET) + start
-    source = flat if UNPACK else tensor
-    destination = tensor if UNPACK else flat
-    if tl.load(row + _ALIGNED) != 0 and count >= BLOCK:
+    source = (flat if UNPACK else tensor) + start
+    destination = (tensor if UNPACK else flat) + start
+    count = numel - start
+    if aligned != 0 and count >= BLOCK:
         _move_full_tile(source, destination, scale, SCALED, ACCUMULATE, BLOCK)
     else:
         _move_masked_tile(source, destination, count, scale, SCALED, ACCUMULATE, BLOCK)
@@ -128,23 +125,33 @@ def _pack_kernel(
 ):
     """One tile of one tensor.
 
-    Example with tiles of 16 bytes: FP32 tensors of 6 and 3 elements at offsets 0 and 8 make the rows
-    [.., 6, 0, 0, ..] and [.., 3, 8, 2, ..] and the tiles [0, 0, 1]. Program 1 has tensor 0, starts
-    at (1 - 0) * 4 = 4 and has 2 elements left: it moves elements 4 and 5 from or to flat[4], flat[5].
+    Example with tiles of 16 bytes: FP32 tensors of 6 and 3 elements at offsets 0 and 8 make the
+    rows [.., 6, 0, 0, ..] and [.., 3, 8, 2, ..] and the tiles [0, 0, 1]. Program 1 has tensor 0,
+    starts at (1 - 0) * 4 = 4 and has 2 elements left: it moves elements 4 and 5 from or to flat[4]
+    and flat[5].
     """
-    tile = tl.program_id(0)
-    row = table + tl.load(table + tiles_at + tile) * _ROW_FIELDS
+    # A tensor may have more than 2**31 elements, so all that counts elements is int64.
+    program = tl.program_id(0).to(tl.int64)
+    row = table + tl.load(table + tiles_at + program) * _ROW_FIELDS
     address = tl.load(row + _ADDRESS)
+    numel = tl.load(row + _NUMEL)
+    flat += tl.load(row + _OFFSET)
+    tile = program - tl.load(row + _FIRST_TILE)
     dtype = tl.load(row + _DTYPE)
+    aligned = tl.load(row + _ALIGNED)
+    WIDE: tl.constexpr = TILE_BYTES // 4
+    HALF: tl.constexpr = TILE_BYTES // 2
     if dtype == _FP32:
-        tensor = address.to(tl.pointer_type(tl.float32))
-        _move_tile(tensor, flat, row, tile, scale, UNPACK, SCALED, ACCUMULATE, TILE_BYTES // 4)
+        wide = address.to(tl.pointer_type(tl.float32))
+        _move_tile(wide, flat, tile * WIDE, numel, aligned, scale, UNPACK, SCALED, ACCUMULATE, WIDE)
     elif dtype == _BF16:
-        tensor = address.to(tl.pointer_type(tl.bfloat16))
-        _move_tile(tensor, flat, row, tile, scale, UNPACK, SCALED, ACCUMULATE, TILE_BYTES // 2)
+        brain = address.to(tl.pointer_type(tl.bfloat16))
+        _move_tile(
+            brain, flat, tile * HALF, numel, aligned, scale, UNPACK, SCALED, ACCUMULATE, HALF
+        )
     elif dtype == _FP16:
-        tensor = address.to(tl.pointer_type(tl.float16))
-        _move_tile(tensor, flat, row, tile, scale, UNPACK, SCALED, ACCUMULATE, TILE_BYTES // 2)
+        half = address.to(tl.pointer_type(tl.float16))
+        _move_tile(half, flat, tile * HALF, numel, aligned, scale, UNPACK, SCALED, ACCUMULATE, HALF)
 
 
 def pack_(
@@ -154,7 +161,7 @@ def pack_(
     scale: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """`reference.pack_` in one launch; non-contiguous tensors are copied into row-major order first."""
+    """`reference.pack_` in one launch; non-contiguous tensors are made contiguous first."""
     rows = [tensor.contiguous() for tensor in tensors]
     _launch(flat, rows, offsets, scale, accumulate, unpack=False)
 
@@ -166,7 +173,7 @@ def unpack_(
     scale: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """`reference.unpack_` in one launch; non-contiguous tensors are filled by way of a row-major copy."""
+    """`reference.unpack_` in one launch; non-contiguous tensors are filled by way of a copy."""
     rows = [tensor.contiguous() for tensor in tensors]
     _launch(flat, rows, offsets, scale, accumulate, unpack=True)
     for tensor, row in zip(tensors, rows, strict=True):

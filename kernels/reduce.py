@@ -1,10 +1,13 @@
-"""Owns the sum over ranks on the GPU: [world, shard] in, FP32 accumulation in rank order, one rounding.
+"""Owns the sum over ranks on the GPU: [world, shard] in, FP32 sum in rank order, one rounding.
 
-Formula and rounding are those of `reference`. Bytes moved: shard * (world * bytes of a part element +
-bytes of a result element), the result twice with `accumulate`. Blocks that are full and start 16-byte
-aligned in every row and in the result take the unmasked path, 16 bytes an access; the tail, and every
-block of unaligned memory, takes the masked one.
+Formula and rounding are those of `reference`. Bytes moved: shard * (world * bytes of a part element
++ bytes of a result element), the result twice with `accumulate`. Blocks that are full and start
+16-byte aligned in every row and in the result take the unmasked path, 16 bytes an access; the tail,
+and every block of unaligned memory, takes the masked one.
 """
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -18,15 +21,44 @@ from .rounding import round_to
 ROWS_IN_FLIGHT = 8
 
 
-@triton.jit
-def _load(pointers, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(pointers, mask=mask, other=0.0)
-    return tl.load(tl.multiple_of(pointers, 16))
+_GROUP = tl.constexpr(7)  # rows loaded before the first of them is added
 
 
 @triton.jit
-def _reduce_block(
+def _aligned_row(base, offset, BLOCK: tl.constexpr):
+    """BLOCK elements from aligned memory, in FP32. The hint must sit on the sum it is about."""
+    return tl.load(tl.multiple_of(base + offset + tl.arange(0, BLOCK), 16)).to(tl.float32)
+
+
+@triton.jit
+def _reduce_full_block(
+    out,
+    parts,
+    shard,
+    scale,
+    WORLD: tl.constexpr,
+    SCALED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Row 0, then rows in groups, then what is left: one order of additions whatever the group."""
+    total = _aligned_row(parts, 0, BLOCK)
+    GROUPED: tl.constexpr = (WORLD - 1) // _GROUP * _GROUP
+    for first in range(1, 1 + GROUPED, _GROUP):
+        for step in tl.static_range(_GROUP):
+            total += _aligned_row(parts, (first + step) * shard, BLOCK)
+    for rank in tl.static_range(1 + GROUPED, WORLD):
+        total += _aligned_row(parts, rank * shard, BLOCK)
+    if SCALED:
+        total = total * scale
+    if ACCUMULATE:
+        total = _aligned_row(out, 0, BLOCK) + total
+    destinations = tl.multiple_of(out + tl.arange(0, BLOCK), 16)
+    tl.store(destinations, round_to(total, out.dtype.element_ty))
+
+
+@triton.jit
+def _reduce_masked_block(
     out,
     parts,
     shard,
@@ -35,35 +67,24 @@ def _reduce_block(
     WORLD: tl.constexpr,
     SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row 0, then rows in groups that are loaded before they are added, then what is left over."""
-    lanes = tl.arange(0, BLOCK)
-    mask = lanes < count
-    total = _load(parts + lanes, mask, MASKED).to(tl.float32)
-    GROUP: tl.constexpr = 7
-    GROUPED: tl.constexpr = (WORLD - 1) // GROUP * GROUP
-    for first in range(1, 1 + GROUPED, GROUP):
-        for step in tl.static_range(GROUP):
-            row = parts + (first + step) * shard
-            total += _load(row + lanes, mask, MASKED).to(tl.float32)
-    for rank in tl.static_range(1 + GROUPED, WORLD):
-        total += _load(parts + rank * shard + lanes, mask, MASKED).to(tl.float32)
-    if SCALED:
-        total = total * scale
-    if ACCUMULATE:
-        total = _load(out + lanes, mask, MASKED).to(tl.float32) + total
-    result = round_to(total, out.dtype.element_ty)
-    if MASKED:
-        tl.store(out + lanes, result, mask=mask)
-    else:
-        tl.store(tl.multiple_of(out + lanes, 16), result)
+    """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
+    for first in range(0, tl.minimum(count, BLOCK).to(tl.int32), BLOCK // 4):
+        lanes = first + tl.arange(0, BLOCK // 4)
+        mask = lanes < count
+        total = tl.load(parts + lanes, mask=mask, other=0.0).to(tl.float32)
+        for rank in range(1, WORLD):
+            row = parts + rank * shard
+            total += tl.load(row + lanes, mask=mask, other=0.0).to(tl.float32)
+        if SCALED:
+            total = total * scale
+        if ACCUMULATE:
+            total = tl.load(out + lanes, mask=mask, other=0.0).to(tl.float32) + total
+        tl.store(out + lanes, round_to(total, out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["shard"], do_not_specialize_on_alignment=["out", "parts"]
-)
+@triton.jit(do_not_specialize=["shard"], do_not_specialize_on_alignment=["out", "parts"])
 def _reduce_kernel(
     out,
     parts,
@@ -86,13 +107,9 @@ def _reduce_kernel(
     out += start
     parts += start
     if ALIGNED and count >= BLOCK:
-        _reduce_block(
-            out, parts, shard, count, scale, WORLD, SCALED, ACCUMULATE, False, BLOCK
-        )
+        _reduce_full_block(out, parts, shard, scale, WORLD, SCALED, ACCUMULATE, BLOCK)
     else:
-        _reduce_block(
-            out, parts, shard, count, scale, WORLD, SCALED, ACCUMULATE, True, BLOCK
-        )
+        _reduce_masked_block(out, parts, shard, count, scale, WORLD, SCALED, ACCUMULATE, BLOCK)
 
 
 def reduce_(

@@ -1,7 +1,10 @@
-"""Owns the one rounding of the kernels: FP32 to a storage type, to nearest even, also when interpreted.
+"""Owns the one rounding of the kernels: FP32 to a storage type, to nearest even, interpreted too.
 
-Triton's interpreter cuts FP32 off when it casts to BF16; there the same result is made from integers.
+Triton's interpreter cuts FP32 off when it casts to BF16; there integers make the right result.
 """
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def round_to(x, dtype: tl.constexpr):
+def round_to(x, dtype: tl.constexpr) -> tl.tensor:
     """Round FP32 `x` to `dtype`.
 
     Integers, by example: 0x3F808000 lies half way between 0x3F80 and 0x3F81. Adding 0x7FFF and the

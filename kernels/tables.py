@@ -5,9 +5,9 @@
 
     program p -> tensor i = entries[tiles_at + p] -> row i -> tile p - first tile of tensor i
 
-Addresses are bytes, offsets elements of the flat buffer. A table is int64 throughout: it is sent in one
-copy, and a tensor may have more than 2**31 elements. Gradients mostly come back at the addresses of
-the step before, so tables are kept on the device and found again by their contents.
+Addresses are bytes, offsets elements of the flat buffer. A table is int64 throughout: it is sent in
+one copy, and a tensor may have more than 2**31 elements. Gradients mostly come back at the
+addresses of the step before, so tables stay on the device and are found again by their contents.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TensorKey = tuple[int, int, int, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class TileTable:
-    """A table on the device where it is used: its entries, where its tiles begin, how many they are."""
+    """A table on its device: its entries, the index of the first tile entry, how many there are."""
 
     entries: torch.Tensor
     tiles_at: int
@@ -87,9 +87,7 @@ class TableCache:
         self._tables: OrderedDict[tuple, TileTable] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(
-        self, keys: tuple[TensorKey, ...], tile_bytes: int, device: torch.device
-    ) -> TileTable:
+    def get(self, keys: tuple[TensorKey, ...], tile_bytes: int, device: torch.device) -> TileTable:
         """The table for `keys`, at least one, made if it is not there."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         identity = (device, stream, tile_bytes, keys)
@@ -110,11 +108,9 @@ class TableCache:
         return len(self._tables)
 
 
-def _on_device(
-    keys: tuple[TensorKey, ...], tile_bytes: int, device: torch.device
-) -> TileTable:
+def _on_device(keys: tuple[TensorKey, ...], tile_bytes: int, device: torch.device) -> TileTable:
     entries, num_tiles = table_entries(keys, tile_bytes)
     if device.type == "cuda":
-        # The pinned memory may go at once: its allocator waits for the copy before it is used again.
+        # Pinned memory may be freed at once: its allocator waits for the copy before reusing it.
         entries = entries.pin_memory().to(device, non_blocking=True)
     return TileTable(entries, len(keys) * ROW_FIELDS, num_tiles)

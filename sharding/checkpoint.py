@@ -41,8 +41,8 @@ def save_checkpoint(
     """Write `module`, `optimizer` and `extra` to the folder `path` (a collective over all ranks).
 
     A checkpoint that is at `path` already is replaced, its folder as a whole, once the new one is
-    complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Ranks
-    share one file system.
+    complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Of what
+    every rank holds whole, such as buffers, rank 0's values are saved. Ranks share one file system.
 
     Raises:
         FileExistsError: `path` is a file, or a folder that holds something else than a checkpoint.
@@ -51,17 +51,18 @@ def save_checkpoint(
     """
     target = Path(path).resolve()
     rank = _rank()
-    state: dict[str, Any] = {"model": module.state_dict(), "extra": {str(rank): (extra,)}}
+    state: dict[str, Any] = {"model": module.state_dict()}
     with _Alike():
         require_plain(extra)
         if optimizer is not None:
             state["optim"] = named_state(runtime_of(module), optimizer)
         if rank == 0:
             _prepare(target)
+    written = {**(state if rank == 0 else _sharded_only(state)), "extra": {str(rank): (extra,)}}
     partial = _sibling(target, "partial")
     try:
         with running_dcp(f"writing {target}"):
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(partial))
+            dcp.save(written, storage_writer=dcp.FileSystemWriter(partial))
         with _Alike():
             if rank == 0:
                 _publish(partial, target)
@@ -77,8 +78,8 @@ def load_checkpoint(
 ) -> Any:
     """Load the checkpoint at `path` into `module` and `optimizer` (a collective over all ranks).
 
-    The world size may differ from the one it was saved at. Returns the `extra` this rank saved, rank
-    0's if the world size differs, None if there is none; its tensors come back on the CPU.
+    The world size may differ from the one it was saved at. Returns the `extra` this rank saved,
+    rank 0's if the world size differs, None if there is none; its tensors come back on the CPU.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
@@ -126,6 +127,17 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
             )
         state[name] = whole[id(value)]
     return state
+
+
+def _sharded_only(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `state` that other ranks do not hold: tensors that name the pieces they write."""
+    kept: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            kept[key] = _sharded_only(value)
+        elif hasattr(value, "__create_write_items__"):
+            kept[key] = value
+    return kept
 
 
 def _sharded_state(optim: Mapping[str, Any]) -> dict[str, Tensor]:

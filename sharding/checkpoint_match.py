@@ -1,6 +1,6 @@
 """Whether a stored checkpoint fits a model and an optimizer, found from names and shapes alone.
 
-Entries of optimizer state are of two kinds. Those with their parameter's shape (moments) are sharded
+Entries of optimizer state are of two kinds. Those of the parameter's shape (moments) are sharded
 tensors, read in place; all others (step counters) are values.
 """
 

@@ -20,8 +20,12 @@ from torch import Tensor
 
 from .process_groups import DataParallelGroups
 
-# Renamed in torch 2.13; the old name warns there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+def _all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> dist.Work:
+    # The methods of the group: the functions around them cost as much host time again.
+    if hasattr(group, "all_gather_single"):
+        return group.all_gather_single(flat, source)
+    return group._allgather_base(flat, source)  # the name before torch 2.13
 
 
 class CommunicationError(RuntimeError):
@@ -115,7 +119,7 @@ class Collectives:
         self.traffic.count(kind, len(self._peers) * source.numel() * source.element_size())
         try:
             if not self._point_to_point:
-                return [Pending(_all_gather(flat, source, group=group, async_op=True), what)]
+                return [Pending(_all_gather(group, flat, source), what)]
             # Receives first: a send has to find its receive posted, or gloo stages it.
             pending = [
                 Pending(group.recv([slices[peer]], peer, 0), f"{what} from rank {peer}") for peer in self._peers
@@ -133,7 +137,7 @@ class Collectives:
         assert group is not None, "exchange needs a process group"
         self.traffic.count("exchange", len(self._peers) * (sent.numel() // self.world_size) * sent.element_size())
         try:
-            return Pending(dist.all_to_all_single(received, sent, group=group, async_op=True), what)
+            return Pending(group.alltoall_base(received, sent, [], []), what)
         except RuntimeError as error:
             raise _failure(what, error) from error
 

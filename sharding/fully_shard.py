@@ -17,7 +17,7 @@ from ..buffers import BufferPool, flat_layout
 from ..kernels import pack_
 from .collectives import Collectives
 from .hooks import install_hooks, install_root_hooks
-from .lanes import gather_lane, reduce_lane
+from .lanes import make_lane
 from .optimizer import Location, check_elementwise, locate_params, rebind
 from .partition import (
     GroupPlan,
@@ -279,8 +279,8 @@ def _build(module: nn.Module, plans: list[GroupPlan], collectives: Collectives, 
             count += 1
         groups.append(UnitGroup(len(groups), plan.name, units, _reshards(plan, config), plan.is_root))
     lanes = (
-        gather_lane(device, config.runtime.overlap_param_gather),
-        reduce_lane(device, collectives.world_size, config.overlap_grad_reduce),
+        make_lane(device, config.runtime.overlap_param_gather),
+        make_lane(device, config.overlap_grad_reduce),
     )
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
     _attach(plans, runtime)

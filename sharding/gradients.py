@@ -155,17 +155,23 @@ class UnitGradients:
                 received = self._pool.lease(self._spec.layout.numel, self._spec.dtypes.wire)
                 leases.append(received)
 
-        def work() -> list[Pending]:
+        def start() -> list[Pending]:
             if accumulated is None:
                 self._pack(sent, grads, offsets)
             else:
                 pack_(accumulated, grads, offsets, accumulate=True)
                 pack_(sent, [accumulated], [0])
-            if lane.runs_to_end:
+            if sent.device.type == "cpu":
+                # On a GPU the pack is only enqueued: the gradients live until the event advances.
                 grads.clear()
-            return self._reduce(sent, received, into_existing)
+            if received is sent or not sent.numel():
+                return []
+            return [self._collectives.exchange(received, sent, f"gradient exchange of unit '{self._spec.name}'")]
 
-        return Exchange(lane.submit(work), leases, grads)
+        def complete() -> list[Pending]:
+            return self._reduce(received, into_existing)
+
+        return Exchange(lane.submit(start, complete), leases, grads)
 
     def _lease_sent(self, leases: list[Tensor]) -> Tensor:
         if self._sent is not None:
@@ -177,12 +183,10 @@ class UnitGradients:
             leases.append(sent)
         return sent
 
-    def _reduce(self, sent: Tensor, received: Tensor, into_existing: bool) -> list[Pending]:
+    def _reduce(self, received: Tensor, into_existing: bool) -> list[Pending]:
         layout, main_grad = self._spec.layout, self.main_grad
         assert main_grad is not None
         world_size, rank = layout.world_size, self._collectives.rank
-        if world_size > 1 and layout.numel:
-            self._collectives.exchange(received, sent, f"gradient exchange of unit '{self._spec.name}'").wait()
         own = main_grad
         if self._replicates:
             start, stop = layout.shard_range(rank)
@@ -197,8 +201,8 @@ class UnitGradients:
         )
 
     def finish(self, exchange: Exchange) -> None:
-        """Order the following compute after `exchange` and give its buffers back."""
-        exchange.event.wait()
+        """Order the following compute after the sum of `exchange` and give its buffers back."""
+        exchange.event.advance()
         for lease in exchange.leases:
             self._pool.release(lease)
         exchange.grads.clear()

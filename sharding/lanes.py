@@ -1,25 +1,23 @@
-"""Lanes run work beside the compute: a CUDA stream with events, or a worker thread with futures.
+"""Lanes run work beside the compute: a CUDA stream with events, or a backend's own asynchronous operations.
 
-    lane          where work runs                     its event's `wait`
-    StreamLane    a CUDA stream of its own            the current stream waits; the host does not
-    ThreadLane    one worker thread (CPU)             the caller blocks; an error in the work is raised there
-    InlineLane    the caller, which starts its        the caller blocks until the started operations end
-                  asynchronous operations (CPU)
-    SerialLane    the caller, to the end              nothing left to wait for
+    lane          where work runs                            its event
+    StreamLane    a CUDA stream of its own                   the current stream waits; the host does not
+    DeferredLane  the caller starts it; its operations go    `advance` waits for them and runs the rest in the
+                  on in the backend's threads (CPU)          caller, `wait` for what that started
+    SerialLane    the caller, to the end                     nothing left to wait for
 
-Work is a function that returns the operations it started and did not wait for. Each lane runs its work in
-order of submission, after all compute the caller had enqueued. Buffers that a work writes are allocated
-inside `allocating()`; tensors from other streams that it reads must stay referenced until its event was
-waited for, or the caching allocator hands their memory to the compute stream too early.
+A work is `start`, which begins operations, and `complete`, which needs them to have ended and may begin
+more. Each lane runs its work in order of submission, after all compute the caller had enqueued. On CPU
+there is no worker thread: with as many compute threads as cores it has no core to run on, and handing
+over a job costs more than packing a small unit. Buffers that a work writes are allocated inside
+`allocating()`; tensors from other streams that it reads must stay referenced until its event advanced,
+or the caching allocator hands their memory to the compute stream too early.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -32,120 +30,74 @@ Work = Callable[[], Sequence[Pending]]
 class Event(Protocol):
     """The end of one submitted work."""
 
+    def advance(self) -> None:
+        """Order the caller's following compute after `start`'s operations and `complete`."""
+
     def wait(self) -> None:
-        """Order the caller's following compute after the work."""
+        """Order the caller's following compute after all of the work."""
 
 
 class Lane(Protocol):
-    """Runs submitted work in order. `runs_to_end`: work has ended when its function returns."""
+    """Runs submitted work in order."""
 
-    runs_to_end: bool
-
-    def submit(self, work: Work) -> Event:
-        """Run `work` after the compute enqueued so far; returns its end."""
+    def submit(self, start: Work, complete: Work | None = None) -> Event:
+        """Run the work after the compute enqueued so far; returns its end."""
 
     def allocating(self) -> contextlib.AbstractContextManager[object]:
         """A context whose allocations belong to this lane."""
 
 
-class _Started:
-    """Operations still to be waited for."""
+_NO_CONTEXT = contextlib.nullcontext()
 
-    __slots__ = ("_pending",)
 
-    def __init__(self, pending: Iterable[Pending]) -> None:
+class _Deferred:
+    """Operations under way, and what is to be done after them."""
+
+    __slots__ = ("_complete", "_pending")
+
+    def __init__(self, pending: Sequence[Pending], complete: Work | None) -> None:
         self._pending = pending
+        self._complete = complete
+
+    def advance(self) -> None:
+        complete, self._complete = self._complete, None
+        if complete is not None:
+            self._finish_pending()
+            self._pending = complete()
 
     def wait(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending = ()
+        self.advance()
+        self._finish_pending()
+
+    def _finish_pending(self) -> None:
+        pending, self._pending = self._pending, ()
+        for operation in pending:
+            operation.wait()
 
 
-DONE = _Started(())
+DONE = _Deferred((), None)
 """An event that has already happened."""
 
 
-class InlineLane:
-    """Runs work in the caller; the operations it starts go on by themselves (gloo's own threads)."""
+class DeferredLane:
+    """Starts work in the caller; what follows its operations runs when the event is waited for."""
 
-    runs_to_end = True
-
-    def submit(self, work: Work) -> Event:
-        """Run `work` now; the event waits for the operations it started."""
-        return _Started(work())
+    def submit(self, start: Work, complete: Work | None = None) -> Event:
+        """Run `start` now."""
+        return _Deferred(start(), complete)
 
     def allocating(self) -> contextlib.AbstractContextManager[object]:
         """No special context."""
-        return contextlib.nullcontext()
+        return _NO_CONTEXT
 
 
-class SerialLane(InlineLane):
+class SerialLane(DeferredLane):
     """Runs work in the caller to its end: no overlap at all."""
 
-    def submit(self, work: Work) -> Event:
-        """Run `work` now and wait for all it started."""
-        _Started(work()).wait()
+    def submit(self, start: Work, complete: Work | None = None) -> Event:
+        """Run all of the work now."""
+        _Deferred(start(), complete).wait()
         return DONE
-
-
-class _Job:
-    """A work on its way through a ThreadLane, and its event."""
-
-    __slots__ = ("_done", "_error", "_work")
-
-    def __init__(self, work: Work) -> None:
-        self._work: Work | None = work
-        self._error: BaseException | None = None
-        # A bare lock is the cheapest event there is: held until the work has ended.
-        self._done = threading.Lock()
-        self._done.acquire()
-
-    def run(self) -> None:
-        assert self._work is not None
-        try:
-            for pending in self._work():
-                pending.wait()
-        except BaseException as error:  # noqa: BLE001 - carried to whoever waits
-            self._error = error
-        finally:
-            self._work = None
-            self._done.release()
-
-    def wait(self) -> None:
-        with self._done:
-            pass
-        if self._error is not None:
-            raise self._error
-
-
-def _serve(queue: SimpleQueue[_Job | None]) -> None:
-    torch.set_grad_enabled(False)
-    while (job := queue.get()) is not None:
-        job.run()
-        # Held over the next `get`, it would keep the job's tensors alive.
-        del job
-
-
-class ThreadLane:
-    """Runs work on one worker thread, which ends when the lane is collected."""
-
-    runs_to_end = True
-
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        weakref.finalize(self, self._queue.put, None)
-        threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
-
-    def submit(self, work: Work) -> Event:
-        """Queue `work`; its error, if any, is raised by the event's `wait`."""
-        job = _Job(work)
-        self._queue.put(job)
-        return job
-
-    def allocating(self) -> contextlib.AbstractContextManager[object]:
-        """No special context: the caller allocates."""
-        return contextlib.nullcontext()
 
 
 class _StreamEvent:
@@ -154,6 +106,9 @@ class _StreamEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
+    def advance(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
 
@@ -161,18 +116,15 @@ class _StreamEvent:
 class StreamLane:
     """Enqueues work on a CUDA stream of its own."""
 
-    runs_to_end = False
-
     def __init__(self, device: torch.device) -> None:
         # High priority: a gather or a sum that starts late leaves the whole backward waiting.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def submit(self, work: Work) -> Event:
-        """Enqueue `work` after all that the current stream holds."""
+    def submit(self, start: Work, complete: Work | None = None) -> Event:
+        """Enqueue the work after all that the current stream holds."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            for pending in work():
-                pending.wait()
+            _Deferred(start(), complete).wait()
             return _StreamEvent(self._stream.record_event())
 
     def allocating(self) -> contextlib.AbstractContextManager[object]:
@@ -180,18 +132,8 @@ class StreamLane:
         return torch.cuda.stream(self._stream)
 
 
-def gather_lane(device: torch.device, overlap: bool) -> Lane:
-    """The lane for parameter gathers."""
+def make_lane(device: torch.device, overlap: bool) -> Lane:
+    """A lane for gathers or for reductions."""
     if not overlap:
         return SerialLane()
-    return StreamLane(device) if device.type == "cuda" else InlineLane()
-
-
-def reduce_lane(device: torch.device, world_size: int, overlap: bool) -> Lane:
-    """The lane for packing, exchanging and summing gradients."""
-    if not overlap:
-        return SerialLane()
-    if device.type == "cuda":
-        return StreamLane(device)
-    # Alone, there is nothing to hide: a thread would only cost its hand-over.
-    return ThreadLane("sidestream-reduce") if world_size > 1 else SerialLane()
+    return StreamLane(device) if device.type == "cuda" else DeferredLane()

@@ -85,18 +85,20 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, declared: bool = Fals
 
 def locate_params(
     optimizer: torch.optim.Optimizer, locations: Mapping[int, Location], names: Sequence[str]
-) -> list[list[Location]]:
+) -> list[list[Location | None]]:
     """The location of every parameter of every group; `locations` maps the id of a parameter to it.
+
+    None for integer parameters, which are not sharded and stay in their group as they are.
 
     Raises:
         ValueError: a parameter that is not one of the module's.
     """
-    located: list[list[Location]] = []
+    located: list[list[Location | None]] = []
     for number, group in enumerate(optimizer.param_groups):
         located.append([])
         for position, param in enumerate(group["params"]):
             location = locations.get(id(param))
-            if location is None:
+            if location is None and param.is_floating_point():
                 raise ValueError(
                     f"optimizer: expected only parameters of the module, got a foreign one at "
                     f"param_groups[{number}]['params'][{position}], shape {tuple(param.shape)}; make the optimizer "
@@ -107,16 +109,19 @@ def locate_params(
     return located
 
 
-def rebind(optimizer: torch.optim.Optimizer, runtime: Runtime, located: list[list[Location]]) -> None:
+def rebind(optimizer: torch.optim.Optimizer, runtime: Runtime, located: list[list[Location | None]]) -> None:
     """Point `optimizer` at flat runs of the runtime's units, and carry its state over."""
     old_state: dict[Location, dict[str, Any]] = {}
     keys: dict[Location, tuple[object, ...]] = {}
+    flat_params: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
     for number, (group, places) in enumerate(zip(optimizer.param_groups, located, strict=True)):
         for param, location in zip(group["params"], places, strict=True):
+            if location is None:
+                flat_params[number].append(param)
+                continue
             state = dict(optimizer.state.get(param, {}))
             old_state[location] = state
             keys[location] = (number, *_scalar_signature(state, param))
-    flat_params: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
     new_state: dict[Tensor, dict[str, Any]] = {}
     for position, unit in enumerate(runtime.units):
         unit.gradients.runs = _runs(unit, position, keys)

@@ -57,6 +57,7 @@ class _Backward:
     ready: set[int] = field(default_factory=set)
     ready_order: list[int] = field(default_factory=list)
     in_flight: deque[tuple[Unit, Exchange]] = field(default_factory=deque)
+    ending: list[Exchange] = field(default_factory=list)
 
 
 class Runtime:
@@ -211,13 +212,21 @@ class Runtime:
 
     def _launch(self, unit: Unit, backward: _Backward) -> None:
         if len(backward.in_flight) >= MAX_EXCHANGES_IN_FLIGHT:
-            self._finish_exchange(*backward.in_flight.popleft())
+            self._finish_exchange(backward)
         self.trace.add(Kind.EXCHANGE if backward.sync else Kind.ACCUMULATE, unit.spec.index)
         backward.in_flight.append((unit, unit.reduce(self._reduce_lane, sync=backward.sync)))
 
-    def _finish_exchange(self, unit: Unit, exchange: Exchange) -> None:
+    def _finish_exchange(self, backward: _Backward) -> None:
+        unit, exchange = backward.in_flight.popleft()
         unit.gradients.finish(exchange)
+        backward.ending.append(exchange)
         self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
+
+    def _finish_exchanges(self, backward: _Backward) -> None:
+        while backward.in_flight:
+            self._finish_exchange(backward)
+        for exchange in backward.ending:
+            exchange.event.wait()
 
     def _finish_backward(self) -> None:
         backward = self._backward
@@ -228,8 +237,7 @@ class Runtime:
             for unit in self.units:
                 if unit.needs_reduction and unit.spec.index not in backward.ready:
                     self._launch(unit, backward)
-        while backward.in_flight:
-            self._finish_exchange(*backward.in_flight.popleft())
+        self._finish_exchanges(backward)
         if backward.sync:
             for unit in self.units:
                 if unit.needs_reduction:
@@ -262,8 +270,7 @@ class Runtime:
         """Forget a backward that an exception ended: its gradients, its exchanges, what it accumulated."""
         backward, self._backward = self._backward, None
         if backward is not None:
-            while backward.in_flight:
-                self._finish_exchange(*backward.in_flight.popleft())
+            self._finish_exchanges(backward)
         for group in self.groups:
             group.open_inputs = 0
         for unit in self.units:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ class Unit:
         self.sharded: list[ShardedTensor] = []
         self._indices: dict[int, int] = {}
         self._grad_views: list[ShardedTensor | None] = []
-        self.slots: tuple[ParamSlot, ...] = ()
+        self._places: list[tuple[dict[str, Any], str, ShardedTensor, nn.Parameter]] = []
         self.pending_grads = 0
         self.num_trainable = 0
         self._grad_hooks: list[bool] = []
@@ -122,7 +123,6 @@ class Unit:
         `on_ready` is called in backward once all trainable parameters have their gradients.
         """
         self._on_ready = on_ready
-        self.slots = slots
         self.params = [
             nn.Parameter(view, requires_grad=trainable)
             for view, trainable in zip(self._views, requires_grad, strict=True)
@@ -135,8 +135,11 @@ class Unit:
         self._grad_hooks = [False] * len(self.params)
         self.gradients.runs = [self.make_run(tuple(self.spec.layout.order))]
         self._watch_gradients()
-        for slot in self.slots:
-            slot.parameters[slot.attribute] = self.sharded[slot.index]  # type: ignore[assignment]
+        self._places = [
+            (slot.parameters, slot.attribute, self.sharded[slot.index], self.params[slot.index])
+            for slot in slots
+        ]
+        self.install_sharded()
 
     def sharded_view(
         self,
@@ -189,23 +192,25 @@ class Unit:
         Raises:
             RuntimeError: somebody replaced a parameter of the module.
         """
-        for slot in self.slots:
-            current = slot.parameters.get(slot.attribute)
-            sharded, param = self.sharded[slot.index], self.params[slot.index]
+        for parameters, attribute, sharded, param in self._places:
+            current = parameters.get(attribute)
             if current is not sharded and current is not param:
-                raise RuntimeError(
-                    f"parameter '{self.spec.names[slot.index]}' of unit '{self.spec.name}': expected the object "
-                    f"that fully_shard put there, got {type(current).__name__}; load values with copy_ or "
-                    "load_state_dict(assign=False), and tie or replace parameters before fully_shard"
-                )
+                raise self._replaced(sharded, current)
             if param.requires_grad is not sharded.requires_grad:
                 self._follow_requires_grad()
-            slot.parameters[slot.attribute] = param
+            parameters[attribute] = param
+
+    def _replaced(self, sharded: ShardedTensor, current: object) -> RuntimeError:
+        return RuntimeError(
+            f"parameter '{sharded.name}' of unit '{self.spec.name}': expected the object that fully_shard put "
+            f"there, got {type(current).__name__}; load values with copy_ or load_state_dict(assign=False), and "
+            "tie or replace parameters before fully_shard"
+        )
 
     def install_sharded(self) -> None:
         """Put the sharded parameters into the modules."""
-        for slot in self.slots:
-            slot.parameters[slot.attribute] = self.sharded[slot.index]  # type: ignore[assignment]
+        for parameters, attribute, sharded, _ in self._places:
+            parameters[attribute] = sharded
 
     def _follow_requires_grad(self) -> None:
         for run in self.gradients.runs:
@@ -263,12 +268,12 @@ class Unit:
     @property
     def is_fresh(self) -> bool:
         """Whether the gathered parameters equal the main ones."""
-        return not self._stale and self.main._version == self._gathered_version
+        return self._is_main or (not self._stale and self.main._version == self._gathered_version)
 
     def gather(self, lane: Lane) -> bool:
         """Start to bring the full parameters in, on `lane`. False when nothing has to move."""
         self._move(UnitState.GATHERING)
-        if not self._frees and (self._is_main or self.is_fresh):
+        if not self._frees and self.is_fresh:
             return False
         if self._frees:
             with lane.allocating():

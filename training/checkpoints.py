@@ -1,14 +1,12 @@
-"""The folder of a run's checkpoints: one sub-folder a step, complete or not there at all, and what
-it may resume.
+"""The folder of a run's checkpoints, and which of them a run may resume from.
 
-DIR/step-00000020/run.json    step, first loss and the options that define the run
-DIR/step-00000020/...         written by `save_checkpoint`
-DIR/step-00000040.partial/    a save that did not end; never read, replaced by the next one
+DIR/step-00000020/       written by `save_checkpoint`, all of it or nothing
+DIR/step-00000020.json   step, first loss and the options that define the run; written last,
+                         so a checkpoint without it is not complete and is never read
 """
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,8 @@ from pathlib import Path
 from .errors import CheckpointError
 from .ranks import wait_for_all
 
-RUN_FILE = "run.json"
 FORMAT_VERSION = 1
+STEP_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +33,31 @@ def newest_checkpoint(folder: str) -> SavedRun | None:
     """Return the complete checkpoint with the highest step, None where there is none.
 
     Raises:
-        CheckpointError: its run.json cannot be read as ours.
+        CheckpointError: the file beside it cannot be read as ours.
     """
-    files = sorted(Path(folder).glob(f"step-{'[0-9]' * 8}/{RUN_FILE}"))
+    files = [
+        file
+        for file in sorted(Path(folder).glob(f"step-{'[0-9]' * STEP_DIGITS}.json"))
+        if file.with_suffix("").is_dir()
+    ]
     if not files:
         return None
+    newest = files[-1]
     try:
-        content = json.loads(files[-1].read_text())
+        content = json.loads(newest.read_text())
         if content["format_version"] != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version {content['format_version']}, this release reads {FORMAT_VERSION}"
-            )
+            raise ValueError(f"format_version {content['format_version']}, not {FORMAT_VERSION}")
         return SavedRun(
-            files[-1].parent,
-            content["step"],
-            content["world_size"],
-            content["loss_first"],
-            content["defining"],
+            path=newest.with_suffix(""),
+            step=content["step"],
+            world_size=content["world_size"],
+            loss_first=content["loss_first"],
+            defining=content["defining"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"expected a run.json of sidestream in {files[-1].parent}, got {error!r}; move that "
-            "folder away"
+            f"expected {newest} as this release writes it, got {error!r}; move it away to resume "
+            "from an older one"
         ) from error
 
 
@@ -109,18 +110,12 @@ def refuse_to_mix(folder: str) -> None:
         )
 
 
-def save_run(folder: str, saved: SavedRun, save: Callable[[Path], None], *, is_first: bool) -> None:
-    """Write one checkpoint; every rank calls this. `save` fills a folder that gets its name only
-    once it is complete.
-    """
-    partial = saved.path.with_name(saved.path.name + ".partial")
+def save_run(saved: SavedRun, save: Callable[[Path], None], *, is_first: bool) -> None:
+    """Save one checkpoint; every rank calls this. `save` writes the folder it is given."""
     if is_first:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        saved.path.parent.mkdir(parents=True, exist_ok=True)
     wait_for_all(f"before saving {saved.path.name}")
-    save(partial)
-    wait_for_all(f"after saving {saved.path.name}")
+    save(saved.path)
     if is_first:
         content = {
             "format_version": FORMAT_VERSION,
@@ -129,11 +124,13 @@ def save_run(folder: str, saved: SavedRun, save: Callable[[Path], None], *, is_f
             "loss_first": saved.loss_first,
             "defining": dict(saved.defining),
         }
-        (partial / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(partial, saved.path)
-    wait_for_all(f"after naming {saved.path.name}")
+        final = saved.path.with_suffix(".json")
+        partial = final.with_suffix(".partial")
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(partial, final)
+    wait_for_all(f"after saving {saved.path.name}")
 
 
 def checkpoint_path(folder: str, step: int) -> Path:
     """Return where the checkpoint of a step lies."""
-    return Path(folder) / f"step-{step:08d}"
+    return Path(folder) / f"step-{step:0{STEP_DIGITS}d}"

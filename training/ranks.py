@@ -180,8 +180,8 @@ def _waiting_for(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CommunicationError(
-            f"rank {dist.get_rank()} waited for {what}, but another rank is gone or late ({error}); "
-            "look for the first error among the other ranks"
+            f"rank {dist.get_rank()} waited for {what}, but another rank is gone or late "
+            f"({error}); look for the first error among the other ranks"
         ) from error
 
 

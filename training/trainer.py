@@ -28,6 +28,7 @@ from ..sharding import (
     no_sync,
     summary,
 )
+from ..sharding.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from . import checkpoints
 from .checkpoints import SavedRun
 from .data import Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed
@@ -35,7 +36,6 @@ from .errors import OptionsError
 from .model import VOCAB_SIZE, Block, build_model, model_config
 from .optimization import build_optimizer, learning_rate
 from .options import TrainOptions
-from .plain_sharding import full_state_dict, load_checkpoint, save_checkpoint
 from .progress import Reporter, reporter_for
 from .ranks import Place, choose_device, joined_group, max_over_ranks, mean_over_ranks
 from .recorder import Recorder
@@ -237,7 +237,6 @@ def _save_if_due(run: Run, step: int, recorder: Recorder) -> None:
     path = checkpoints.checkpoint_path(options.checkpoint, step)
     saved = SavedRun(path, step, run.place.world_size, recorder.loss_first, run.plan.defining)
     checkpoints.save_run(
-        options.checkpoint,
         saved,
         lambda folder: save_checkpoint(folder, run.module, run.optimizer, extra={"step": step}),
         is_first=run.place.is_first,

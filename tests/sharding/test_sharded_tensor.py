@@ -357,13 +357,15 @@ def _cuts(numel: int, world_size: int) -> tuple[tuple[int, int], ...]:
 def _gather_all(rank: int, world_size: int) -> list[str]:
     """What went wrong."""
     wrong = []
-    for shape, dtype, replicated in itertools.product(
-        SHAPES, (torch.float32, torch.bfloat16, torch.bool), (False, True)
+    for shape, dtype, cut in itertools.product(
+        SHAPES, (torch.float32, torch.bfloat16, torch.bool), ("uneven", "replicated", "pairs")
     ):
         full = (torch.arange(torch.Size(shape).numel()) % 5).to(dtype).reshape(shape)
         intervals = _cuts(full.numel(), world_size)
-        if replicated:
+        if cut == "replicated":
             intervals = ((0, full.numel()),) * world_size
+        elif cut == "pairs" and world_size % 2 == 0:
+            intervals = _cuts(full.numel(), world_size // 2) * 2
         start, stop = intervals[rank]
         local = full.reshape(-1)[start:stop].clone()
         part = ShardedTensor(
@@ -373,7 +375,7 @@ def _gather_all(rank: int, world_size: int) -> list[str]:
         same = type(gathered) is Tensor and torch.equal(gathered, full) and gathered.dtype == dtype
         gathered.zero_()
         if not same or not torch.equal(local, full.reshape(-1)[start:stop]):
-            wrong.append(f"{shape} {dtype} {replicated}")
+            wrong.append(f"{shape} {dtype} {cut}")
     return wrong
 
 

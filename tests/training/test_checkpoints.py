@@ -17,12 +17,13 @@ DEFINING = {"seed": 1, "lr": 0.5}
 
 def _save(folder, step, *, fail=False):
     def save(path):
+        path.mkdir(exist_ok=True)
         (path / "content").write_text(str(step))
         if fail:
             raise RuntimeError("disk full")
 
     saved = SavedRun(checkpoint_path(str(folder), step), step, 2, 5.5, DEFINING)
-    save_run(str(folder), saved, save, is_first=True)
+    save_run(saved, save, is_first=True)
     return saved
 
 
@@ -81,6 +82,14 @@ def test_a_new_run_does_not_mix_into_an_old_one(tmp_path):
 )
 def test_foreign_run_file_is_refused(tmp_path, content):
     path = _save(tmp_path, 3).path
-    (path / "run.json").write_text(content)
-    with pytest.raises(CheckpointError, match="expected a run.json of sidestream"):
+    path.with_suffix(".json").write_text(content)
+    with pytest.raises(CheckpointError, match="as this release writes it"):
         newest_checkpoint(str(tmp_path))
+
+
+def test_checkpoint_whose_folder_was_removed_is_passed_over(tmp_path):
+    older = _save(tmp_path, 3)
+    newer = _save(tmp_path, 4)
+    (newer.path / "content").unlink()
+    newer.path.rmdir()
+    assert newest_checkpoint(str(tmp_path)) == older

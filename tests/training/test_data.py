@@ -140,7 +140,7 @@ def test_unreadable_data_is_refused(tmp_path, monkeypatch):
 
     # Not chmod: the superuser may read everything.
     monkeypatch.setattr("pathlib.Path.open", refuse)
-    with pytest.raises(DataError, match="Permission denied.*check the permissions"):
+    with pytest.raises(DataError, match=r"Permission denied.*check the permissions"):
         load_corpus(str(path), seq_len=SEQ_LEN)
 
 

@@ -23,14 +23,13 @@ def test_no_arguments_give_the_defaults():
 
 
 def test_every_option_can_be_given():
-    arguments = (
+    line = (
         "--data d --model tiny --steps 9 --batch 4 --seq-len 32 --accumulate 2 --lr 0.5 --clip 0 "
-        "--dropout 0.1 "
-        "--seed 3 --nproc 2 --device cpu --zero 1 --compute bf16 --grad-wire bf16 --bucket-mib "
-        "0.5 --no-overlap "
-        "--checkpoint c --checkpoint-every 4 --resume --json j --kill-at-step 5 --kill-rank 1"
-    ).split()
-    options = _parsed(*arguments)
+        "--dropout 0.1 --seed 3 --nproc 2 --device cpu --zero 1 --compute bf16 --grad-wire bf16 "
+        "--bucket-mib 0.5 --no-overlap --checkpoint c --checkpoint-every 4 --resume --json j "
+        "--kill-at-step 5 --kill-rank 1"
+    )
+    options = _parsed(*line.split())
     given = {field.name for field in fields(options)}
     unchanged = {name for name in given if getattr(options, name) == getattr(TrainOptions(), name)}
     assert unchanged == set()

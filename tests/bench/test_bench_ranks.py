@@ -1,0 +1,47 @@
+"""Tests of the benches' rank processes: results in rank order, failures with their traceback."""
+
+import multiprocessing
+import time
+
+import pytest
+
+from sidestream.bench.ranks import read_loopback_bytes, run_ranks
+from sidestream.tests.bench import rank_work
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def test_results_come_in_rank_order_and_ranks_share_a_group():
+    assert run_ranks(rank_work.add_up, 3, 10) == [(0, 33.0, 1), (1, 33.0, 1), (2, 33.0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("work", "argument", "message"),
+    [
+        pytest.param(rank_work.fail_last, "lost key", "rank 1 failed:\n.*lost key", id="raises"),
+        pytest.param(rank_work.die_last, 3, "rank 1 failed:\nit ended without", id="dies"),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_ends_the_others(work, argument, message):
+    with pytest.raises(RuntimeError, match=f"(?s){message}"):
+        run_ranks(work, 2, argument)
+    assert not multiprocessing.active_children()
+
+
+def test_a_rank_that_does_not_end_runs_into_the_limit():
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] gave no result within 15 s"):
+        run_ranks(rank_work.sleep_last, 2, 600.0, timeout_s=15.0)
+    assert time.monotonic() - start < 100
+    assert not multiprocessing.active_children()
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        run_ranks(rank_work.add_up, 0, 1)
+
+
+def test_loopback_bytes_only_grow():
+    before = read_loopback_bytes()
+    after = read_loopback_bytes()
+    assert (before is None and after is None) or before <= after

@@ -1,0 +1,73 @@
+"""Tests of flat layouts: alignment, slices, intervals, for any shapes and world size."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidestream.buffers import BLOCK_NUMEL, flat_layout
+
+SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=8)
+WORLDS = st.integers(1, 9)
+
+
+@given(SHAPES, WORLDS)
+def test_every_element_of_every_tensor_has_one_owner(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    layout = flat_layout(shapes, world_size)
+    for index, shape in enumerate(shapes):
+        cuts = [layout.interval(index, rank) for rank in range(world_size)]
+        owned = [element for start, stop in cuts for element in range(start, stop)]
+        assert owned == list(range(math.prod(shape)))
+
+
+@given(SHAPES, WORLDS)
+def test_blocks_straddle_neither_tensors_nor_ranks(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    layout = flat_layout(shapes, world_size)
+    owner = [None] * (layout.numel // BLOCK_NUMEL)
+    for index, segment in enumerate(layout.segments):
+        for block in range(segment.start // BLOCK_NUMEL, -(-segment.stop // BLOCK_NUMEL)):
+            if segment.numel:
+                assert owner[block] is None
+                owner[block] = index
+    for rank in range(world_size):
+        start, stop = layout.shard_range(rank)
+        assert start % BLOCK_NUMEL == 0 and stop - start == layout.shard_numel
+    assert layout.shard_range(world_size - 1)[1] == layout.numel
+
+
+@given(SHAPES, WORLDS)
+def test_padding_is_less_than_a_block_per_tensor_and_rank(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    layout = flat_layout(shapes, world_size)
+    assert 0 <= layout.padding_numel < max(1, BLOCK_NUMEL * (len(shapes) + world_size))
+
+
+def test_padding_of_a_real_block_is_under_one_percent() -> None:
+    width = 512
+    block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] + [(width,)] * 6
+    for world_size in (2, 3, 7, 64):
+        layout = flat_layout(block, world_size)
+        assert layout.padding_numel <= 0.01 * layout.numel
+
+
+def test_matrices_come_before_vectors_and_scalars() -> None:
+    layout = flat_layout([(5,), (3, 4), (), (2, 2, 2)], 2)
+    assert layout.order == (1, 3, 0, 2)
+    assert [segment.start for segment in layout.segments] == [256, 0, 384, 128]
+
+
+def test_more_ranks_than_elements_leaves_ranks_with_padding_alone() -> None:
+    layout = flat_layout([(3,)], 4)
+    assert [layout.interval(0, rank) for rank in range(4)] == [(0, 3), (3, 3), (3, 3), (3, 3)]
+    assert layout.shard_numel == BLOCK_NUMEL
+
+
+def test_nothing_to_lay_out() -> None:
+    assert flat_layout([], 3).numel == 0
+    assert flat_layout([(0, 4)], 3).numel == 0
+
+
+@pytest.mark.parametrize(("shapes", "world_size"), [([(2,)], 0), ([(-1,)], 1)], ids=["world 0", "size -1"])
+def test_refuses(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        flat_layout(shapes, world_size)

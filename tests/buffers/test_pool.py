@@ -1,0 +1,52 @@
+"""Tests of flat buffers and of the pool: views, exact byte counts, and views that outlive their storage."""
+
+import pytest
+import torch
+
+from sidestream.buffers import BufferPool, FlatBuffer, flat_layout
+
+CPU = torch.device("cpu")
+
+
+def test_views_and_shards_alias_the_flat_tensor() -> None:
+    layout = flat_layout([(3, 4), (5,), (0, 2)], 2)
+    flat = FlatBuffer(torch.arange(float(layout.numel)), layout)
+    first, second, empty = flat.views()
+    assert torch.equal(first, torch.arange(12.0).view(3, 4))
+    assert torch.equal(second, torch.arange(128.0, 133.0)) and empty.shape == (0, 2)
+    flat.shards()[1].zero_()
+    assert second.eq(0).all() and not first.eq(0).all()
+    assert flat.shard(1).data_ptr() == flat.shards()[1].data_ptr()
+
+
+def test_counts_bytes_and_the_peak() -> None:
+    pool = BufferPool(CPU)
+    first = pool.lease(100, torch.float32)
+    second = pool.lease(10, torch.bfloat16)
+    assert pool.live_bytes == pool.peak_bytes == 420
+    pool.release(first)
+    assert (pool.live_bytes, pool.peak_bytes) == (20, 420)
+    pool.reset_peak()
+    pool.release(second)
+    assert (pool.live_bytes, pool.peak_bytes) == (0, 20)
+
+
+def test_release_twice_is_refused() -> None:
+    pool = BufferPool(CPU)
+    lease = pool.lease(4, torch.float32)
+    pool.release(lease)
+    with pytest.raises(RuntimeError, match="not on lease"):
+        pool.release(lease)
+
+
+def test_views_survive_shrink_and_grow() -> None:
+    pool = BufferPool(CPU)
+    flat = pool.lease(8, torch.float32)
+    view = flat[2:6]
+    version = flat._version
+    pool.shrink(flat)
+    assert pool.live_bytes == 0 and flat.untyped_storage().nbytes() == 0
+    pool.grow(flat)
+    flat.data.copy_(torch.arange(8.0))
+    assert view.tolist() == [2, 3, 4, 5] and pool.live_bytes == 32
+    assert flat._version == version, "a refill must not look like a change to autograd"

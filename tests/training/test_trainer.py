@@ -1,0 +1,124 @@
+import math
+import shutil
+
+import pytest
+import torch
+
+from sidestream.training.cli import main
+from sidestream.training.result import parse_result
+
+TINY = [
+    "train",
+    "--device",
+    "cpu",
+    "--model",
+    "tiny",
+    "--seq-len",
+    "16",
+    "--batch",
+    "8",
+    "--steps",
+    "6",
+]
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    return str(path)
+
+
+@pytest.fixture
+def train(text_file, capsys):
+    def run(*arguments):
+        code = main([*TINY, "--data", text_file, *map(str, arguments)])
+        captured = capsys.readouterr()
+        return parse_result(captured.out) if code == 0 else (code, captured.err)
+
+    return run
+
+
+def _bits(result):
+    return [result[name] for name in ("params_sha256", "loss_first", "loss_last", "loss_held_out")]
+
+
+def test_run_learns_and_reports(train):
+    result = train("--steps", 30, "--lr", 1e-2)
+    assert result["loss_first"] == pytest.approx(math.log(256), abs=0.1)
+    assert result["loss_last"] < 4.0
+    assert result["loss_held_out"] < 4.0
+    assert result["world"] == 1
+    assert result["steps"] == 30
+    assert result["peak_mib"] > 0
+    assert result["wire_bytes_per_step"] == 0
+    tokens_per_step = 8 * 16
+    assert result["tokens_per_s"] == pytest.approx(
+        1000 * tokens_per_step / result["step_ms_median"], rel=1e-3
+    )
+
+
+def test_same_seed_same_bits_other_seed_other_bits(train):
+    first = train("--seed", 5)
+    assert _bits(train("--seed", 5)) == _bits(first)
+    assert train("--seed", 6)["params_sha256"] != first["params_sha256"]
+
+
+def test_microbatches_change_only_the_rounding(train):
+    whole, parts = train(), train("--accumulate", 4)
+    # The first loss sees equal weights: FP32 means over 128 values, taken in another order.
+    assert parts["loss_first"] == pytest.approx(whole["loss_first"], rel=128 * 2**-24)
+    # Adam turns the rounding of near-zero gradients into whole steps of the learning rate.
+    assert parts["loss_last"] == pytest.approx(whole["loss_last"], rel=1e-3)
+
+
+def test_clipping_and_low_precision_take_effect(train):
+    results = [
+        train(),
+        train("--clip", 0.01),
+        train("--clip", 0),
+        train("--compute", "bf16"),
+        train("--dropout", 0.5),
+    ]
+    assert len({result["params_sha256"] for result in results}) == len(results)
+    assert all(result["loss_last"] < result["loss_first"] for result in results)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_resumed_run_ends_in_the_same_bits(train, tmp_path, compute):
+    arguments = ["--dropout", 0.2, "--accumulate", 2, "--compute", compute]
+    saving = [*arguments, "--checkpoint", tmp_path / "saved", "--checkpoint-every", 2]
+    whole = train(*arguments)
+    assert _bits(train(*saving)) == _bits(whole)
+    (tmp_path / "saved" / "step-00000006.json").unlink()
+    shutil.rmtree(tmp_path / "saved" / "step-00000004")
+    torch.manual_seed(1234)
+    resumed = train(*saving, "--resume")
+    assert resumed["first_step"] == 3
+    assert _bits(resumed) == _bits(whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--resume", "--seed", 9], "seed: 0 there, 9 now"),
+        (["--resume", "--batch", 4], "batch: 8 there, 4 now"),
+        (["--resume"], "nothing to resume"),
+        ([], "pass --resume to go on from it"),
+    ],
+    ids=["other_seed", "other_batch", "complete", "not_resumed"],
+)
+def test_checkpoints_of_another_run_are_refused(train, tmp_path, arguments, expected):
+    train("--checkpoint", tmp_path)
+    code, error = train("--checkpoint", tmp_path, *arguments)
+    assert code == 2
+    assert expected in error
+
+
+def test_other_data_does_not_resume(train, tmp_path):
+    train("--checkpoint", tmp_path / "saved")
+    other = tmp_path / "other.txt"
+    other.write_text("something else " * 100)
+    code, error = train("--checkpoint", tmp_path / "saved", "--resume", "--data", other)
+    assert code == 2
+    assert "data_sha256" in error
