@@ -5,10 +5,13 @@ from .sharding import (
     MixedPrecisionPolicy,
     ShardedTensor,
     clip_grad_norm_,
+    full_state_dict,
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
+    load_checkpoint,
     no_sync,
+    save_checkpoint,
     summary,
 )
 
@@ -17,10 +20,13 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ShardedTensor",
     "clip_grad_norm_",
+    "full_state_dict",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "load_checkpoint",
     "no_sync",
+    "save_checkpoint",
     "summary",
 ]
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from . import tables
 from .launch import on_device_of, pack_config
-from .rounding import round_to
+from .portable import covered, round_to, to_fp32
 
 _ADDRESS, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
 _OFFSET, _FIRST_TILE = tl.constexpr(tables.OFFSET), tl.constexpr(tables.FIRST_TILE)
@@ -42,11 +42,11 @@ def _combine(
     """round(float32(old) + float32(value) * scale) to `dtype`."""
     if value.dtype == dtype and not SCALED and not ACCUMULATE:
         return value
-    total = value.to(tl.float32)
+    total = to_fp32(value)
     if SCALED:
         total = total * scale
     if ACCUMULATE:
-        total = old.to(tl.float32) + total
+        total = to_fp32(old) + total
     return round_to(total, dtype)
 
 
@@ -79,7 +79,7 @@ def _move_masked_tile(
     """In four pieces: their shape is not the full tile's, so the compiler does not give both paths
     one layout, which here would make strided scalar accesses."""
     dtype: tl.constexpr = destination.dtype.element_ty
-    for first in range(0, tl.minimum(count, BLOCK).to(tl.int32), BLOCK // 4):
+    for first in range(0, covered(count, BLOCK), BLOCK // 4):
         lanes = first + tl.arange(0, BLOCK // 4)
         mask = lanes < count
         value = tl.load(source + lanes, mask=mask, other=0.0)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .launch import ACCESS_BYTES, on_device_of, reduce_config
-from .rounding import round_to
+from .portable import covered, round_to, to_fp32
 
 ROWS_IN_FLIGHT = 8
 
@@ -27,7 +27,7 @@ _GROUP = tl.constexpr(7)  # rows loaded before the first of them is added
 @triton.jit
 def _aligned_row(base, offset, BLOCK: tl.constexpr):
     """BLOCK elements from aligned memory, in FP32. The hint must sit on the sum it is about."""
-    return tl.load(tl.multiple_of(base + offset + tl.arange(0, BLOCK), 16)).to(tl.float32)
+    return to_fp32(tl.load(tl.multiple_of(base + offset + tl.arange(0, BLOCK), 16)))
 
 
 @triton.jit
@@ -70,17 +70,17 @@ def _reduce_masked_block(
     BLOCK: tl.constexpr,
 ):
     """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
-    for first in range(0, tl.minimum(count, BLOCK).to(tl.int32), BLOCK // 4):
+    for first in range(0, covered(count, BLOCK), BLOCK // 4):
         lanes = first + tl.arange(0, BLOCK // 4)
         mask = lanes < count
-        total = tl.load(parts + lanes, mask=mask, other=0.0).to(tl.float32)
+        total = to_fp32(tl.load(parts + lanes, mask=mask, other=0.0))
         for rank in range(1, WORLD):
             row = parts + rank * shard
-            total += tl.load(row + lanes, mask=mask, other=0.0).to(tl.float32)
+            total += to_fp32(tl.load(row + lanes, mask=mask, other=0.0))
         if SCALED:
             total = total * scale
         if ACCUMULATE:
-            total = tl.load(out + lanes, mask=mask, other=0.0).to(tl.float32) + total
+            total = to_fp32(tl.load(out + lanes, mask=mask, other=0.0)) + total
         tl.store(out + lanes, round_to(total, out.dtype.element_ty), mask=mask)
 
 

@@ -1,5 +1,6 @@
 """Ranks, modules, time: what shards a model and moves its parameters and gradients."""
 
+from .checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from .collectives import CommunicationError
 from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, no_sync
 from .grad_norm import clip_grad_norm_
@@ -12,9 +13,12 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ShardedTensor",
     "clip_grad_norm_",
+    "full_state_dict",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "load_checkpoint",
     "no_sync",
+    "save_checkpoint",
     "summary",
 ]

@@ -21,7 +21,8 @@ from torch import Tensor
 from .process_groups import DataParallelGroups
 
 
-def _all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> dist.Work:
+def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> dist.Work:
+    """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
     # The methods of the group: the functions around them cost as much host time again.
     if hasattr(group, "all_gather_single"):
         return group.all_gather_single(flat, source)
@@ -119,7 +120,7 @@ class Collectives:
         self.traffic.count(kind, len(self._peers) * source.numel() * source.element_size())
         try:
             if not self._point_to_point:
-                return [Pending(_all_gather(group, flat, source), what)]
+                return [Pending(start_all_gather(group, flat, source), what)]
             # Receives first: a send has to find its receive posted, or gloo stages it.
             pending = [
                 Pending(group.recv([slices[peer]], peer, 0), f"{what} from rank {peer}") for peer in self._peers

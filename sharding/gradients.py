@@ -47,7 +47,7 @@ class Exchange:
 
     event: Event
     leases: list[Tensor]
-    grads: list[Tensor]
+    grads: list[Tensor | None]
 
 
 class UnitGradients:
@@ -60,12 +60,16 @@ class UnitGradients:
         self._pool = pool
         self._keeps_sent = spec.placements.grads is not Placement.SHARD
         self._replicates = spec.placements.optimizer is Placement.REPLICATE
-        self._offsets = spec.layout.offsets
+        # In ascending order, gaps included: the order in which `pack_` checks its arguments fastest.
+        self._order = spec.layout.order
+        self._offsets = [spec.layout.segments[index].start for index in self._order]
         gaps = _gaps(spec.layout)
-        self._gap_offsets = [start for start, _ in gaps]
         zeros = torch.zeros(max((stop - start for start, stop in gaps), default=0), dtype=spec.dtypes.wire)
         zeros = zeros.to(pool.device)
-        self._gap_zeros = [zeros[: stop - start] for start, stop in gaps]
+        self._covering_offsets = sorted([*self._offsets, *(start for start, _ in gaps)])
+        self._gap_inserts = [
+            (self._covering_offsets.index(start), zeros[: stop - start]) for start, stop in gaps
+        ]
         self._sent: Tensor | None = None
         self._accumulated: Tensor | None = None
         self.main_grad: Tensor | None = None
@@ -81,29 +85,32 @@ class UnitGradients:
         self._take(params)
         self._drop_accumulated()
 
-    def _take(self, params: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[int]]:
-        grads: list[Tensor] = []
-        offsets: list[int] = []
-        for param, offset in zip(params, self._offsets, strict=True):
-            grad = param.grad
-            if grad is not None:
-                grads.append(grad)
-                offsets.append(offset)
-                param.grad = None
-        return grads, offsets
+    def _take(self, params: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Every parameter's gradient, in ascending order of offset; the parameters lose theirs."""
+        grads = [params[index].grad for index in self._order]
+        for param in params:
+            param.grad = None
+        return grads
 
     def _drop_accumulated(self) -> None:
         if self._accumulated is not None:
             self._pool.release(self._accumulated)
             self._accumulated = None
 
-    def _pack(self, flat: Tensor, grads: list[Tensor], offsets: list[int]) -> None:
-        # What no gradient covers counts as zero, padding too: it is summed and seen by the optimizer.
-        if len(grads) < len(self._offsets):
-            flat.zero_()
-            pack_(flat, grads, offsets)
-        else:
-            pack_(flat, grads + self._gap_zeros, offsets + self._gap_offsets)
+    def _pack(self, flat: Tensor, grads: list[Tensor | None], *, accumulate: bool = False) -> None:
+        present = [grad for grad in grads if grad is not None]
+        if accumulate or len(present) < len(grads):
+            if not accumulate:
+                # What no gradient covers counts as zero, padding too: the optimizer sees all of it.
+                flat.zero_()
+            offsets = [
+                offset for grad, offset in zip(grads, self._offsets, strict=True) if grad is not None
+            ]
+            pack_(flat, present, offsets, accumulate=accumulate)
+            return
+        for position, zeros in self._gap_inserts:
+            present.insert(position, zeros)
+        pack_(flat, present, self._covering_offsets)
 
     def _prepare_main_grad(self, lane: Lane) -> bool:
         """Allocate `main_grad` on first use; returns whether to accumulate into it."""
@@ -119,7 +126,7 @@ class UnitGradients:
 
     def accumulate(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
         """Add this backward's gradients to the rank's own sum, without communication."""
-        grads, offsets = self._take(params)
+        grads = self._take(params)
         if not self._prepare_main_grad(lane):
             self._drop_accumulated()
             assert self.main_grad is not None
@@ -132,17 +139,14 @@ class UnitGradients:
         target = self._accumulated
 
         def work() -> list[Pending]:
-            if first:
-                self._pack(target, grads, offsets)
-            else:
-                pack_(target, grads, offsets, accumulate=True)
+            self._pack(target, grads, accumulate=not first)
             return []
 
         return Exchange(lane.submit(work), [], grads)
 
     def exchange(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
         """Start to reduce this backward's gradients, and what was accumulated, into `main_grad` on `lane`."""
-        grads, offsets = self._take(params)
+        grads = self._take(params)
         into_existing = self._prepare_main_grad(lane)
         if not into_existing:
             self._drop_accumulated()
@@ -157,9 +161,9 @@ class UnitGradients:
 
         def start() -> list[Pending]:
             if accumulated is None:
-                self._pack(sent, grads, offsets)
+                self._pack(sent, grads)
             else:
-                pack_(accumulated, grads, offsets, accumulate=True)
+                self._pack(accumulated, grads, accumulate=True)
                 pack_(sent, [accumulated], [0])
             if sent.device.type == "cpu":
                 # On a GPU the pack is only enqueued: the gradients live until the event advances.

@@ -45,6 +45,10 @@ _NOT_ELEMENTWISE = {
     "SparseAdam": "it needs sparse gradients",
 }
 
+# Counters and the like: 0-d tensors in every state, so that shape does not tell them from a 0-d
+# parameter's moments.
+_SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
+
 
 @dataclass(frozen=True, slots=True)
 class Location:
@@ -151,11 +155,16 @@ def rebind(optimizer: torch.optim.Optimizer, runtime: Runtime, located: list[lis
     optimizer.register_step_post_hook(mark_stale)
 
 
+def _has_shape(key: str, value: object, shape: Sequence[int]) -> bool:
+    """Whether a state entry belongs to the parameter's elements one by one."""
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key not in _SCALAR_STATE
+
+
 def _scalar_signature(state: dict[str, Any], param: Tensor) -> tuple[object, ...]:
     """What must agree for tensors to share flat state: the entries that are not shaped like the tensor."""
     entries: list[object] = []
     for key, value in sorted(state.items()):
-        if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
+        if _has_shape(key, value, param.shape):
             entries.append(key)
         elif isinstance(value, Tensor):
             entries.append((key, value.tolist()))
@@ -180,8 +189,7 @@ def _runs(unit: Unit, position: int, keys: Mapping[Location, tuple[object, ...]]
 def _flat_state(unit: Unit, run: FlatRun, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in states[0].items():
-        shape = unit.spec.layout.segments[run.indices[0]].shape
-        if not (isinstance(value, Tensor) and tuple(value.shape) == shape and value.dim()):
+        if not _has_shape(key, value, unit.spec.layout.segments[run.indices[0]].shape):
             flat[key] = value.clone() if isinstance(value, Tensor) else value
             continue
         target = torch.zeros_like(run.param, dtype=value.dtype, requires_grad=False)
@@ -238,7 +246,7 @@ def named_state(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def _is_flat(value: object, run: FlatRun) -> bool:
-    return isinstance(value, Tensor) and value.shape == run.param.shape
+    return _has_shape("", value, run.param.shape)
 
 
 def prepare_state(
@@ -252,23 +260,26 @@ def prepare_state(
     Raises:
         ValueError: parameters that share flat state here have different entries in the checkpoint.
     """
-    for unit, run, _ in find_runs(runtime, optimizer):
+    found = find_runs(runtime, optimizer)
+    for unit, run, _ in found:
         names = [unit.spec.names[index] for index in run.indices]
-        entries = [saved.get(name, {}) for name in names]
-        for name, entry in zip(names, entries, strict=True):
-            if set(entry) != set(entries[0]):
+        expected = set(saved.get(names[0], {}))
+        for name in names:
+            if set(saved.get(name, {})) != expected:
                 raise ValueError(
                     f"optimizer state: expected one set of entries for all of {names}, which share flat state, "
-                    f"got {sorted(entries[0])} for '{names[0]}' and {sorted(entry)} for '{name}'"
+                    f"got {sorted(expected)} for '{names[0]}' and {sorted(saved.get(name, {}))} for '{name}'"
                 )
-        if not entries[0]:
+    for unit, run, _ in found:
+        entries = saved.get(unit.spec.names[run.indices[0]], {})
+        if not entries:
             optimizer.state.pop(run.param, None)
             continue
         state = optimizer.state[run.param]
-        for key in [key for key in state if key not in entries[0]]:
+        for key in [key for key in state if key not in entries]:
             del state[key]
-        for key, like in entries[0].items():
-            if like is not None and not _is_flat(state.get(key), run):
+        for key, like in entries.items():
+            if like is not None and key not in _SCALAR_STATE and not _is_flat(state.get(key), run):
                 state[key] = torch.zeros_like(run.param, dtype=like.dtype, requires_grad=False)
 
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..buffers.boxes import Box, interval_boxes
+from .collectives import start_all_gather
 from .elementwise import dispatch
 
 Intervals = tuple[tuple[int, int], ...]
@@ -173,9 +174,10 @@ class ShardedTensor(torch.Tensor):
         part[: self.local.numel()] = self.local
         parts = part.new_empty(len(numels), len(part))
         # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
-        dist.all_gather_into_tensor(
-            parts.view(-1).view(torch.uint8), part.view(torch.uint8), group=self.group
-        )
+        assert self.group is not None, "several intervals need a process group"
+        start_all_gather(
+            self.group, parts.view(-1).view(torch.uint8), part.view(torch.uint8)
+        ).wait()
         for (start, stop), received in zip(self.intervals, parts, strict=True):
             full[start:stop] = received[: stop - start]
         covered = sum(stop - start for start, stop in set(self.intervals))

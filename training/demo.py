@@ -51,7 +51,8 @@ def story_of(steps: int) -> Story:
     if steps < least:
         raise ValueError(f"expected at least {least} steps, got {steps}; pass a larger --steps")
     every = max(2, steps // 5)
-    return Story(steps, every, killed_at=max(every + 1, steps // 2))
+    half_way = steps // 2
+    return Story(steps, every, killed_at=half_way if half_way % every else half_way + 1)
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:

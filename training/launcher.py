@@ -54,8 +54,8 @@ def launch(command: Sequence[str], num_ranks: int, *, grace_s: float = GRACE_S) 
     ranks: list[_Rank] = []
     try:
         with _terminate_as_interrupt():
-            for rank in range(num_ranks):
-                ranks.append(_start(command, rank, num_ranks, folder))
+            for index in range(num_ranks):
+                ranks.append(_start(command, index, num_ranks, folder))
             return _watch(ranks, grace_s)
     finally:
         _end(_running(ranks))

@@ -111,6 +111,9 @@ class TrainOptions:
         return {name: value for name, value in asdict(self).items() if name in DEFINING_OPTIONS}
 
 
+DEFAULTS = {field.name: field.default for field in fields(TrainOptions)}
+
+
 def flag(name: str) -> str:
     """Return the command-line spelling of an option's name."""
     return "--" + name.replace("_", "-")
@@ -118,80 +121,10 @@ def flag(name: str) -> str:
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare every option of `TrainOptions` on the parser, with the same defaults."""
-    defaults = {field.name: field.default for field in fields(TrainOptions)}
-
-    def option(group: argparse._ArgumentGroup, name: str, help_text: str, **keywords: Any) -> None:
-        default = defaults[name]
-        shown = f" (default: {default})" if default not in (None, False) else ""
-        group.add_argument(flag(name), default=default, help=help_text + shown, **keywords)
-
-    run = parser.add_argument_group("the run")
-    option(
-        run,
-        "data",
-        "file or folder to train on (default: the standard library's sources)",
-        metavar="PATH",
-    )
-    option(run, "model", "size of the byte-level GPT", choices=tuple(MODEL_SIZES))
-    option(run, "steps", "optimizer steps", type=int, metavar="N")
-    option(
-        run, "batch", "sequences per step, over all ranks and microbatches", type=int, metavar="N"
-    )
-    option(run, "seq_len", "bytes per sequence", type=int, metavar="N")
-    option(run, "accumulate", "microbatches per step", type=int, metavar="N")
-    option(run, "lr", "peak learning rate of AdamW", type=float, metavar="X")
-    option(
-        run,
-        "clip",
-        "largest gradient norm; 0 leaves gradients as they are",
-        type=float,
-        metavar="MAX_NORM",
-    )
-    option(run, "dropout", "dropout probability", type=float, metavar="P")
-    option(run, "seed", "seed of weights, batches and dropout", type=int, metavar="N")
-
-    ranks = parser.add_argument_group("ranks and sharding")
-    option(
-        ranks,
-        "nproc",
-        "ranks to start on this machine (default: one a GPU, else 1)",
-        type=int,
-        metavar="N",
-    )
-    option(ranks, "device", "where to compute", choices=DEVICES)
-    option(ranks, "zero", "ZeRO level", type=int, choices=(0, 1, 2, 3))
-    option(ranks, "compute", "dtype of forward and backward", choices=COMPUTE_DTYPES)
-    option(
-        ranks, "grad_wire", "dtype of gradients between ranks; sums are FP32", choices=WIRE_DTYPES
-    )
-    option(
-        ranks,
-        "bucket_mib",
-        "split a unit's buffer into pieces of this size",
-        type=float,
-        metavar="X",
-    )
-    option(ranks, "no_overlap", "communicate in line with the computation", action="store_true")
-
-    output = parser.add_argument_group("checkpoints and results")
-    option(output, "checkpoint", "folder of the checkpoints", metavar="DIR")
-    option(
-        output,
-        "checkpoint_every",
-        "save after every N steps; 0: after the last one",
-        type=int,
-        metavar="N",
-    )
-    option(
-        output, "resume", "go on from the newest complete checkpoint in DIR", action="store_true"
-    )
-    option(output, "json", "also write the result to this file", metavar="FILE")
-
-    faults = parser.add_argument_group("faults, for tests")
-    option(
-        faults, "kill_at_step", "SIGKILL the rank itself right after step K", type=int, metavar="K"
-    )
-    option(faults, "kill_rank", "only this rank (default: every rank)", type=int, metavar="R")
+    _add_run(parser.add_argument_group("the run"))
+    _add_ranks(parser.add_argument_group("ranks and sharding"))
+    _add_output(parser.add_argument_group("checkpoints and results"))
+    _add_faults(parser.add_argument_group("faults, for tests"))
 
 
 def options_from(namespace: argparse.Namespace) -> TrainOptions:
@@ -203,6 +136,78 @@ def options_from(namespace: argparse.Namespace) -> TrainOptions:
     return TrainOptions(
         **{field.name: getattr(namespace, field.name) for field in fields(TrainOptions)}
     )
+
+
+def _add_run(group: argparse._ArgumentGroup) -> None:
+    _add(
+        group,
+        "data",
+        "file or folder to train on (default: the standard library's sources)",
+        metavar="PATH",
+    )
+    _add(group, "model", "size of the byte-level GPT", choices=tuple(MODEL_SIZES))
+    _add(group, "steps", "optimizer steps", type=int, metavar="N")
+    _add(
+        group, "batch", "sequences per step, over all ranks and microbatches", type=int, metavar="N"
+    )
+    _add(group, "seq_len", "bytes per sequence", type=int, metavar="N")
+    _add(group, "accumulate", "microbatches per step", type=int, metavar="N")
+    _add(group, "lr", "peak learning rate of AdamW", type=float, metavar="X")
+    _add(
+        group,
+        "clip",
+        "largest gradient norm; 0 leaves gradients as they are",
+        type=float,
+        metavar="MAX_NORM",
+    )
+    _add(group, "dropout", "dropout probability", type=float, metavar="P")
+    _add(group, "seed", "seed of weights, batches and dropout", type=int, metavar="N")
+
+
+def _add_ranks(group: argparse._ArgumentGroup) -> None:
+    _add(
+        group,
+        "nproc",
+        "ranks to start on this machine (default: one a GPU, else 1)",
+        type=int,
+        metavar="N",
+    )
+    _add(group, "device", "where to compute", choices=DEVICES)
+    _add(group, "zero", "ZeRO level", type=int, choices=(0, 1, 2, 3))
+    _add(group, "compute", "dtype of forward and backward", choices=COMPUTE_DTYPES)
+    _add(group, "grad_wire", "dtype of gradients between ranks; sums are FP32", choices=WIRE_DTYPES)
+    _add(
+        group,
+        "bucket_mib",
+        "split a unit's buffer into pieces of this size",
+        type=float,
+        metavar="X",
+    )
+    _add(group, "no_overlap", "communicate in line with the computation", action="store_true")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    _add(group, "checkpoint", "folder of the checkpoints", metavar="DIR")
+    _add(
+        group,
+        "checkpoint_every",
+        "save after every N steps; 0: after the last one",
+        type=int,
+        metavar="N",
+    )
+    _add(group, "resume", "go on from the newest complete checkpoint in DIR", action="store_true")
+    _add(group, "json", "also write the result to this file", metavar="FILE")
+
+
+def _add_faults(group: argparse._ArgumentGroup) -> None:
+    _add(group, "kill_at_step", "SIGKILL the rank itself right after step K", type=int, metavar="K")
+    _add(group, "kill_rank", "only this rank (default: every rank)", type=int, metavar="R")
+
+
+def _add(group: argparse._ArgumentGroup, name: str, help_text: str, **keywords: Any) -> None:
+    default = DEFAULTS[name]
+    shown = f" (default: {default})" if default not in (None, False) else ""
+    group.add_argument(flag(name), default=default, help=help_text + shown, **keywords)
 
 
 def _at_least(name: str, value: float | None, least: int) -> None:

@@ -1,8 +1,7 @@
-"""One rank's training run: builds model and optimizer, hands them to `fully_shard`, steps, saves,
-and sums up.
+"""One rank's training run: builds model and optimizer, shards them, steps, saves and sums up.
 
-    step k:  learning rate -> accumulate x (forward, backward) -> clip -> AdamW -> loss ->
-    checkpoint -> fault
+    step k:  learning rate -> accumulate x (forward, backward) -> clip -> AdamW
+             -> mean loss -> checkpoint -> fault
 
 Step k draws its batch and its random numbers from (seed, k), so a resumed run needs the step, not
 a generator's state.
@@ -24,11 +23,13 @@ from torch.nn import functional as F
 from ..sharding import (
     MixedPrecisionPolicy,
     clip_grad_norm_,
+    full_state_dict,
     fully_shard,
+    load_checkpoint,
     no_sync,
+    save_checkpoint,
     summary,
 )
-from ..sharding.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from . import checkpoints
 from .checkpoints import SavedRun
 from .data import Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed
@@ -138,7 +139,7 @@ def _build(plan: Plan, place: Place, device: torch.device) -> Run:
         param_dtype=None if options.compute == "fp32" else DTYPES[options.compute],
         grad_comm_dtype=DTYPES[options.grad_wire],
     )
-    module, optimizer = fully_shard(
+    module, sharded_optimizer = fully_shard(
         model,
         optimizer,
         fsdp_unit_modules=[Block],
@@ -148,8 +149,9 @@ def _build(plan: Plan, place: Place, device: torch.device) -> Run:
         overlap_param_gather=not options.no_overlap,
         bucket_mib=options.bucket_mib,
     )
+    assert sharded_optimizer is not None, "fully_shard returns the optimizer it was given"
     share = Share(options.batch, options.accumulate, place.rank, place.world_size)
-    return Run(plan, place, share, device, module, optimizer, num_parameters)
+    return Run(plan, place, share, device, module, sharded_optimizer, num_parameters)
 
 
 def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:

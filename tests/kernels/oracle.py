@@ -121,7 +121,7 @@ def check_pack(pack_, case: Case, scale: float, accumulate: bool) -> None:
 
 
 def check_unpack(unpack_, case: Case, scale: float, accumulate: bool) -> None:
-    """Unpack with `unpack_` and with the definition, into tensors with the strides of the case's."""
+    """Unpack with `unpack_` and with the definition, into tensors strided like the case's."""
     expected = naive_unpack(case.tensors, case.flat, case.offsets, scale, accumulate)
     flat = case.flat.clone()
     tensors = [torch.empty_like(t).copy_(t) for t in case.tensors]

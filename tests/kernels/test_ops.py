@@ -77,7 +77,10 @@ def test_nothing_is_recorded_for_autograd():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"flat": torch.zeros(2, 8)}, r"flat: expected a contiguous 1-D tensor, got shape \(2, 8\)"),
+        (
+            {"flat": torch.zeros(2, 8)},
+            r"flat: expected a contiguous 1-D tensor, got shape \(2, 8\)",
+        ),
         ({"flat": torch.zeros(32)[::2]}, r"flat: expected a contiguous 1-D .* strides \(2,\)"),
         ({"flat": torch.zeros(16, dtype=torch.int32)}, r"expected one of torch\.float32"),
         ({"offsets": [0]}, r"offsets: expected one per tensor, 2, got 1"),

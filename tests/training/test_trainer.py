@@ -7,19 +7,7 @@ import torch
 from sidestream.training.cli import main
 from sidestream.training.result import parse_result
 
-TINY = [
-    "train",
-    "--device",
-    "cpu",
-    "--model",
-    "tiny",
-    "--seq-len",
-    "16",
-    "--batch",
-    "8",
-    "--steps",
-    "6",
-]
+TINY = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +17,18 @@ def text_file(tmp_path_factory):
     return str(path)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def train(text_file, capsys):
     def run(*arguments):
-        code = main([*TINY, "--data", text_file, *map(str, arguments)])
+        code = main([*TINY, "--steps", "6", "--data", text_file, *map(str, arguments)])
         captured = capsys.readouterr()
         return parse_result(captured.out) if code == 0 else (code, captured.err)
 

@@ -1,6 +1,8 @@
-"""Owns the one rounding of the kernels: FP32 to a storage type, to nearest even, interpreted too.
+"""Owns what compiled and interpreted kernels must do in different ways: conversions, loop bounds.
 
-Triton's interpreter cuts FP32 off when it casts to BF16; there integers make the right result.
+Triton's interpreter cuts FP32 off when it casts to BF16, flushes BF16 subnormals when it casts to
+FP32, and cannot loop up to a number it has loaded. Where it runs, integers make the right bits;
+compiled kernels use the hardware's casts.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -28,3 +30,19 @@ def round_to(x, dtype: tl.constexpr) -> tl.tensor:
         kept = tl.where(x == x, kept, 0x7FC0)
         return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def to_fp32(x) -> tl.tensor:
+    """FP32, BF16 or FP16 `x` in FP32, exactly; BF16 is the upper half of an FP32."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def covered(count, BLOCK: tl.constexpr) -> tl.tensor:
+    """Up to where a masked loop over BLOCK elements must go when `count` are left."""
+    if INTERPRETED:
+        return BLOCK
+    return tl.minimum(count, BLOCK).to(tl.int32)

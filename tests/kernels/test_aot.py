@@ -1,0 +1,166 @@
+"""Compiles the kernels for six GPUs, none of which need be here, and holds the compiler to a gate.
+
+On NVIDIA every access in the full-tile path is 16 bytes wide or wider, nothing spills, registers
+are at most `MAX_REGISTERS`, and no 32-bit product counts elements. Controls show the gate to fail.
+"""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from sidestream.kernels import aot, launch, pack, reduce
+
+ACCESS_BITS = 128
+MAX_REGISTERS = {"pack": 40, "reduce": 48}
+NVIDIA = [target for target in aot.TARGETS if target.startswith("sm_")]
+BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
+
+
+def compile_pack(target, flat, *, unpack, accumulate, module=pack):
+    config = launch.pack_config()
+    return aot.compile_kernel(
+        module._pack_kernel,
+        {"flat": flat, "table": "*i64", "tiles_at": "i32", "scale": "fp32"},
+        {
+            "UNPACK": unpack,
+            "SCALED": True,
+            "ACCUMULATE": accumulate,
+            "TILE_BYTES": config.block_bytes,
+        },
+        target,
+        num_warps=config.num_warps,
+    )
+
+
+def compile_reduce(target, parts, out, world, *, accumulate, module=reduce):
+    config = launch.reduce_config(world)
+    return aot.compile_kernel(
+        module._reduce_kernel,
+        {"out": out, "parts": parts, "shard": "i32", "scale": "fp32"},
+        {
+            "WORLD": world,
+            "SCALED": True,
+            "ACCUMULATE": accumulate,
+            "ALIGNED": True,
+            "BLOCK": config.block_bytes // min(BYTES[parts], BYTES[out]),
+        },
+        target,
+        num_warps=config.num_warps,
+    )
+
+
+def full_tile_functions(module):
+    if hasattr(module, "_move_full_tile"):
+        return [module._move_full_tile]
+    return [module._reduce_full_block, module._aligned_row]
+
+
+def faults(compiled, module, max_registers):
+    """What the gate finds wrong, as a list of sentences."""
+    accesses = compiled.accesses_of(*full_tile_functions(module))
+    found = [
+        f"{'load' if access.is_load else 'store'} of {access.bits} bits at line {access.line}"
+        for access in accesses
+        if access.bits < ACCESS_BITS
+    ]
+    if {access.is_load for access in accesses} != {True, False}:
+        found.append("no load or no store in the full-tile path: the gate sees nothing")
+    if compiled.spill_bytes:
+        found.append(f"{compiled.spill_bytes} bytes spilled")
+    if compiled.registers > max_registers:
+        found.append(f"{compiled.registers} registers, allowed {max_registers}")
+    narrow = re.findall(r"arith\.muli [^\n]*: i32", compiled.intermediate)
+    found += [f"32-bit product: {text}" for text in narrow]
+    return found
+
+
+def check_pack(target, flat, unpack, accumulate):
+    compiled = compile_pack(target, flat, unpack=unpack, accumulate=accumulate)
+    assert faults(compiled, pack, MAX_REGISTERS["pack"]) == []
+
+
+def check_reduce(target, parts, out, world, accumulate):
+    compiled = compile_reduce(target, parts, out, world, accumulate=accumulate)
+    assert faults(compiled, reduce, MAX_REGISTERS["reduce"]) == []
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["copy", "accumulate"])
+@pytest.mark.parametrize("unpack", [False, True], ids=["pack", "unpack"])
+@pytest.mark.parametrize("flat", ["*fp32", "*bf16"])
+def test_pack_on_hopper(flat, unpack, accumulate):
+    check_pack("sm_90", flat, unpack, accumulate)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8, 9, 64], ids="world {}".format)
+@pytest.mark.parametrize(
+    ("parts", "out"), [("*bf16", "*fp32"), ("*fp32", "*fp32"), ("*fp32", "*bf16")]
+)
+def test_reduce_on_hopper(parts, out, world):
+    check_reduce("sm_90", parts, out, world, accumulate=True)
+
+
+@pytest.mark.parametrize("target", [target for target in NVIDIA if target != "sm_90"])
+def test_other_nvidia_targets(target):
+    check_pack(target, "*fp32", unpack=False, accumulate=True)
+    check_pack(target, "*fp16", unpack=True, accumulate=False)
+    check_reduce(target, "*bf16", "*fp32", 8, accumulate=True)
+
+
+def test_amd_compiles_without_spills():
+    for compiled in (
+        compile_pack("gfx942", "*bf16", unpack=False, accumulate=True),
+        compile_reduce("gfx942", "*bf16", "*fp32", 8, accumulate=True),
+    ):
+        assert compiled.spill_bytes == 0
+        assert 0 < compiled.registers <= 64
+        assert compiled.accesses
+
+
+def _without_hints(module, tmp_path):
+    """`module` again, with the alignment hints taken out of its source."""
+    source = Path(module.__file__).read_text()
+    changed = re.sub(r"tl\.multiple_of\((.*), 16\)", r"(\1)", source)
+    assert changed != source
+    name = f"{module.__name__}_without_hints"
+    file = tmp_path / f"{name.rpartition('.')[2]}.py"
+    file.write_text(changed)
+    spec = importlib.util.spec_from_file_location(name, file)
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_gate_fails_without_the_hints(tmp_path):
+    unhinted = _without_hints(pack, tmp_path)
+    compiled = compile_pack("sm_90", "*bf16", unpack=False, accumulate=False, module=unhinted)
+    found = faults(compiled, unhinted, MAX_REGISTERS["pack"])
+    assert any("load of 16 bits" in fault or "load of 32 bits" in fault for fault in found), found
+    assert any("store of 16 bits" in fault for fault in found), found
+    unhinted = _without_hints(reduce, tmp_path)
+    compiled = compile_reduce("sm_90", "*bf16", "*fp32", 8, accumulate=True, module=unhinted)
+    found = faults(compiled, unhinted, MAX_REGISTERS["reduce"])
+    assert any("load of 16 bits" in fault for fault in found), found
+
+
+def test_gate_fails_on_registers_spills_and_blindness():
+    compiled = compile_pack("sm_90", "*bf16", unpack=False, accumulate=False)
+    assert any("registers, allowed 8" in fault for fault in faults(compiled, pack, 8))
+    assert any("sees nothing" in fault for fault in faults(compiled, reduce, 64))
+
+
+def test_spills_are_read(monkeypatch):
+    """256 sums a thread cannot stay in 255 registers."""
+    crowded = launch.LaunchConfig(block_bytes=16 * 1024, num_warps=1)
+    monkeypatch.setattr(launch, "reduce_config", lambda world: crowded)
+    compiled = compile_reduce("sm_90", "*bf16", "*fp32", 2, accumulate=True)
+    assert compiled.spill_bytes > 0
+    assert any("bytes spilled" in fault for fault in faults(compiled, reduce, 255))
+
+
+def test_unknown_target_is_refused():
+    with pytest.raises(ValueError, match=r"target: expected one of sm_80, .*got 'sm_75'"):
+        compile_pack("sm_75", "*bf16", unpack=False, accumulate=False)

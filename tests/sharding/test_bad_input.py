@@ -1,0 +1,251 @@
+"""What `fully_shard` and its companions refuse: a clear error, before anything has been changed."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import sidestream as ss
+from sidestream.tests.ranks import RanksFailed, run_on_ranks
+from sidestream.tests.sharding.trainer import Block, Transformer
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class Whitening(torch.optim.Optimizer):
+    """Unknown to sidestream."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(param.grad, alpha=group["lr"])
+
+
+class LayerwiseAdamW(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class FakesGradient(nn.Parameter):
+    @property
+    def requires_grad(self) -> bool:
+        return True
+
+
+def integer_parameter(model: nn.Module) -> None:
+    model.counts = nn.Parameter(torch.arange(3), requires_grad=False)
+    model.counts.__class__ = FakesGradient
+
+
+def meta_parameter(model: nn.Module) -> None:
+    model.head = nn.Linear(3, 3, device="meta")
+
+
+def double_parameter(model: nn.Module) -> None:
+    model.extra = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+
+Change = Callable[[nn.Module], None]
+BAD: dict[str, tuple[type[Exception], str, dict[str, Any], Change | None]] = {
+    "unknown strategy": (ValueError, r"zero_dp_strategy: expected one of 0 or 'no_shard'.*got 7", {"zero_dp_strategy": 7}, None),
+    "strategy name": (ValueError, "got 'zero3'", {"zero_dp_strategy": "zero3"}, None),
+    "strategy True": (ValueError, "got True", {"zero_dp_strategy": True}, None),
+    "unit that matches nothing": (
+        ValueError,
+        r"got .*Conv2d, which matches no module; the model has Attention, Block, .*Transformer",
+        {"fsdp_unit_modules": [nn.Conv2d]},
+        None,
+    ),
+    "unit path": (ValueError, "got 'nowhere.Block'", {"fsdp_unit_modules": ["nowhere.Block"]}, None),
+    "unit path without module": (ValueError, "got 'Block'", {"fsdp_unit_modules": "Block"}, None),
+    "unit that is no module": (TypeError, "expected nn.Module classes", {"fsdp_unit_modules": [int]}, None),
+    "container as unit": (ValueError, "ModuleList, which is never called", {"fsdp_unit_modules": [nn.ModuleList]}, None),
+    "policy of another library": (
+        TypeError,
+        r"expected a sidestream.MixedPrecisionPolicy, got builtins.dict",
+        {"mixed_precision_policy": {"param_dtype": torch.bfloat16}},
+        None,
+    ),
+    "dimension without mesh": (ValueError, "expected a device_mesh that has dimension 'dp'", {"dp_shard_dim": "dp"}, None),
+    "bucket": (ValueError, "bucket_mib: expected None or a positive", {"bucket_mib": 0}, None),
+    "prefetch": (ValueError, "prefetch: expected a whole number", {"prefetch": -1}, None),
+    "integer parameter that requires grad": (ValueError, "'counts' has dtype torch.int64 and requires grad", {}, integer_parameter),
+    "meta parameter": (ValueError, "'head.weight' is on the meta device.*'head.bias'", {}, meta_parameter),
+    "double": (ValueError, "'extra' has dtype torch.float64", {}, double_parameter),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_refuses_before_changing_anything(case: tuple[type[Exception], str, dict[str, Any], Change | None]) -> None:
+    kind, message, options, change = case
+    model = Transformer()
+    if change is not None:
+        change(model)
+    optimizer = adamw(model) if change is None else None
+    before = {name: id(param) for name, param in model.named_parameters()}
+    with pytest.raises(kind, match=message):
+        ss.fully_shard(model, optimizer, **options)
+    assert {name: id(param) for name, param in model.named_parameters()} == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_refuses_what_is_no_module() -> None:
+    with pytest.raises(TypeError, match=r"module: expected a torch.nn.Module, got list"):
+        ss.fully_shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least one floating-point parameter"):
+        ss.fully_shard(nn.ReLU())
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["again", "around it"])
+def test_refuses_to_shard_twice(outer: bool) -> None:
+    model = Transformer()
+    ss.fully_shard(model)
+    with pytest.raises(ValueError, match="'.*embedding.weight' is sharded already: call fully_shard once"):
+        ss.fully_shard(nn.Sequential(model) if outer else model)
+
+
+def test_refuses_foreign_parameters() -> None:
+    model = Transformer()
+    foreign = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": foreign.parameters()}], lr=0.1)
+    with pytest.raises(ValueError, match=re.escape("a foreign one at param_groups[1]['params'][0], shape (2, 3)")):
+        ss.fully_shard(model, optimizer)
+    assert not isinstance(model.head.weight, ss.ShardedTensor)
+
+
+def test_refuses_optimizer_from_before_sharding() -> None:
+    model = Transformer()
+    optimizer = adamw(model)
+    ss.fully_shard_model(model)
+    with pytest.raises(ValueError, match="make the optimizer from module.parameters\\(\\) after fully_shard"):
+        ss.fully_shard_optimizer(optimizer)
+
+
+def test_refuses_to_bind_an_optimizer_twice() -> None:
+    model = Transformer()
+    optimizer = adamw(model)
+    ss.fully_shard(model, optimizer)
+    with pytest.raises(ValueError, match="bound by fully_shard before"):
+        ss.fully_shard_optimizer(optimizer)
+
+
+NOT_ELEMENTWISE: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
+    "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "got LBFGS: it takes inner products"),
+    "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters()), "got Adafactor: it factors"),
+    "Muon": (
+        lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]),
+        "got Muon: it orthogonalises",
+    ),
+    "unknown": (lambda model: Whitening(model.parameters()), "Whitening; if each element's update"),
+    "subclass with its own step": (lambda model: LayerwiseAdamW(model.parameters()), "LayerwiseAdamW; if each"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_ELEMENTWISE.values(), ids=NOT_ELEMENTWISE)
+def test_refuses_optimizers_that_are_not_elementwise(case: tuple[Any, str]) -> None:
+    make, message = case
+    model = Transformer()
+    with pytest.raises(ValueError, match=message):
+        ss.fully_shard(model, make(model))
+    assert not isinstance(model.head.weight, ss.ShardedTensor)
+
+
+def test_takes_an_unknown_optimizer_that_is_vouched_for() -> None:
+    model = Transformer()
+    _, optimizer = ss.fully_shard(model, Whitening(model.parameters()), elementwise=True)
+    assert isinstance(optimizer, Whitening)
+
+
+def test_refuses_arguments_of_clip_and_companions() -> None:
+    model = Transformer()
+    with pytest.raises(ValueError, match="expected the module that was passed to fully_shard, got a Transformer"):
+        ss.clip_grad_norm_(model, 1.0)
+    ss.fully_shard(model)
+    with pytest.raises(ValueError, match="max_norm: expected"):
+        ss.clip_grad_norm_(model, -1.0)
+    with pytest.raises(ValueError, match="norm_type: expected"):
+        ss.clip_grad_norm_(model, 1.0, norm_type=0.5)
+    with pytest.raises(ValueError, match="got a Block"):
+        ss.summary(model.blocks[0])
+    with pytest.raises(TypeError, match="grad_comm_dtype: expected None"):
+        ss.MixedPrecisionPolicy(grad_comm_dtype=torch.float64)
+
+
+def test_refuses_a_parameter_that_was_replaced() -> None:
+    model = Transformer()
+    ss.fully_shard(model, fsdp_unit_modules=[Block])
+    model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight.full_tensor()))
+    with pytest.raises(RuntimeError, match="parameter 'head.weight' of unit '\\(root\\)'"):
+        model(torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_refuses_a_forward_that_bypasses_the_unit() -> None:
+    model = Transformer()
+    ss.fully_shard(model, fsdp_unit_modules=[Block])
+    with pytest.raises(RuntimeError, match="'blocks.0.norm.weight'.*call the unit's module itself"):
+        model.blocks[0].forward(torch.zeros(2, 3, 12))
+
+
+def test_refuses_freezing_beside_trainable_ones() -> None:
+    model = Transformer()
+    ss.fully_shard(model, adamw(model), fsdp_unit_modules=[Block])
+    model.head.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"frozen \['head.weight'\] beside trainable ones"):
+        model(torch.zeros(2, 3, dtype=torch.int64))
+
+
+def mesh_mistakes(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Transformer()
+    with pytest.raises(ValueError, match=r"one of the mesh's dimension names \['replicate', 'shard'\], got 'dp'"):
+        ss.fully_shard(model, device_mesh=mesh, dp_shard_dim="dp")
+    with pytest.raises(ValueError, match="device_mesh has 2 dimensions .* got None"):
+        ss.fully_shard(model, device_mesh=mesh)
+    assert not isinstance(model.head.weight, ss.ShardedTensor)
+    ss.fully_shard(model, device_mesh=mesh, dp_shard_dim="shard")
+    assert ss.summary(model).world_size == 2
+
+
+def test_refuses_a_wrong_mesh_dimension() -> None:
+    run_on_ranks(mesh_mistakes, 4)
+
+
+def differing_models(rank: int, world_size: int, kind: str) -> None:
+    model = Transformer(num_blocks=2)
+    if rank == 2 and kind == "shape":
+        model.head = nn.Linear(12, 20)
+    if rank == 2 and kind == "name":
+        model.tail = model.head
+        del model.head
+    strategy = 2 if rank == 2 and kind == "option" else 3
+    try:
+        ss.fully_shard(model, zero_dp_strategy=strategy)
+    finally:
+        assert not isinstance(model.embedding.weight, ss.ShardedTensor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("shape", r"rank 2: 'head.weight' has \(shape, .*\(\(20, 12\), .*on rank 0 \(\(19, 12\)"),
+        ("name", "rank 2: 'head.weight' is missing; .*rank 2: 'tail.weight' is unexpected"),
+        ("option", "rank 2: fully_shard's options are .*optim_grads'"),
+    ],
+)
+def test_tells_by_name_and_rank_how_models_differ(kind: str, expected: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(differing_models, 3, kind)
+    assert set(caught.value.failures) == {0, 1, 2}
+    for text in caught.value.failures.values():
+        assert "ValueError: fully_shard: expected the same model on every rank" in text
+        assert re.search(expected, text), text

@@ -1,0 +1,40 @@
+"""A dead rank ends the others soon, with an error that names what they waited for."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from sidestream.tests.ranks import RanksFailed, run_on_ranks
+from sidestream.tests.sharding.trainer import Job, build, run_step
+
+LIMIT_S = 30
+
+
+def dies(rank: int, world_size: int, zero: int, where: str) -> None:
+    job = Job(zero=zero)
+    model, optimizer = build(job)
+    run_step(model, optimizer, job, 0, rank, world_size)
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 1:
+        if where == "forward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.blocks[1].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    run_step(model, optimizer, job, 1, rank, world_size)
+
+
+@pytest.mark.parametrize(("zero", "where"), [(3, "forward"), (3, "backward"), (1, "forward"), (0, "backward")])
+def test_killed_rank_ends_the_others_with_a_named_error(zero: int, where: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(dies, 3, zero, where, timeout_s=60)
+    assert time.monotonic() - start < LIMIT_S
+    failures = caught.value.failures
+    assert "SIGKILL" in failures[1]
+    for rank in (0, 2):
+        assert "CommunicationError" in failures[rank]
+        awaited = rf"rank {rank}: (gather|gradient exchange) of unit '(\(root\)|blocks\.\d)'.* failed"
+        assert re.search(awaited, failures[rank]), failures[rank]

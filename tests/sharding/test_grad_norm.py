@@ -1,0 +1,91 @@
+"""The gradient norm: right, the same bits for every way of sharding, and safe for huge and bad values."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import sidestream as ss
+from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.trainer import UNIT_CLASSES, Transformer
+
+NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
+
+
+def fill_grads(model: nn.Module, scale: float = 1.0) -> list[torch.Tensor]:
+    """Give every parameter of any model the same gradients; returns them whole."""
+    generator = torch.Generator().manual_seed(5)
+    grads = []
+    for param in model.parameters():
+        magnitude = torch.rand(param.shape, generator=generator) * 12 - 8
+        grad = torch.randn(param.shape, generator=generator) * torch.exp2(magnitude) * scale
+        param.grad = grad
+        grads.append(grad)
+    return grads
+
+
+def norms(rank: int, world_size: int) -> dict[str, list[float]]:
+    values = {}
+    for zero in range(4):
+        for units in UNIT_CLASSES:
+            model = Transformer()
+            ss.fully_shard(model, zero_dp_strategy=zero, fsdp_unit_modules=UNIT_CLASSES[units])
+            got = []
+            for norm_type in NORM_TYPES:
+                grads = fill_grads(model)
+                got.append(ss.clip_grad_norm_(model, 0.5, norm_type).item())
+                factor = min(1.0, 0.5 / (got[-1] + 1e-6))
+                for param, grad in zip(model.parameters(), grads, strict=True):
+                    torch.testing.assert_close(param.grad.full_tensor(), grad * factor, rtol=1e-6, atol=0)
+            values[f"zero{zero} {units}"] = got
+    return values
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_same_bits_for_every_sharding_and_right(world_size: int) -> None:
+    outcomes = run_on_ranks(norms, world_size)
+    reference = outcomes[0]["zero3 block"]
+    for values in outcomes:
+        for name, got in values.items():
+            assert got == reference, name
+    grads = torch.cat([grad.reshape(-1) for grad in fill_grads(Transformer())]).double()
+    for norm_type, got in zip(NORM_TYPES, reference, strict=True):
+        assert got == pytest.approx(torch.linalg.vector_norm(grads, norm_type).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30], ids=["tiny", "huge"])
+def test_squares_neither_underflow_nor_overflow(scale: float) -> None:
+    model = Transformer()
+    ss.fully_shard(model)
+    grads = torch.cat([grad.reshape(-1) for grad in fill_grads(model, scale)]).double()
+    assert ss.clip_grad_norm_(model, 1.0).item() == pytest.approx(grads.norm().item(), rel=1e-6)
+
+
+def test_no_gradient_and_zero_gradient() -> None:
+    model = Transformer()
+    ss.fully_shard(model)
+    norm = ss.clip_grad_norm_(model, 1.0)
+    assert type(norm) is torch.Tensor and norm.dtype == torch.float32 and norm.item() == 0.0
+    fill_grads(model, 0.0)
+    assert ss.clip_grad_norm_(model, 1.0).item() == 0.0
+
+
+def bad_values(rank: int, world_size: int, value: float) -> None:
+    model = Transformer()
+    ss.fully_shard(model, fsdp_unit_modules=UNIT_CLASSES["block"])
+    fill_grads(model)
+    if rank == 1:
+        max((param.grad.to_local() for param in model.parameters()), key=torch.Tensor.numel)[-1] = value
+    before = [param.grad.full_tensor() for param in model.parameters()]
+    norm = ss.clip_grad_norm_(model, 0.1)
+    assert norm.isnan().item() if math.isnan(value) else norm.item() == math.inf
+    for param, grad in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), grad, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(RuntimeError, match="expected a finite gradient norm, got (nan|inf)"):
+        ss.clip_grad_norm_(model, 0.1, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_bad_gradient_on_one_rank_is_told_on_all_and_spreads_nowhere(value: float) -> None:
+    run_on_ranks(bad_values, 2, value)
