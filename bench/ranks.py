@@ -57,13 +57,13 @@ def run_ranks(
                 processes.append(process)
                 receivers.append(receiver)
             results = _collect(receivers, timeout_s)
-            for process in processes:
-                process.join(timeout=_FAREWELL_S)
+            for started in processes:
+                started.join(timeout=_FAREWELL_S)
             return results
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            for started in processes:
+                started.kill()
+                started.join()
             for receiver in receivers:
                 receiver.close()
 

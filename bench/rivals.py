@@ -189,6 +189,7 @@ def _build_sidestream(name: str, model: Decoder, foreach: bool | None) -> Traine
         fsdp_unit_modules=[Block],
         zero_dp_strategy=int(name.removeprefix("zero")),
     )
+    assert optimizer is not None
     return Trainer(name, module, optimizer, full_state_dict)
 
 

@@ -10,6 +10,7 @@ hold the same losses and weights.
 from __future__ import annotations
 
 import gc
+import math
 import resource
 import time
 from collections.abc import Callable
@@ -33,8 +34,8 @@ WIRE_STEPS = 3
 # Norm of the difference over norm of the weights. Equal bits are usual with 2 ranks; with more,
 # another order of summing moves an Adam step by up to its own size where a gradient is next to
 # zero.
-PARAMETER_TOLERANCE = 1e-3
-LOSS_TOLERANCE = 1e-3
+PARAMETER_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,8 @@ def check_agreement(losses: dict[str, list[float]], relative_difference: float) 
     explains; NaN counts as different.
     """
     (first_name, first), (second_name, second) = losses.items()
-    worst = max(abs(left - right) for left, right in zip(first, second, strict=True))
+    gaps = [abs(left - right) for left, right in zip(first, second, strict=True)]
+    worst = max(math.inf if math.isnan(gap) else gap for gap in gaps)
     if not (worst <= LOSS_TOLERANCE and relative_difference <= PARAMETER_TOLERANCE):
         raise RuntimeError(
             f"{first_name} and {second_name} did not train alike: losses differ by up to "

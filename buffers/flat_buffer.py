@@ -1,4 +1,6 @@
-"""One 1-D tensor together with its layout: the per-tensor views and each rank's slice as views of it."""
+"""One 1-D tensor together with its layout: the per-tensor views and each rank's slice as views of
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,15 @@ from .layout import FlatLayout
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """`data` [layout.numel], cut as `layout` says. Views stay valid while the storage is resized."""
+    """`data` [layout.numel], cut as `layout` says. Views stay valid when storage is resized."""
 
     data: Tensor
     layout: FlatLayout
 
     def __post_init__(self) -> None:
-        assert self.data.dim() == 1 and self.data.numel() == self.layout.numel, "data does not fit layout"
+        assert self.data.dim() == 1 and self.data.numel() == self.layout.numel, (
+            "data does not fit layout"
+        )
 
     def views(self) -> list[Tensor]:
         """One view per tensor, in the caller's order, with the tensors' own shapes."""

@@ -1,7 +1,9 @@
-"""Where each tensor of a unit lies in its flat buffer, and which slice of it each rank owns: pure integers.
+"""Where each tensor of a unit lies in its flat buffer, and which slice of it each rank owns: pure
+integers.
 
-A flat buffer holds the tensors one after the other, 2-D and larger ones first (optimizers usually treat
-them alike), and is cut into `world_size` equal slices. Every tensor start and every cut is a multiple of
+A flat buffer holds the tensors one after the other, 2-D and larger ones first (optimizers usually
+treat them alike), and is cut into `world_size` equal slices. Every tensor start and every cut is a
+multiple of
 `BLOCK_NUMEL` elements, so that no quantisation block straddles two tensors or two ranks::
 
     element      0        512      640             1024      1152       1280
@@ -18,7 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BLOCK_NUMEL = 128
-"""Elements every tensor start and rank cut is aligned to: the largest quantisation block (1x128 FP8)."""
+"""Elements every tensor start and rank cut is aligned to: the largest quantisation block (1x128
+FP8).
+"""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -28,7 +32,9 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One tensor's place: elements [start, start + numel) of the flat buffer hold it in row-major order."""
+    """One tensor's place: elements [start, start + numel) of the flat buffer hold it in row-major
+    order.
+    """
 
     shape: tuple[int, ...]
     start: int
@@ -42,7 +48,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """The places of a unit's tensors (`segments`, in the caller's order) and the ranks' equal slices.
+    """The places of a unit's tensors (`segments`, in the caller's order) and the ranks' equal
+    slices.
 
     `order` lists segment indices by ascending start. `shard_numel` elements belong to each rank.
     """
@@ -84,11 +91,13 @@ class FlatLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def interval(self, index: int, rank: int) -> tuple[int, int]:
-        """[start, stop) of tensor `index`, in its own row-major elements, that `rank` owns (maybe empty)."""
+        """[start, stop) of tensor `index`, in its own row-major elements, that `rank` owns (maybe
+        empty).
+        """
         return self.overlap(index, self.shard_range(rank))
 
     def overlap(self, index: int, span: tuple[int, int]) -> tuple[int, int]:
-        """[start, stop) of tensor `index`, in its own elements, that lies in flat elements [span)."""
+        """[start, stop) of tensor `index`, in its own elements, that lies in flat [span)."""
         segment = self.segments[index]
         start = min(max(span[0] - segment.start, 0), segment.numel)
         stop = min(max(span[1] - segment.start, 0), segment.numel)
@@ -98,7 +107,8 @@ class FlatLayout:
 def flat_layout(shapes: Sequence[Sequence[int]], world_size: int) -> FlatLayout:
     """Lay tensors of `shapes` out for `world_size` ranks.
 
-    Works for any world size (ranks beyond the last element own padding only), 0-d and empty tensors.
+    Works for any world size (ranks beyond the last element own padding only), 0-d and empty
+    tensors.
 
     Raises:
         ValueError: `world_size` is below 1 or a dimension is negative.
@@ -109,7 +119,7 @@ def flat_layout(shapes: Sequence[Sequence[int]], world_size: int) -> FlatLayout:
     for shape in sizes:
         if any(size < 0 for size in shape):
             raise ValueError(f"shapes: expected sizes of at least 0, got {shape}")
-    order = sorted(range(len(sizes)), key=lambda index: (len(sizes[index]) < 2, index))
+    order = sorted(range(len(sizes)), key=lambda index: (len(sizes[index]) <= 1, index))
     starts = [0] * len(sizes)
     cursor = 0
     for index in order:

@@ -1,8 +1,10 @@
-"""The one place where storage is allocated, resized and given back, with an exact count of its bytes.
+"""The one place where storage is allocated, resized and given back, with an exact count of its
+bytes.
 
-On a GPU, memory belongs to the stream that is current when it is allocated, so a caller enters its lane's
-stream first; the caching allocator then hands it back to work on that same stream only. What another
-stream reads must be kept referenced until that stream has passed its last read (see `sharding.lanes`).
+On a GPU, memory belongs to the stream that is current when it is allocated, so a caller enters its
+lane's stream first; the caching allocator then hands it back to work on that same stream only. What
+another stream reads must be kept referenced until that stream has passed its last read (see
+`sharding.lanes`).
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class BufferPool:
         """
         if id(tensor) not in self._leased:
             raise RuntimeError(
-                f"release: expected a tensor leased from this pool, got one of {tensor.numel()} elements "
+                f"release: expected a tensor leased from this pool, got one of {tensor.numel()} "
+                "elements "
                 "that is not on lease; release each lease once"
             )
         self._leased.remove(id(tensor))

@@ -1,11 +1,12 @@
-"""The collectives a sharded model needs, chosen by backend, counted, with errors that name what was awaited.
+"""The collectives of a sharded model: chosen by backend, counted, failing with what was awaited.
 
-    call        native (NCCL and others)          gloo
-    gather      all_gather_into_tensor            one send and one receive per peer, straight into place
-    exchange    all_to_all_single                 all_to_all_single
+    call        native (NCCL and others)    gloo
+    gather      all-gather                  a send and a receive per peer, straight into place
+    exchange    all-to-all                  all-to-all
 
-gloo's own all-gather stages its data (85 ms against 30 ms for 64 MiB on loopback), hence the second column.
-Sums are never left to a backend: `exchange` only moves data, `kernels.reduce_` adds it up in rank order.
+gloo's own all-gather stages its data (85 ms against 30 ms for 64 MiB on loopback), hence the second
+column. Sums are never left to a backend: `exchange` only moves data, `kernels.reduce_` adds it up
+in rank order.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .process_groups import DataParallelGroups
+
+T = TypeVar("T")
 
 
 def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> dist.Work:
@@ -55,7 +59,8 @@ class Pending:
 def _failure(what: str, error: Exception) -> CommunicationError:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return CommunicationError(
-        f"rank {rank}: {what} failed ({type(error).__name__}: {str(error).strip()}). A rank it waited for has "
+        f"rank {rank}: {what} failed ({type(error).__name__}: {str(error).strip()}). A rank it "
+        "waited for has "
         "probably died or fallen behind the timeout: look for the first error among the other ranks"
     )
 
@@ -89,19 +94,29 @@ class Collectives:
         self.rank = groups.rank
         self.world_size = groups.world_size
         self.traffic = Traffic()
-        self._point_to_point = groups.gather is not None and dist.get_backend(groups.gather) == "gloo"
+        self._point_to_point = (
+            groups.gather is not None and dist.get_backend(groups.gather) == "gloo"
+        )
         self._peers = [r for r in range(groups.world_size) if r != groups.rank]
 
-    def gather(self, flat: Tensor, slices: Sequence[Tensor], source: Tensor, what: str) -> list[Pending]:
-        """Start to fill `flat` [world * n] with every rank's `source` [n]; `slices` are its world views.
+    def gather(
+        self, flat: Tensor, slices: Sequence[Tensor], source: Tensor, what: str
+    ) -> list[Pending]:
+        """Start to fill `flat` [world * n] with every rank's `source` [n]; `slices` are its world
+        views.
 
-        `source` may be this rank's own slice. Nothing may write `source` or read `flat` before the waits.
+        `source` may be this rank's own slice. Nothing may write `source` or read `flat` before the
+        waits.
         """
         return self._gather(self.groups.gather, "gather", flat, slices, source, what)
 
     def gather_reduced(self, flat: Tensor, slices: Sequence[Tensor], what: str) -> list[Pending]:
-        """Start an in-place all-gather of this rank's slice of `flat`, on the reducing communicator."""
-        return self._gather(self.groups.reduce, "gather_reduced", flat, slices, slices[self.rank], what)
+        """Start an in-place all-gather of this rank's slice of `flat`, on the reducing
+        communicator.
+        """
+        return self._gather(
+            self.groups.reduce, "gather_reduced", flat, slices, slices[self.rank], what
+        )
 
     def _gather(
         self,
@@ -123,9 +138,13 @@ class Collectives:
                 return [Pending(start_all_gather(group, flat, source), what)]
             # Receives first: a send has to find its receive posted, or gloo stages it.
             pending = [
-                Pending(group.recv([slices[peer]], peer, 0), f"{what} from rank {peer}") for peer in self._peers
+                Pending(group.recv([slices[peer]], peer, 0), f"{what} from rank {peer}")
+                for peer in self._peers
             ]
-            pending += [Pending(group.send([source], peer, 0), f"{what} to rank {peer}") for peer in self._peers]
+            pending += [
+                Pending(group.send([source], peer, 0), f"{what} to rank {peer}")
+                for peer in self._peers
+            ]
         except RuntimeError as error:
             raise _failure(what, error) from error
         if source is not own:
@@ -133,10 +152,14 @@ class Collectives:
         return pending
 
     def exchange(self, received: Tensor, sent: Tensor, what: str) -> Pending:
-        """Start an all-to-all: block r of `sent` [world * n] goes to rank r, into its block of our rank."""
+        """Start an all-to-all: block r of `sent` [world * n] goes to rank r, into its block of our
+        rank.
+        """
         group = self.groups.reduce
         assert group is not None, "exchange needs a process group"
-        self.traffic.count("exchange", len(self._peers) * (sent.numel() // self.world_size) * sent.element_size())
+        self.traffic.count(
+            "exchange", len(self._peers) * (sent.numel() // self.world_size) * sent.element_size()
+        )
         try:
             return Pending(group.alltoall_base(received, sent, [], []), what)
         except RuntimeError as error:
@@ -147,13 +170,15 @@ class Collectives:
         group = self.groups.gather
         if group is None or self.world_size == 1:
             return
-        self.traffic.count("broadcast", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+        self.traffic.count(
+            "broadcast", tensor.numel() * tensor.element_size() if self.rank == 0 else 0
+        )
         work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
         assert work is not None
         Pending(work, what).wait()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
-        """Reduce a small `tensor` over all ranks in place; blocks. Only for order-free reductions."""
+        """Reduce a small `tensor` over all ranks in place; blocks. For order-free reductions."""
         group = self.groups.gather
         if group is None or self.world_size == 1:
             return
@@ -168,10 +193,10 @@ class Collectives:
         self.all_reduce(extremes, dist.ReduceOp.MAX, what)
         return bool((extremes[0] == -extremes[1]).all())
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. For set-up and error messages only."""
         if self.groups.gather is None or self.world_size == 1:
             return [value]
-        gathered: list[object] = [None] * self.world_size
+        gathered: list[T] = [value] * self.world_size
         dist.all_gather_object(gathered, value, group=self.groups.gather)
         return gathered

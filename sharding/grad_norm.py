@@ -1,8 +1,11 @@
-"""The norm of all gradients, the same bits on every rank and for every way of sharding, and clipping by it.
+"""The norm of all gradients, the same bits on every rank and for every way of sharding, and
+clipping by it.
 
-With M the largest |g| over all ranks, each block of 128 elements gives s = sum((|g| / M)^p) in FP32, by
-halving, so that its bits depend on the block alone. Blocks never straddle tensors or ranks. The block sums
-are then added as integers (two limbs, 2^-59 the smallest unit), and integer sums do not depend on order::
+With M the largest |g| over all ranks, each block of 128 elements gives s = sum((|g| / M)^p) in
+FP32, by halving, so that its bits depend on the block alone. Blocks never straddle tensors or
+ranks. The block sums
+are then added as integers (two limbs, 2^-59 the smallest unit), and integer sums do not depend on
+order::
 
     norm = M * (sum over blocks of s) ^ (1/p)
 
@@ -22,7 +25,8 @@ from ..buffers import BLOCK_NUMEL
 from .fully_shard import runtime_of
 from .runtime import Runtime
 
-# s <= 128 = 2^7: the high limb of one block is below 2^33, so that 2^30 blocks (10^11 elements) fit int64.
+# s <= 128 = 2^7: the high limb of one block is below 2^33, so that 2^30 blocks (10^11 elements) fit
+# int64.
 _HIGH_SCALE = 2.0**26
 _LOW_SCALE = 2.0**33
 _CHUNK_NUMEL = 1 << 20
@@ -34,8 +38,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients of a sharded module so that their joint norm is at most `max_norm`.
 
-    The factor is min(1, max_norm / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`. A norm that is
-    NaN or infinite, which takes a NaN or infinite gradient, leaves the gradients as they are.
+    The factor is min(1, max_norm / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`. A norm
+    that is NaN or infinite, which takes a NaN or infinite gradient, leaves the gradients as they
+    are.
 
     Args:
         module: the module passed to `fully_shard`.
@@ -58,8 +63,10 @@ def clip_grad_norm_(
     norm = _norm(runtime, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
-            f"clip_grad_norm_: expected a finite gradient norm, got {norm.item()}: some gradient is NaN or "
-            "infinite; lower the learning rate, or pass error_if_nonfinite=False to leave the gradients as they are"
+            f"clip_grad_norm_: expected a finite gradient norm, got {norm.item()}: some gradient "
+            "is NaN or "
+            "infinite; lower the learning rate, or pass error_if_nonfinite=False to leave the "
+            "gradients as they are"
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
@@ -117,7 +124,8 @@ def _limbs(grad: Tensor, divisor: Tensor, norm_type: float) -> Tensor:
     while width > 1:
         width //= 2
         terms = terms[:, :width] + terms[:, width:]
-    # A NaN or infinite gradient is reported through the extremes; here it must not become an integer.
+    # A NaN or infinite gradient is reported through the extremes; here it must not become an
+    # integer.
     scaled = terms.double().nan_to_num(0.0, 0.0, 0.0) * _HIGH_SCALE
     high = scaled.floor()
     low = ((scaled - high) * _LOW_SCALE).floor()

@@ -1,13 +1,14 @@
-"""The gradients of one unit on this rank: packed, exchanged, summed in FP32, and shown to the optimizer.
+"""The gradients of one unit on this rank: packed, exchanged, summed in FP32, and shown to the
+optimizer.
 
     buffer        dtype   elements              lives
-    sent          wire    all                   during an exchange; kept when gradients are not sharded (ZeRO-0, 1)
+    sent          wire    all                   during an exchange; kept at ZeRO-0 and 1
     received      wire    all                   during an exchange: every rank's part of our slice
-    accumulated   grad    all                   from the first backward under `no_sync` to the next exchange
+    accumulated   grad    all                   from a backward under `no_sync` to the next exchange
     main_grad     grad    as `main`             from the first exchange on
 
-The visible gradient (`run.param.grad`) is what says that a gradient exists: once it is cleared, the next
-exchange overwrites `main_grad` and whatever was accumulated is dropped.
+The visible gradient (`run.param.grad`) is what says that a gradient exists: once it is cleared, the
+next exchange overwrites `main_grad` and whatever was accumulated is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from ..kernels import pack_, reduce_
 from .collectives import Collectives, Pending
 from .lanes import Event, Lane
 from .placements import Placement
-from .sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from .unit import UnitSpec
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class FlatRun:
-    """Consecutive tensors of a unit that one optimizer group updates: elements [start, stop) of `main`."""
+    """Consecutive tensors of a unit that one optimizer group updates: elements [start, stop) of
+    `main`.
+    """
 
     start: int
     stop: int
@@ -53,18 +55,23 @@ class Exchange:
 class UnitGradients:
     """Reduces a unit's gradients into `main_grad`, which lies like the unit's main parameters."""
 
-    def __init__(self, spec: UnitSpec, main_span: tuple[int, int], collectives: Collectives, pool: BufferPool) -> None:
+    def __init__(
+        self, spec: UnitSpec, main_span: tuple[int, int], collectives: Collectives, pool: BufferPool
+    ) -> None:
         self._spec = spec
         self._span = main_span
         self._collectives = collectives
         self._pool = pool
         self._keeps_sent = spec.placements.grads is not Placement.SHARD
         self._replicates = spec.placements.optimizer is Placement.REPLICATE
-        # In ascending order, gaps included: the order in which `pack_` checks its arguments fastest.
+        # In ascending order, gaps included: the order in which `pack_` checks its arguments
+        # fastest.
         self._order = spec.layout.order
         self._offsets = [spec.layout.segments[index].start for index in self._order]
         gaps = _gaps(spec.layout)
-        zeros = torch.zeros(max((stop - start for start, stop in gaps), default=0), dtype=spec.dtypes.wire)
+        zeros = torch.zeros(
+            max((stop - start for start, stop in gaps), default=0), dtype=spec.dtypes.wire
+        )
         zeros = zeros.to(pool.device)
         self._covering_offsets = sorted([*self._offsets, *(start for start, _ in gaps)])
         self._gap_inserts = [
@@ -104,7 +111,9 @@ class UnitGradients:
                 # What no gradient covers counts as zero, padding too: the optimizer sees all of it.
                 flat.zero_()
             offsets = [
-                offset for grad, offset in zip(grads, self._offsets, strict=True) if grad is not None
+                offset
+                for grad, offset in zip(grads, self._offsets, strict=True)
+                if grad is not None
             ]
             pack_(flat, present, offsets, accumulate=accumulate)
             return
@@ -116,7 +125,9 @@ class UnitGradients:
         """Allocate `main_grad` on first use; returns whether to accumulate into it."""
         if self.main_grad is None:
             with lane.allocating():
-                self.main_grad = self._pool.lease(self._span[1] - self._span[0], self._spec.dtypes.grad)
+                self.main_grad = self._pool.lease(
+                    self._span[1] - self._span[0], self._spec.dtypes.grad
+                )
         if not self.has_grad:
             return False
         for run in self.runs:
@@ -135,7 +146,9 @@ class UnitGradients:
         first = self._accumulated is None
         if self._accumulated is None:
             with lane.allocating():
-                self._accumulated = self._pool.lease(self._spec.layout.numel, self._spec.dtypes.grad)
+                self._accumulated = self._pool.lease(
+                    self._spec.layout.numel, self._spec.dtypes.grad
+                )
         target = self._accumulated
 
         def work() -> list[Pending]:
@@ -145,7 +158,9 @@ class UnitGradients:
         return Exchange(lane.submit(work), [], grads)
 
     def exchange(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
-        """Start to reduce this backward's gradients, and what was accumulated, into `main_grad` on `lane`."""
+        """Start to reduce this backward's gradients, and what was accumulated, into `main_grad` on
+        `lane`.
+        """
         grads = self._take(params)
         into_existing = self._prepare_main_grad(lane)
         if not into_existing:
@@ -170,7 +185,11 @@ class UnitGradients:
                 grads.clear()
             if received is sent or not sent.numel():
                 return []
-            return [self._collectives.exchange(received, sent, f"gradient exchange of unit '{self._spec.name}'")]
+            return [
+                self._collectives.exchange(
+                    received, sent, f"gradient exchange of unit '{self._spec.name}'"
+                )
+            ]
 
         def complete() -> list[Pending]:
             return self._reduce(received, into_existing)

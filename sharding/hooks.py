@@ -15,7 +15,9 @@ from .structures import map_tensors, tensors_in
 def install_hooks(
     module: nn.Module, group: UnitGroup, runtime: Runtime, *, input_dtype: torch.dtype | None = None
 ) -> None:
-    """Make `module`'s forward and backward drive `runtime`. Floating inputs are cast to `input_dtype`."""
+    """Make `module`'s forward and backward drive `runtime`. Floating inputs are cast to
+    `input_dtype`.
+    """
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if group.is_root:
@@ -36,7 +38,9 @@ def install_hooks(
     module.register_forward_hook(post_forward)
 
 
-def install_root_hooks(module: nn.Module, runtime: Runtime, *, output_dtype: torch.dtype | None) -> None:
+def install_root_hooks(
+    module: nn.Module, runtime: Runtime, *, output_dtype: torch.dtype | None
+) -> None:
     """What only the root has: state dicts see parameters at rest, and the output is cast."""
 
     def to_rest(*_: object) -> None:
@@ -47,12 +51,16 @@ def install_root_hooks(module: nn.Module, runtime: Runtime, *, output_dtype: tor
         submodule.register_state_dict_pre_hook(to_rest)
     module.register_load_state_dict_pre_hook(to_rest)
     if output_dtype is not None:
-        module.register_forward_hook(lambda _module, _args, output: cast_floating(output, output_dtype))
+        module.register_forward_hook(
+            lambda _module, _args, output: cast_floating(output, output_dtype)
+        )
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in it cast to `dtype`; integers and bools untouched."""
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+    """`value` with every floating-point tensor in it cast to `dtype`, the rest untouched."""
+    return map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
+    )
 
 
 def _watch_outputs(group: UnitGroup, runtime: Runtime, output: object) -> None:
@@ -65,8 +73,8 @@ def _watch_outputs(group: UnitGroup, runtime: Runtime, output: object) -> None:
     for tensor in tensors_in(output):
         if not tensor.requires_grad:
             continue
-        # On the node, not the tensor: an in-place change of the output keeps its node in the graph. A
-        # change through a view makes a new node for the view, but keeps the base's.
+        # On the node, not the tensor: an in-place change of the output keeps its node in the graph.
+        # A change through a view makes a new node for the view, but keeps the base's.
         sources = [tensor] if tensor._base is None else [tensor, tensor._base]
         for source in sources:
             node = source.grad_fn
@@ -82,4 +90,3 @@ def _watch_inputs(group: UnitGroup, runtime: Runtime, inputs: object) -> None:
         group.open_inputs += 1
         done: Callable[[Any], None] = lambda _grads: runtime.inputs_done(group)  # noqa: E731
         torch.autograd.graph.register_multi_grad_hook(tensors, done, mode="all")
-

@@ -1,17 +1,18 @@
-"""Lanes run work beside the compute: a CUDA stream with events, or a backend's own asynchronous operations.
+"""Lanes run work beside the compute: a CUDA stream with events, or a backend's own asynchronous
+operations.
 
-    lane          where work runs                            its event
-    StreamLane    a CUDA stream of its own                   the current stream waits; the host does not
-    DeferredLane  the caller starts it; its operations go    `advance` waits for them and runs the rest in the
-                  on in the backend's threads (CPU)          caller, `wait` for what that started
-    SerialLane    the caller, to the end                     nothing left to wait for
+    lane          where work runs              its event
+    StreamLane    a CUDA stream of its own     the current stream waits; the host does not
+    DeferredLane  the caller starts it, the    `advance` waits for the operations and runs the
+                  backend goes on (CPU)        rest in the caller, `wait` for what that started
+    SerialLane    the caller, to the end       nothing left to wait for
 
-A work is `start`, which begins operations, and `complete`, which needs them to have ended and may begin
-more. Each lane runs its work in order of submission, after all compute the caller had enqueued. On CPU
-there is no worker thread: with as many compute threads as cores it has no core to run on, and handing
-over a job costs more than packing a small unit. Buffers that a work writes are allocated inside
-`allocating()`; tensors from other streams that it reads must stay referenced until its event advanced,
-or the caching allocator hands their memory to the compute stream too early.
+A work is `start`, which begins operations, and `complete`, which needs them to have ended and may
+begin more. Each lane runs its work in order of submission, after all compute the caller had
+enqueued. On CPU there is no worker thread: with as many compute threads as cores it has no core to
+run on, and handing over a job costs more than packing a small unit. Buffers that a work writes are
+allocated inside `allocating()`; tensors from other streams that it reads must stay referenced until
+its event advanced, or the caching allocator hands their memory to the compute stream too early.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Optimizers over flat shards: an elementwise torch optimizer keeps its class, groups, options and state.
+"""Optimizers over flat shards: an elementwise torch optimizer keeps its class, groups, options and
+state.
 
-Its `param_groups` are re-pointed at flat 1-D parameters, one per unit and stretch of tensors that share a
-group. State of single tensors, if there is any, is laid into flat state in the same places.
+Its `param_groups` are re-pointed at flat 1-D parameters, one per unit and stretch of tensors that
+share a group. State of single tensors, if there is any, is laid into flat state in the same places.
 """
 
 from __future__ import annotations
@@ -58,6 +59,14 @@ class Location:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class _RunKey:
+    """Tensors next to each other share a flat parameter when they agree in this."""
+
+    group: int
+    scalar_state: tuple[object, ...]
+
+
 def check_elementwise(optimizer: torch.optim.Optimizer, *, declared: bool = False) -> None:
     """Refuse optimizers whose update of one element depends on others, since they see flat shards.
 
@@ -65,24 +74,31 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, declared: bool = Fals
 
     Raises:
         TypeError: no torch optimizer.
-        ValueError: an optimizer known not to be elementwise, or an unknown one that is not `declared`.
+        ValueError: an optimizer known not to be elementwise, or an unknown one that is not
+        `declared`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
     kind = type(optimizer)
     for base in kind.__mro__:
         if base.__name__ in _NOT_ELEMENTWISE:
             raise ValueError(
-                f"optimizer: expected an elementwise optimizer such as AdamW or SGD, got {kind.__name__}: "
+                "optimizer: expected an elementwise optimizer such as AdamW or SGD, got "
+                f"{kind.__name__}: "
                 f"{_NOT_ELEMENTWISE[base.__name__]}, which a flat shard does not hold"
             )
-    # torch wraps `step` anew in each class that is instantiated: compare what is inside. A subclass that
-    # overrides `step` may do anything.
+    # torch wraps `step` anew in each class that is instantiated: compare what is inside. A subclass
+    # that overrides `step` may do anything.
     step = inspect.unwrap(kind.step)
-    known = any(issubclass(kind, base) and step is inspect.unwrap(base.step) for base in _ELEMENTWISE)
+    known = any(
+        issubclass(kind, base) and step is inspect.unwrap(base.step) for base in _ELEMENTWISE
+    )
     if not known and not declared:
         raise ValueError(
-            f"optimizer: expected an optimizer known to be elementwise, got {kind.__module__}.{kind.__name__}; "
+            "optimizer: expected an optimizer known to be elementwise, got "
+            f"{kind.__module__}.{kind.__name__}; "
             "if each element's update depends on that element alone, pass elementwise=True"
         )
 
@@ -105,18 +121,22 @@ def locate_params(
             if location is None and param.is_floating_point():
                 raise ValueError(
                     f"optimizer: expected only parameters of the module, got a foreign one at "
-                    f"param_groups[{number}]['params'][{position}], shape {tuple(param.shape)}; make the optimizer "
-                    "from module.parameters() and pass both to fully_shard, or make it after fully_shard. The "
+                    f"param_groups[{number}]['params'][{position}], shape {tuple(param.shape)}; "
+                    "make the optimizer "
+                    "from module.parameters() and pass both to fully_shard, or make it after "
+                    "fully_shard. The "
                     f"module has {len(names)} parameters: {', '.join(names[:4])}, ..."
                 )
             located[-1].append(location)
     return located
 
 
-def rebind(optimizer: torch.optim.Optimizer, runtime: Runtime, located: list[list[Location | None]]) -> None:
+def rebind(
+    optimizer: torch.optim.Optimizer, runtime: Runtime, located: list[list[Location | None]]
+) -> None:
     """Point `optimizer` at flat runs of the runtime's units, and carry its state over."""
     old_state: dict[Location, dict[str, Any]] = {}
-    keys: dict[Location, tuple[object, ...]] = {}
+    keys: dict[Location, _RunKey] = {}
     flat_params: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
     for number, (group, places) in enumerate(zip(optimizer.param_groups, located, strict=True)):
         for param, location in zip(group["params"], places, strict=True):
@@ -125,26 +145,22 @@ def rebind(optimizer: torch.optim.Optimizer, runtime: Runtime, located: list[lis
                 continue
             state = dict(optimizer.state.get(param, {}))
             old_state[location] = state
-            keys[location] = (number, *_scalar_signature(state, param))
-    new_state: dict[Tensor, dict[str, Any]] = {}
-    for position, unit in enumerate(runtime.units):
-        unit.gradients.runs = _runs(unit, position, keys)
-        for run in unit.gradients.runs:
-            first = Location(position, run.indices[0])
-            if first not in keys:
-                continue
-            number = keys[first][0]
-            assert isinstance(number, int)
-            flat_params[number].append(run.param)
-            states = [old_state[Location(position, index)] for index in run.indices]
-            if states[0]:
-                new_state[run.param] = _flat_state(unit, run, states)
+            keys[location] = _RunKey(number, _scalar_signature(state, param))
     optimizer.state.clear()
-    optimizer.state.update(new_state)
+    for position, unit in enumerate(runtime.units):
+        for run in _regroup(unit, position, keys):
+            states = [old_state[Location(position, index)] for index in run.indices]
+            flat_params[keys[Location(position, run.indices[0])].group].append(run.param)
+            if states[0]:
+                optimizer.state[run.param] = _flat_state(unit, run, states)
     for group, params in zip(optimizer.param_groups, flat_params, strict=True):
         group["params"] = params
         if "param_names" in group:
             group["param_names"] = [f"flat_{place}" for place in range(len(params))]
+    _mark_stale_after_steps(optimizer, runtime)
+
+
+def _mark_stale_after_steps(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
     # Through `.data` an optimizer can change parameters without a trace in their version counters.
     reference = weakref.ref(runtime)
 
@@ -157,11 +173,17 @@ def rebind(optimizer: torch.optim.Optimizer, runtime: Runtime, located: list[lis
 
 def _has_shape(key: str, value: object, shape: Sequence[int]) -> bool:
     """Whether a state entry belongs to the parameter's elements one by one."""
-    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key not in _SCALAR_STATE
+    return (
+        isinstance(value, Tensor)
+        and tuple(value.shape) == tuple(shape)
+        and key not in _SCALAR_STATE
+    )
 
 
 def _scalar_signature(state: dict[str, Any], param: Tensor) -> tuple[object, ...]:
-    """What must agree for tensors to share flat state: the entries that are not shaped like the tensor."""
+    """What must agree for tensors to share flat state: the entries that are not shaped like the
+    tensor.
+    """
     entries: list[object] = []
     for key, value in sorted(state.items()):
         if _has_shape(key, value, param.shape):
@@ -173,17 +195,31 @@ def _scalar_signature(state: dict[str, Any], param: Tensor) -> tuple[object, ...
     return tuple(entries)
 
 
-def _runs(unit: Unit, position: int, keys: Mapping[Location, tuple[object, ...]]) -> list[FlatRun]:
+def _regroup(unit: Unit, position: int, keys: Mapping[Location, _RunKey]) -> list[FlatRun]:
+    """Cut the unit into runs of equal key; returns those that have one. Other optimizers' runs
+    stay.
+    """
+    old_runs = {index: run for run in unit.gradients.runs for index in run.indices}
     stretches: list[list[int]] = []
-    previous: object = object()
+    previous: object = None
     for index in unit.spec.layout.order:
-        key = keys.get(Location(position, index))
+        key: object = keys.get(Location(position, index), id(old_runs[index]))
         if stretches and key == previous:
             stretches[-1].append(index)
         else:
             stretches.append([index])
         previous = key
-    return [unit.make_run(tuple(stretch)) for stretch in stretches]
+    had_grad = unit.gradients.has_grad
+    runs = [
+        old
+        if (old := old_runs[stretch[0]]).indices == tuple(stretch)
+        else unit.make_run(tuple(stretch))
+        for stretch in stretches
+    ]
+    unit.gradients.runs = runs
+    if had_grad:
+        unit.gradients.publish()
+    return [run for run in runs if Location(position, run.indices[0]) in keys]
 
 
 def _flat_state(unit: Unit, run: FlatRun, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -199,14 +235,18 @@ def _flat_state(unit: Unit, run: FlatRun, states: Sequence[dict[str, Any]]) -> d
     return flat
 
 
-def find_runs(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[tuple[Unit, FlatRun, int]]:
+def find_runs(
+    runtime: Runtime, optimizer: torch.optim.Optimizer
+) -> list[tuple[Unit, FlatRun, int]]:
     """Every run that `optimizer` updates, with its unit and the number of its group.
 
     Raises:
         ValueError: `optimizer` is not bound to this model.
     """
     numbers = {
-        id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]
+        id(param): number
+        for number, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
     }
     found = [
         (unit, run, numbers.pop(id(run.param)))
@@ -217,7 +257,8 @@ def find_runs(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[tuple[
     if numbers:
         raise ValueError(
             "optimizer: expected the optimizer that fully_shard bound to this module, got one with "
-            f"{len(numbers)} other parameters; pass it to fully_shard or fully_shard_optimizer first"
+            f"{len(numbers)} other parameters; pass it to fully_shard or fully_shard_optimizer "
+            "first"
         )
     return found
 
@@ -229,7 +270,10 @@ def named_state(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str,
     Sharded tensors alias the live state; a parameter that has no state yet is left out.
     """
     groups: list[dict[str, Any]] = [
-        {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "params": []}
+        {
+            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+            "params": [],
+        }
         for group in optimizer.param_groups
     ]
     state: dict[str, dict[str, Any]] = {}
@@ -239,7 +283,9 @@ def named_state(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str,
             groups[number]["params"].append(name)
             if run.param in optimizer.state:
                 state[name] = {
-                    key: unit.sharded_view(value, index, base=run.start) if _is_flat(value, run) else value
+                    key: unit.sharded_view(value, index, base=run.start)
+                    if _is_flat(value, run)
+                    else value
                     for key, value in optimizer.state[run.param].items()
                 }
     return {"state": state, "param_groups": groups}
@@ -250,12 +296,15 @@ def _is_flat(value: object, run: FlatRun) -> bool:
 
 
 def prepare_state(
-    runtime: Runtime, optimizer: torch.optim.Optimizer, saved: Mapping[str, Mapping[str, Tensor | None]]
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Mapping[str, Tensor | None]],
 ) -> None:
-    """Make `optimizer`'s state have just the entries of a checkpoint, to be overwritten by its values.
+    """Make `optimizer`'s state have just the entries of a checkpoint, to be overwritten by its
+    values.
 
-    `saved` maps a parameter's name to its entries: a meta tensor for one with the parameter's shape, whose
-    dtype counts, and None for any other. A parameter that is absent loses its state.
+    `saved` maps a parameter's name to its entries: a meta tensor for one with the parameter's
+    shape, whose dtype counts, and None for any other. A parameter that is absent loses its state.
 
     Raises:
         ValueError: parameters that share flat state here have different entries in the checkpoint.
@@ -267,8 +316,10 @@ def prepare_state(
         for name in names:
             if set(saved.get(name, {})) != expected:
                 raise ValueError(
-                    f"optimizer state: expected one set of entries for all of {names}, which share flat state, "
-                    f"got {sorted(expected)} for '{names[0]}' and {sorted(saved.get(name, {}))} for '{name}'"
+                    f"optimizer state: expected one set of entries for all of {names}, which share "
+                    "flat state, "
+                    f"got {sorted(expected)} for '{names[0]}' and {sorted(saved.get(name, {}))} "
+                    f"for '{name}'"
                 )
     for unit, run, _ in found:
         entries = saved.get(unit.spec.names[run.indices[0]], {})
@@ -283,11 +334,13 @@ def prepare_state(
                 state[key] = torch.zeros_like(run.param, dtype=like.dtype, requires_grad=False)
 
 
-def load_scalars(runtime: Runtime, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
-    """Take what `loaded` (shaped like `named_state`) holds besides sharded tensors: options and counters."""
-    by_name = {
-        name: group for group in loaded["param_groups"] for name in group["params"]
-    }
+def load_scalars(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]
+) -> None:
+    """Take what `loaded` (shaped like `named_state`) holds besides sharded tensors: options and
+    counters.
+    """
+    by_name = {name: group for group in loaded["param_groups"] for name in group["params"]}
     for unit, run, number in find_runs(runtime, optimizer):
         name = unit.spec.names[run.indices[0]]
         for key, value in loaded["state"].get(name, {}).items():
@@ -296,4 +349,10 @@ def load_scalars(runtime: Runtime, optimizer: torch.optim.Optimizer, loaded: Map
         source = by_name.get(name)
         if source is not None:
             group = optimizer.param_groups[number]
-            group.update({key: value for key, value in source.items() if key not in ("params", "param_names")})
+            group.update(
+                {
+                    key: value
+                    for key, value in source.items()
+                    if key not in ("params", "param_names")
+                }
+            )

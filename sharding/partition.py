@@ -1,8 +1,10 @@
-"""Which parameter belongs to which communication unit: decided from the module tree alone, nothing changed.
+"""Which parameter belongs to which communication unit: decided from the module tree alone, nothing
+changed.
 
-Each parameter goes to the nearest enclosing module whose class is in `fsdp_unit_modules`, else to the root.
-A tied parameter that several units would own goes to the root. A module's parameters are then split by
-dtype and by whether they are trainable, and into buckets when `bucket_bytes` is given.
+Each parameter goes to the nearest enclosing module whose class is in `fsdp_unit_modules`, else to
+the root. A tied parameter that several units would own goes to the root. A module's parameters are
+then split by dtype and by whether they are trainable, and into buckets when `bucket_bytes` is
+given.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from .precision import MixedPrecisionPolicy, resolve_dtypes
 from .sharded_tensor import ShardedTensor
 
 UnitClass = type[nn.Module] | str
+Signature = list[tuple[str, tuple[int, ...], str, bool]]
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,12 +60,14 @@ def resolve_unit_classes(unit_modules: Iterable[UnitClass] | None) -> tuple[type
         resolved = _import_class(entry) if isinstance(entry, str) else entry
         if not (isinstance(resolved, type) and issubclass(resolved, nn.Module)):
             raise TypeError(
-                "fsdp_unit_modules: expected nn.Module classes or import paths like 'package.module.Block', "
+                "fsdp_unit_modules: expected nn.Module classes or import paths like "
+                "'package.module.Block', "
                 f"got {entry!r}"
             )
         if resolved in (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict):
             raise ValueError(
-                f"fsdp_unit_modules: expected classes with a forward, got {resolved.__name__}, which is never "
+                f"fsdp_unit_modules: expected classes with a forward, got {resolved.__name__}, "
+                "which is never "
                 "called; name the class of its elements"
             )
         classes.append(resolved)
@@ -75,7 +80,8 @@ def _import_class(path: str) -> object:
         return getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"fsdp_unit_modules: expected an import path like 'package.module.Block', got '{path}' ({error})"
+            f"fsdp_unit_modules: expected an import path like 'package.module.Block', got '{path}' "
+            f"({error})"
         ) from error
 
 
@@ -115,13 +121,13 @@ def _problem(param: nn.Parameter) -> str | None:
     if isinstance(param, DTensor):
         return "is a DTensor: pass a model with plain parameters"
     if param.is_meta:
-        return "is on the meta device: materialise and initialise it first (module.to_empty, reset_parameters)"
+        return "is on the meta device: materialise it first (module.to_empty, reset_parameters)"
     if not param.is_floating_point():
         if param.requires_grad:
             return f"has dtype {param.dtype} and requires grad: expected requires_grad=False"
         return None
     if param.dtype not in _SUPPORTED:
-        return f"has dtype {param.dtype}: expected float32, bfloat16 or float16; convert the model first"
+        return f"has dtype {param.dtype}: expected float32, bfloat16 or float16"
     return None
 
 
@@ -132,7 +138,8 @@ def partition(
     policy: MixedPrecisionPolicy,
     bucket_bytes: int | None,
 ) -> list[GroupPlan]:
-    """The groups of `module`, root first, then unit modules in registration order. Empty ones are left out.
+    """The groups of `module`, root first, then unit modules in registration order. Empty ones are
+    left out.
 
     Raises:
         ValueError: a unit class of which the model has no instance.
@@ -143,10 +150,13 @@ def partition(
         if name and isinstance(submodule, classes)
     }
     for cls in classes:
-        if not any(isinstance(submodule, cls) for submodule in matches.values()) and not isinstance(module, cls):
+        if not any(isinstance(submodule, cls) for submodule in matches.values()) and not isinstance(
+            module, cls
+        ):
             present = sorted({type(submodule).__name__ for submodule in module.modules()})
             raise ValueError(
-                f"fsdp_unit_modules: expected classes that the model contains, got {cls.__module__}."
+                "fsdp_unit_modules: expected classes that the model contains, got "
+                f"{cls.__module__}."
                 f"{cls.__qualname__}, which matches no module; the model has {', '.join(present)}"
             )
     module_names = {id(submodule): name for name, submodule in module.named_modules()}
@@ -155,7 +165,9 @@ def partition(
         owners = {_nearest(module_names[id(place)], matches) for place, _ in entry.places}
         owned[owners.pop() if len(owners) == 1 else ""].append(entry)
     return [
-        GroupPlan(name, matches.get(name, module), _split(members, policy, bucket_bytes), is_root=not name)
+        GroupPlan(
+            name, matches.get(name, module), _split(members, policy, bucket_bytes), is_root=not name
+        )
         for name, members in owned.items()
         if members or not name
     ]
@@ -189,7 +201,7 @@ def _split(
     return units
 
 
-def tree_signature(entries: Sequence[ParamEntry]) -> list[tuple[str, tuple[int, ...], str, bool]]:
+def tree_signature(entries: Sequence[ParamEntry]) -> Signature:
     """(name, shape, dtype, requires_grad) of every parameter, to compare between ranks."""
     return [
         (entry.name, tuple(entry.param.shape), str(entry.param.dtype), entry.param.requires_grad)

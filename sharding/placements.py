@@ -6,8 +6,9 @@
     2  optim_grads           replicate    shard        shard
     3  optim_grads_params    shard        shard        shard
 
-Placements say what lies in memory between two uses. A `partial` gradient is each rank's own full-size
-exchange buffer, kept for the next step; a `shard` is one of world-size equal slices of the flat buffer.
+Placements say what lies in memory between two uses. A `partial` gradient is each rank's own
+full-size exchange buffer, kept for the next step; a `shard` is one of world-size equal slices of
+the flat buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """A unit's placements along the data-parallel axis. Rows of the table above; see `STRATEGIES`."""
+    """A unit's placements along the data-parallel axis: a row of the table above."""
 
     name: str
     level: int
@@ -37,7 +38,9 @@ class Placements:
     def __post_init__(self) -> None:
         assert self.params is not Placement.PARTIAL and self.optimizer is not Placement.PARTIAL
         if self.params is Placement.SHARD:
-            assert self.optimizer is Placement.SHARD, "a replicated optimizer needs replicated parameters"
+            assert self.optimizer is Placement.SHARD, (
+                "a replicated optimizer needs replicated parameters"
+            )
         assert (self.grads is Placement.REPLICATE) == (self.optimizer is Placement.REPLICATE)
 
 
@@ -58,7 +61,9 @@ def resolve_strategy(strategy: int | str) -> Placements:
     """
     for placements in STRATEGIES:
         if strategy == placements.name or (
-            isinstance(strategy, int) and not isinstance(strategy, bool) and strategy == placements.level
+            isinstance(strategy, int)
+            and not isinstance(strategy, bool)
+            and strategy == placements.level
         ):
             return placements
     known = ", ".join(f"{p.level} or '{p.name}'" for p in STRATEGIES)

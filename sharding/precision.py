@@ -11,7 +11,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """Dtypes of a sharded model. `None` keeps what is there already. Allowed: float32, bfloat16, float16.
+    """Dtypes of a sharded model. `None` keeps what is there already. Allowed: float32, bfloat16,
+    float16.
 
     Args:
         param_dtype: dtype of the parameters in forward and backward (None: the model's own).
@@ -20,8 +21,9 @@ class MixedPrecisionPolicy:
             parameters' dtype). The sum over ranks is taken in FP32 whatever this says.
         grad_comm_dtype: dtype of gradients on the wire (None: the dtype autograd made, which is the
             parameters' compute dtype). The FP32 sum runs over these rounded values, in rank order.
-        output_dtype: dtype of the floating-point tensors that the root module returns (None: as they are).
-        cast_forward_inputs: cast the floating-point inputs of every unit's forward to its compute dtype
+        output_dtype: dtype of the floating-point tensors that the root module returns (None: as
+        they are). cast_forward_inputs: cast the floating-point inputs of every unit's forward to
+        its compute dtype
             when `param_dtype` is given.
 
     Raises:
@@ -40,7 +42,8 @@ class MixedPrecisionPolicy:
             value = getattr(self, entry.name)
             if entry.name != "cast_forward_inputs" and value is not None and value not in _FLOATS:
                 raise TypeError(
-                    f"MixedPrecisionPolicy.{entry.name}: expected None, torch.float32, torch.bfloat16 or "
+                    f"MixedPrecisionPolicy.{entry.name}: expected None, torch.float32, "
+                    "torch.bfloat16 or "
                     f"torch.float16; got {value!r}"
                 )
 

@@ -1,4 +1,6 @@
-"""From a device mesh (or nothing) to the two communicators of a sharded model. The only caller of new_group."""
+"""From a device mesh (or nothing) to the two communicators of a sharded model. The only caller of
+new_group.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True, slots=True)
 class DataParallelGroups:
-    """Two communicators over the same ranks, so that gathers and reductions never queue behind each other.
+    """Two communicators over the same ranks, so that gathers and reductions never queue behind each
+    other.
 
     Both are None at world size 1 without an initialised process group.
     """
@@ -41,8 +44,10 @@ def _initialize_from_environment() -> bool:
         count = torch.cuda.device_count()
         if local_rank >= count:
             raise RuntimeError(
-                f"local rank {local_rank}: expected at most one rank per GPU and this machine has {count}; "
-                f"start at most {count} ranks here, or hide the GPUs (CUDA_VISIBLE_DEVICES='') to run on CPU"
+                f"local rank {local_rank}: expected at most one rank per GPU and this machine has "
+                f"{count}; "
+                f"start at most {count} ranks here, or hide the GPUs (CUDA_VISIBLE_DEVICES='') to "
+                "run on CPU"
             )
         torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl")
@@ -56,11 +61,13 @@ def _mesh_group(mesh: DeviceMesh, axis_name: str | None) -> dist.ProcessGroup:
     if axis_name is not None and axis_name not in (names or ()):
         raise ValueError(
             f"dp_shard_dim: expected one of the mesh's dimension names {list(names or ())}, got "
-            f"'{axis_name}'; name the dimension when making the mesh (mesh_dim_names=...) or pass one of these"
+            f"'{axis_name}'; name the dimension when making the mesh (mesh_dim_names=...) or pass "
+            "one of these"
         )
     if axis_name is None and mesh.ndim != 1:
         raise ValueError(
-            f"dp_shard_dim: expected the name of the dimension to shard over, because device_mesh has "
+            "dp_shard_dim: expected the name of the dimension to shard over, because device_mesh "
+            "has "
             f"{mesh.ndim} dimensions {list(names or ())}; got None"
         )
     return mesh.get_group(axis_name if axis_name is not None else 0)
@@ -73,19 +80,23 @@ def data_parallel_groups(mesh: DeviceMesh | None, axis_name: str | None) -> Data
         ValueError: wrong or missing dimension name.
         RuntimeError: more ranks than GPUs on this machine.
     """
+    group: dist.ProcessGroup | None
     if mesh is not None:
         group = _mesh_group(mesh, axis_name)
     elif axis_name is not None:
-        raise ValueError(f"dp_shard_dim: expected a device_mesh that has dimension '{axis_name}', got none")
+        raise ValueError(
+            f"dp_shard_dim: expected a device_mesh that has dimension '{axis_name}', got none"
+        )
     elif _initialize_from_environment():
         group = dist.group.WORLD
     else:
         return DataParallelGroups(0, 1, _default_device(), None, None)
     assert group is not None
-    device = torch.device(mesh.device_type) if mesh is not None else _default_device()
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    on_cpu = mesh is not None and mesh.device_type == "cpu"
+    device = torch.device("cpu") if on_cpu else _default_device()
     ranks = dist.get_process_group_ranks(group)
     # Members alone take part, so that other ranks of a larger mesh need not call.
-    reduce_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="sidestream_reduce")
+    reduce_group = dist.new_group(
+        ranks, use_local_synchronization=True, group_desc="sidestream_reduce"
+    )
     return DataParallelGroups(dist.get_rank(group), len(ranks), device, group, reduce_group)

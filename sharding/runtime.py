@@ -1,7 +1,9 @@
-"""Runs the schedule: turns what happens in forward and backward into gathers, exchanges and releases.
+"""Runs the schedule: turns what happens in forward and backward into gathers, exchanges and
+releases.
 
-`hooks.py` calls the event methods below; `schedule.py` states the order they lead to. Order of use is
-recorded and only ever a hint for the next gather; the order of exchanges is agreed between the ranks.
+`hooks.py` calls the event methods below; `schedule.py` states the order they lead to. Order of use
+is recorded and only ever a hint for the next gather; the order of exchanges is agreed between the
+ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class UnitGroup:
 
     @property
     def has_frozen(self) -> bool:
-        """Whether a unit is gathered whose parameters get no gradient, so that no gradient ends its use."""
+        """Whether a unit is gathered whose parameters get no gradient, so that no gradient ends its
+        use.
+        """
         return any(not unit.needs_reduction for unit in self.units)
 
 
@@ -86,7 +90,7 @@ class Runtime:
         self._position = {index: place for place, index in enumerate(self._forward_order)}
         self._seen: list[int] = []
         self._exchange_order = [unit.spec.index for unit in reversed(self.units)]
-        self._order_agreed = collectives.world_size == 1 or len(self.units) < 2
+        self._order_agreed = collectives.world_size == 1 or len(self.units) == 1
 
     @property
     def prefetch(self) -> int:
@@ -180,7 +184,9 @@ class Runtime:
             self._release_frozen(self._group_of[id(unit)])
 
     def inputs_done(self, group: UnitGroup) -> None:
-        """The gradients of one call's inputs are there: nothing before them needs frozen parameters."""
+        """The gradients of one call's inputs are there: nothing before them needs frozen
+        parameters.
+        """
         group.open_inputs -= 1
         if self._backward is not None:
             self._release_frozen(group)
@@ -198,10 +204,11 @@ class Runtime:
     def _enter_backward(self) -> None:
         if self._backward is None:
             self._backward = _Backward(sync=self.sync)
-            Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[no-untyped-call]
+            Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _launch_in_order(self, backward: _Backward, *, all_of_them: bool = False) -> None:
-        # One order on every rank, whichever gradients exist: otherwise exchanges would pair up wrongly.
+        # One order on every rank, whichever gradients exist: otherwise exchanges would pair up
+        # wrongly.
         while backward.next_in_order < len(self._exchange_order):
             unit = self.units[self._exchange_order[backward.next_in_order]]
             if unit.needs_reduction:
@@ -267,7 +274,9 @@ class Runtime:
             unit.install_sharded()
 
     def recover(self) -> None:
-        """Forget a backward that an exception ended: its gradients, its exchanges, what it accumulated."""
+        """Forget a backward that an exception ended: its gradients, its exchanges, what it
+        accumulated.
+        """
         backward, self._backward = self._backward, None
         if backward is not None:
             self._finish_exchanges(backward)
@@ -278,7 +287,9 @@ class Runtime:
         self.rest()
 
     def mark_stale(self) -> None:
-        """The optimizer stepped: gathered parameters that stay must be refreshed before their next use."""
+        """The optimizer stepped: gathered parameters that stay must be refreshed before their next
+        use.
+        """
         for unit in self.units:
             unit.mark_stale()
 

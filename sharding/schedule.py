@@ -1,14 +1,15 @@
-"""One training step as a plan: ordered steps, the lane each runs on, what each must wait for. No CUDA, no ranks.
+"""One training step as a plan: ordered steps, the lane each runs on, what each must wait for. No
+CUDA, no ranks.
 
     lane      steps
     compute   FINISH_GATHER, FORWARD, BACKWARD, RELEASE, FINISH_EXCHANGE, STEP
     gather    GATHER
     reduce    EXCHANGE (pack, all-to-all, sum in FP32), ACCUMULATE (pack only)
 
-Steps of one lane run in order; between lanes only `waits` orders them. Every step names what it reads and
-writes, and `plan_step` derives the fewest waits that keep those in order: `find_hazards` proves that they
-suffice, and finds a hazard when any one of them is taken away. The runtime follows the same order; its
-`Trace` of a step is compared with the plan by the tests.
+Steps of one lane run in order; between lanes only `waits` orders them. Every step names what it
+reads and writes, and `plan_step` derives the fewest waits that keep those in order: `find_hazards`
+proves that they suffice, and finds a hazard when any one of them is taken away. The runtime follows
+the same order; its `Trace` of a step is compared with the plan by the tests.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Step:
 
 @dataclass(slots=True)
 class Trace:
-    """What the runtime did, step by step, while `steps` is a list; costs nothing while it is None."""
+    """What the runtime did, step by step, while `steps` is a list; free while it is None."""
 
     steps: list[tuple[Kind, int]] | None = None
 
@@ -96,7 +97,9 @@ class _Planner:
     def frees(self) -> bool:
         return self.options.placements.params is Placement.SHARD
 
-    def add(self, kind: Kind, unit: int, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> None:
+    def add(
+        self, kind: Kind, unit: int, reads: Sequence[str] = (), writes: Sequence[str] = ()
+    ) -> None:
         lane = _LANES.get(kind, "compute")
         self.steps.append(Step(kind, unit, lane, frozenset(reads), frozenset(writes)))
 
@@ -130,7 +133,11 @@ class _Planner:
         slot = self.num_exchanges % self.options.max_exchanges
         self.num_exchanges += 1
         kind = Kind.EXCHANGE if self.options.sync else Kind.ACCUMULATE
-        buffers = [f"buffers {slot}", f"main_grad {unit}"] if self.options.sync else [f"accumulated {unit}"]
+        buffers = (
+            [f"buffers {slot}", f"main_grad {unit}"]
+            if self.options.sync
+            else [f"accumulated {unit}"]
+        )
         self.add(kind, unit, [f"grads {unit}"], buffers)
         self.in_flight.append((unit, slot))
 
@@ -140,24 +147,29 @@ class _Planner:
         self.add(Kind.FINISH_EXCHANGE, unit, writes=[f"buffers {slot}", f"grads {unit}"])
 
     def forward(self) -> None:
+        units = [unit for group in self.groups for unit in group.units]
         if not self.frees and self.options.prefetch:
-            for group in self.groups:
-                for unit in group.units:
-                    self.start_gather(unit)
-        for place, group in enumerate(self.groups):
-            for unit in group.units:
+            for unit in units:
                 self.start_gather(unit)
-            self.prefetch(place, 1, set())
-            for unit in group.units:
-                self.finish_gather(unit)
-                self.add(Kind.FORWARD, unit, [f"params {unit}"])
-            if group.reshard_after_forward and not group.is_root:
-                for unit in group.units:
-                    self.release(unit)
+        for place, group in enumerate(self.groups):
+            self.use(place, group)
         for group in self.groups:
             if group.is_root and group.reshard_after_forward:
-                for unit in group.units:
-                    self.release(unit)
+                self.release_all(group.units)
+
+    def use(self, place: int, group: PlanGroup) -> None:
+        for unit in group.units:
+            self.start_gather(unit)
+        self.prefetch(place, 1, set())
+        for unit in group.units:
+            self.finish_gather(unit)
+            self.add(Kind.FORWARD, unit, [f"params {unit}"])
+        if group.reshard_after_forward and not group.is_root:
+            self.release_all(group.units)
+
+    def release_all(self, units: Sequence[int]) -> None:
+        for unit in units:
+            self.release(unit)
 
     def backward(self) -> None:
         roots = [place for place, group in enumerate(self.groups) if group.is_root]
@@ -173,8 +185,7 @@ class _Planner:
             self.leave(self.groups[place], done, waiting)
         while self.in_flight:
             self.finish_exchange()
-        for unit in sorted(self.gathered):
-            self.release(unit)
+        self.release_all(sorted(self.gathered))
 
     def enter(self, group: PlanGroup, place: int, done: set[int]) -> None:
         for unit in group.units:
@@ -236,11 +247,9 @@ def _with_waits(steps: Sequence[Step]) -> tuple[Step, ...]:
             known = before[last_on_lane[step.lane]] | {last_on_lane[step.lane]}
         waits = []
         for earlier in reversed(range(position)):
-            if earlier not in known and _conflict(ordered[earlier], step):
-                waits.append(earlier)
-                known |= before[earlier] | {earlier}
-            # A host step that ends another lane's step waits for it whether or not data conflicts yet.
-            elif earlier not in known and _ends(step, ordered[earlier]):
+            # A host step that ends another lane's step waits for it, whether data conflict or not.
+            ordering = _conflict(ordered[earlier], step) or _ends(step, ordered[earlier])
+            if earlier not in known and ordering:
                 waits.append(earlier)
                 known |= before[earlier] | {earlier}
         ordered.append(
@@ -257,7 +266,9 @@ def _ends(step: Step, earlier: Step) -> bool:
 
 
 def find_hazards(steps: Sequence[Step]) -> list[tuple[int, int]]:
-    """Positions of every two steps that touch the same data, one of them writing, in no certain order."""
+    """Positions of every two steps that touch the same data, one of them writing, in no certain
+    order.
+    """
     before = _predecessors(steps)
     return [
         (first, second)

@@ -1,4 +1,4 @@
-"""Tensors inside what a forward takes and returns: nested lists, tuples, mappings and dataclasses."""
+"""Tensors inside what a forward takes and returns: nested containers and dataclasses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `function` applied to every tensor; containers keep their types, the rest its identity."""
+    """`value` with `function` applied to every tensor; containers keep their types, the rest its
+    identity.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, MutableMapping):
@@ -40,10 +42,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, list):
         return type(value)(map_tensors(function, item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        mapped = copy.copy(value)
+        changed = copy.copy(value)
         for entry in dataclasses.fields(value):
             if hasattr(value, entry.name):
                 # Frozen dataclasses forbid plain assignment.
-                object.__setattr__(mapped, entry.name, map_tensors(function, getattr(value, entry.name)))
-        return mapped
+                object.__setattr__(
+                    changed, entry.name, map_tensors(function, getattr(value, entry.name))
+                )
+        return changed
     return value

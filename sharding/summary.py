@@ -1,4 +1,6 @@
-"""What a sharded model costs: bytes at rest and at peak on this rank, and bytes on the wire per step."""
+"""What a sharded model costs: bytes at rest and at peak on this rank, and bytes on the wire per
+step.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from .unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class UnitSummary:
-    """One unit's row. Bytes are this rank's; `sent_bytes` are what it sends in one step with one backward."""
+    """One unit's row. Bytes are this rank's; `sent_bytes` are what it sends in one step with one
+    backward.
+    """
 
     name: str
     num_params: int
@@ -32,7 +36,7 @@ class UnitSummary:
 
     @property
     def bytes_at_rest(self) -> int:
-        """Parameters and gradients between two steps, from the first step on; no optimizer state."""
+        """Parameters and gradients between steps, after the first; no optimizer state."""
         return self.main_bytes + self.compute_bytes_at_rest + self.grad_bytes
 
 
@@ -48,7 +52,17 @@ class Summary:
     sent_bytes_per_step: int
 
     def __str__(self) -> str:
-        header = ("unit", "tensors", "elements", "compute", "wire", "at rest", "gathered", "gathers", "sent/step")
+        header = (
+            "unit",
+            "tensors",
+            "elements",
+            "compute",
+            "wire",
+            "at rest",
+            "gathered",
+            "gathers",
+            "sent/step",
+        )
         rows = [header]
         for unit in self.units:
             rows.append(
@@ -76,8 +90,10 @@ class Summary:
         numel = sum(unit.numel for unit in self.units)
         lines.append(
             f"{self.strategy}, world {self.world_size}, {numel:,} elements; per rank: "
-            f"{_mib(self.bytes_at_rest)} at rest (parameters and gradients, without optimizer state), "
-            f"at most {_mib(self.peak_bytes)} with buffers, {_mib(self.sent_bytes_per_step)} sent per step"
+            f"{_mib(self.bytes_at_rest)} at rest (parameters and gradients, without optimizer "
+            "state), "
+            f"at most {_mib(self.peak_bytes)} with buffers, {_mib(self.sent_bytes_per_step)} sent "
+            "per step"
         )
         return "\n".join(lines)
 
@@ -91,7 +107,8 @@ def _mib(nbytes: int) -> str:
 
 
 def summary(module: nn.Module) -> Summary:
-    """Units, parameters, dtypes, bytes at rest and gathered, and wire bytes per step of a sharded module.
+    """Units, parameters, dtypes, bytes at rest and gathered, and wire bytes per step of a sharded
+    module.
 
     Exact, by arithmetic on the layouts; nothing is run.
 
@@ -153,10 +170,12 @@ def _row(unit: Unit, group: UnitGroup, world_size: int) -> UnitSummary:
 
 
 def _transient_bytes(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> int:
-    """The most that gathered parameters and exchange buffers take at once, under plain use of every unit.
+    """The most that gathered parameters and exchange buffers take at once, under plain use of every
+    unit.
 
-    Gathered: what stays from forward to backward, and the largest others, as many as the prefetch reaches.
-    Exchanging: two exchanges, the largest, each with what it sends (unless kept) and what it receives.
+    Gathered: what stays from forward to backward, and the largest others, as many as the prefetch
+    reaches. Exchanging: two exchanges, the largest, each with what it sends (unless kept) and what
+    it receives.
     """
     gathered, kept = [], 0
     for group in runtime.groups:
@@ -167,7 +186,9 @@ def _transient_bytes(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> int:
             gathered.append(nbytes)
     ahead = runtime.prefetch + 1
     buffers = sorted((_exchange_bytes(unit, runtime) for unit in runtime.units), reverse=True)
-    return kept + sum(sorted(gathered, reverse=True)[:ahead]) + sum(buffers[:MAX_EXCHANGES_IN_FLIGHT])
+    return (
+        kept + sum(sorted(gathered, reverse=True)[:ahead]) + sum(buffers[:MAX_EXCHANGES_IN_FLIGHT])
+    )
 
 
 def _exchange_bytes(unit: Unit, runtime: Runtime) -> int:

@@ -1,12 +1,13 @@
-"""One communication unit: some parameters of one module, their flat buffers, and the unit's life cycle.
+"""One communication unit: some parameters of one module, their flat buffers, and the unit's life
+cycle.
 
-    copy         dtype     elements               at rest                    in use
-    main         main      own slice (Z0: all)    what the user and the      updated by the optimizer
-                                                  optimizer see
-    gathered     compute   all                    freed when parameters      parameters of forward and backward
-                                                  are sharded (ZeRO-3)
+    copy         dtype     elements               what for
+    main         main      own slice (Z0: all)    what the user sees and the optimizer updates
+    gathered     compute   all                    forward and backward; freed between two uses
+                                                  when parameters are sharded (ZeRO-3)
 
-Where `main` and `gathered` have one dtype and parameters are replicated, `main` is a view of `gathered`.
+Where `main` and `gathered` have one dtype and parameters are replicated, `main` is a view of
+`gathered`.
 
     SHARDED --gather--> GATHERING --finish_gather--> GATHERED --release--> SHARDED
 """
@@ -48,7 +49,9 @@ _TRANSITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """What a unit is, decided before anything is allocated. `names` are parameter FQNs, in layout order."""
+    """What a unit is, decided before anything is allocated. `names` are parameter FQNs, in layout
+    order.
+    """
 
     index: int
     name: str
@@ -60,7 +63,9 @@ class UnitSpec:
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """One place in a module's `_parameters` that holds tensor `index` of a unit. Tied weights have several."""
+    """One place in a module's `_parameters` that holds tensor `index` of a unit. Tied weights have
+    several.
+    """
 
     # The dictionary, not the module: a reference to the module would keep it alive for ever.
     parameters: dict[str, nn.Parameter | None]
@@ -71,8 +76,12 @@ class ParamSlot:
 class Unit:
     """Owns the memory of one `UnitSpec` on this rank and moves it through its life cycle."""
 
-    def __init__(self, spec: UnitSpec, full: Tensor, collectives: Collectives, pool: BufferPool) -> None:
-        """`full` [layout.numel], main dtype, leased from `pool`: the initial values, taken over by the unit."""
+    def __init__(
+        self, spec: UnitSpec, full: Tensor, collectives: Collectives, pool: BufferPool
+    ) -> None:
+        """`full` [layout.numel], main dtype, leased from `pool`: the initial values, taken over by
+        the unit.
+        """
         self.spec = spec
         self.state = UnitState.SHARDED
         self._collectives = collectives
@@ -81,7 +90,9 @@ class Unit:
         self._frees = spec.placements.params is Placement.SHARD
         self._replicates_main = spec.placements.optimizer is Placement.REPLICATE
         layout = spec.layout
-        self.main_span = (0, layout.numel) if self._replicates_main else layout.shard_range(self._rank)
+        self.main_span = (
+            (0, layout.numel) if self._replicates_main else layout.shard_range(self._rank)
+        )
         shares_memory = not self._frees and spec.dtypes.compute == spec.dtypes.main
         gathered = full if shares_memory else pool.lease(layout.numel, spec.dtypes.compute)
         self._gathered = FlatBuffer(gathered, layout)
@@ -92,8 +103,8 @@ class Unit:
             self.main = own
             pool.release(full)
         self._shares_memory = shares_memory
-        # Collectives write through these: `.data` has a version counter of its own, so that tensors which
-        # autograd saved from an earlier gather of the same weights stay valid.
+        # Collectives write through these: `.data` has a version counter of its own, so that tensors
+        # which autograd saved from an earlier gather of the same weights stay valid.
         self._target = FlatBuffer(gathered.data, layout)
         self._target_slices = self._target.shards()
         # Views have to be made while there is memory; they outlive it.
@@ -117,7 +128,12 @@ class Unit:
 
     # ---- construction
 
-    def attach(self, requires_grad: list[bool], slots: tuple[ParamSlot, ...], on_ready: Callable[[Unit], None]) -> None:
+    def attach(
+        self,
+        requires_grad: list[bool],
+        slots: tuple[ParamSlot, ...],
+        on_ready: Callable[[Unit], None],
+    ) -> None:
         """Make the two faces of every parameter and put the sharded one into the modules.
 
         `on_ready` is called in backward once all trainable parameters have their gradients.
@@ -129,7 +145,9 @@ class Unit:
         ]
         proxy = weakref.proxy(self)
         for index, trainable in enumerate(requires_grad):
-            self.sharded.append(self.sharded_view(self.main, index, requires_grad=trainable, grad_source=proxy))
+            self.sharded.append(
+                self.sharded_view(self.main, index, requires_grad=trainable, grad_source=proxy)
+            )
         self._indices = {id(tensor): index for index, tensor in enumerate(self.sharded)}
         self._grad_views = [None] * len(self.params)
         self._grad_hooks = [False] * len(self.params)
@@ -150,7 +168,9 @@ class Unit:
         requires_grad: bool = False,
         grad_source: GradSource | None = None,
     ) -> ShardedTensor:
-        """Tensor `index` as a sharded tensor over `flat`, which lies like `main` from element `base` on."""
+        """Tensor `index` as a sharded tensor over `flat`, which lies like `main` from element
+        `base` on.
+        """
         layout = self.spec.layout
         start, stop = layout.overlap(index, self.main_span)
         base = layout.segments[index].start - self.main_span[0] - base
@@ -173,7 +193,9 @@ class Unit:
         """A flat parameter over tensors `indices`, which must be consecutive in the layout."""
         layout = self.spec.layout
         position = layout.order.index(indices[0])
-        assert layout.order[position : position + len(indices)] == indices, "a run must be contiguous"
+        assert layout.order[position : position + len(indices)] == indices, (
+            "a run must be contiguous"
+        )
         after = position + len(indices)
         last = after == len(layout.order)
         stop = layout.numel if last else layout.segments[layout.order[after]].start
@@ -182,7 +204,9 @@ class Unit:
         stop = min(max(stop, low), high) - low
         trainable = any(self.params[i].requires_grad for i in indices)
         with torch.no_grad():
-            return FlatRun(start, stop, indices, nn.Parameter(self.main[start:stop], requires_grad=trainable))
+            return FlatRun(
+                start, stop, indices, nn.Parameter(self.main[start:stop], requires_grad=trainable)
+            )
 
     # ---- parameters in and out of the modules
 
@@ -202,8 +226,10 @@ class Unit:
 
     def _replaced(self, sharded: ShardedTensor, current: object) -> RuntimeError:
         return RuntimeError(
-            f"parameter '{sharded.name}' of unit '{self.spec.name}': expected the object that fully_shard put "
-            f"there, got {type(current).__name__}; load values with copy_ or load_state_dict(assign=False), and "
+            f"parameter '{sharded.name}' of unit '{self.spec.name}': expected the object that "
+            "fully_shard put "
+            f"there, got {type(current).__name__}; load values with copy_ or "
+            "load_state_dict(assign=False), and "
             "tie or replace parameters before fully_shard"
         )
 
@@ -216,10 +242,14 @@ class Unit:
         for run in self.gradients.runs:
             flags = {self.sharded[index].requires_grad for index in run.indices}
             if len(flags) > 1:
-                frozen = [self.spec.names[i] for i in run.indices if not self.sharded[i].requires_grad]
+                frozen = [
+                    self.spec.names[i] for i in run.indices if not self.sharded[i].requires_grad
+                ]
                 raise RuntimeError(
-                    f"unit '{self.spec.name}': expected all parameters that share one flat optimizer parameter "
-                    f"to be trainable or all frozen, got frozen {frozen} beside trainable ones; freeze them "
+                    f"unit '{self.spec.name}': expected all parameters that share one flat "
+                    "optimizer parameter "
+                    f"to be trainable or all frozen, got frozen {frozen} beside trainable ones; "
+                    "freeze them "
                     "before fully_shard"
                 )
             run.param.requires_grad_(flags.pop())
@@ -252,7 +282,8 @@ class Unit:
     def _move(self, state: UnitState) -> None:
         if (self.state, state) not in _TRANSITIONS:
             raise RuntimeError(
-                f"unit '{self.spec.name}': expected a state that can go to {state.value}, it is {self.state.value}"
+                f"unit '{self.spec.name}': expected a state that can go to {state.value}, it is "
+                f"{self.state.value}"
             )
         self.state = state
 
@@ -316,7 +347,9 @@ class Unit:
         return self.num_trainable > 0
 
     def reduce(self, lane: Lane, *, sync: bool) -> Exchange:
-        """Start to reduce this backward's gradients over the ranks, or (not `sync`) to add them up locally."""
+        """Start to reduce this backward's gradients over the ranks, or (not `sync`) to add them up
+        locally.
+        """
         self.pending_grads = self.num_trainable
         start = self.gradients.exchange if sync else self.gradients.accumulate
         return start(self.params, lane)

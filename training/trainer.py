@@ -32,7 +32,7 @@ from ..sharding import (
 )
 from . import checkpoints
 from .checkpoints import SavedRun
-from .data import Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed
+from .data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed
 from .errors import OptionsError
 from .model import VOCAB_SIZE, Block, build_model, model_config
 from .optimization import build_optimizer, learning_rate
@@ -157,13 +157,18 @@ def _build(plan: Plan, place: Place, device: torch.device) -> Run:
 def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
     options, corpus, place = run.plan.options, run.plan.corpus, run.place
     reporter.note(
-        f"data: {corpus.num_bytes / 2**20:.1f} MiB in {corpus.num_files} files from {corpus.source}"
+        f"data: {corpus.num_bytes / MIB:.1f} MiB in {corpus.num_files} files from {corpus.source}"
     )
     reporter.note(
         f"model: {options.model}, {run.num_parameters:,} parameters; {_ranks(place.world_size)} "
         f"on {run.device.type} "
         f"({device_reason}); ZeRO-{options.zero}, {options.compute} compute, {options.grad_wire} "
         "gradients on the wire"
+    )
+    cost = summary(run.module)
+    reporter.note(
+        f"each rank: {cost.bytes_at_rest / MIB:.1f} MiB of parameters and gradients at rest, "
+        f"{cost.sent_bytes_per_step / MIB:.1f} MiB sent a step"
     )
     saved = run.plan.resume_from
     if saved is not None:

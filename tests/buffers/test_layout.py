@@ -13,7 +13,9 @@ WORLDS = st.integers(1, 9)
 
 
 @given(SHAPES, WORLDS)
-def test_every_element_of_every_tensor_has_one_owner(shapes: list[tuple[int, ...]], world_size: int) -> None:
+def test_every_element_of_every_tensor_has_one_owner(
+    shapes: list[tuple[int, ...]], world_size: int
+) -> None:
     layout = flat_layout(shapes, world_size)
     for index, shape in enumerate(shapes):
         cuts = [layout.interval(index, rank) for rank in range(world_size)]
@@ -22,7 +24,9 @@ def test_every_element_of_every_tensor_has_one_owner(shapes: list[tuple[int, ...
 
 
 @given(SHAPES, WORLDS)
-def test_blocks_straddle_neither_tensors_nor_ranks(shapes: list[tuple[int, ...]], world_size: int) -> None:
+def test_blocks_straddle_neither_tensors_nor_ranks(
+    shapes: list[tuple[int, ...]], world_size: int
+) -> None:
     layout = flat_layout(shapes, world_size)
     owner = [None] * (layout.numel // BLOCK_NUMEL)
     for index, segment in enumerate(layout.segments):
@@ -37,14 +41,18 @@ def test_blocks_straddle_neither_tensors_nor_ranks(shapes: list[tuple[int, ...]]
 
 
 @given(SHAPES, WORLDS)
-def test_padding_is_less_than_a_block_per_tensor_and_rank(shapes: list[tuple[int, ...]], world_size: int) -> None:
+def test_padding_is_less_than_a_block_per_tensor_and_rank(
+    shapes: list[tuple[int, ...]], world_size: int
+) -> None:
     layout = flat_layout(shapes, world_size)
     assert 0 <= layout.padding_numel < max(1, BLOCK_NUMEL * (len(shapes) + world_size))
 
 
 def test_padding_of_a_real_block_is_under_one_percent() -> None:
     width = 512
-    block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] + [(width,)] * 6
+    block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] + [
+        (width,)
+    ] * 6
     for world_size in (2, 3, 7, 64):
         layout = flat_layout(block, world_size)
         assert layout.padding_numel <= 0.01 * layout.numel
@@ -67,7 +75,9 @@ def test_nothing_to_lay_out() -> None:
     assert flat_layout([(0, 4)], 3).numel == 0
 
 
-@pytest.mark.parametrize(("shapes", "world_size"), [([(2,)], 0), ([(-1,)], 1)], ids=["world 0", "size -1"])
+@pytest.mark.parametrize(
+    ("shapes", "world_size"), [([(2,)], 0), ([(-1,)], 1)], ids=["world 0", "size -1"]
+)
 def test_refuses(shapes: list[tuple[int, ...]], world_size: int) -> None:
     with pytest.raises(ValueError, match="expected"):
         flat_layout(shapes, world_size)

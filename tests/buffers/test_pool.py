@@ -1,4 +1,6 @@
-"""Tests of flat buffers and of the pool: views, exact byte counts, and views that outlive their storage."""
+"""Tests of flat buffers and of the pool: views, exact byte counts, and views that outlive their
+storage.
+"""
 
 import pytest
 import torch

@@ -89,12 +89,12 @@ def check_reduce(target, parts, out, world, accumulate):
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["copy", "accumulate"])
 @pytest.mark.parametrize("unpack", [False, True], ids=["pack", "unpack"])
-@pytest.mark.parametrize("flat", ["*fp32", "*bf16"])
+@pytest.mark.parametrize("flat", ["*fp32", "*bf16", "*fp16"])
 def test_pack_on_hopper(flat, unpack, accumulate):
     check_pack("sm_90", flat, unpack, accumulate)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8, 9, 64], ids="world {}".format)
+@pytest.mark.parametrize("world", [2, 8, 64], ids="world {}".format)
 @pytest.mark.parametrize(
     ("parts", "out"), [("*bf16", "*fp32"), ("*fp32", "*fp32"), ("*fp32", "*bf16")]
 )
@@ -105,7 +105,6 @@ def test_reduce_on_hopper(parts, out, world):
 @pytest.mark.parametrize("target", [target for target in NVIDIA if target != "sm_90"])
 def test_other_nvidia_targets(target):
     check_pack(target, "*fp32", unpack=False, accumulate=True)
-    check_pack(target, "*fp16", unpack=True, accumulate=False)
     check_reduce(target, "*bf16", "*fp32", 8, accumulate=True)
 
 

@@ -57,7 +57,12 @@ def double_parameter(model: nn.Module) -> None:
 
 Change = Callable[[nn.Module], None]
 BAD: dict[str, tuple[type[Exception], str, dict[str, Any], Change | None]] = {
-    "unknown strategy": (ValueError, r"zero_dp_strategy: expected one of 0 or 'no_shard'.*got 7", {"zero_dp_strategy": 7}, None),
+    "unknown strategy": (
+        ValueError,
+        r"zero_dp_strategy: expected one of 0 or 'no_shard'.*got 7",
+        {"zero_dp_strategy": 7},
+        None,
+    ),
     "strategy name": (ValueError, "got 'zero3'", {"zero_dp_strategy": "zero3"}, None),
     "strategy True": (ValueError, "got True", {"zero_dp_strategy": True}, None),
     "unit that matches nothing": (
@@ -66,27 +71,59 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any], Change | None]] = {
         {"fsdp_unit_modules": [nn.Conv2d]},
         None,
     ),
-    "unit path": (ValueError, "got 'nowhere.Block'", {"fsdp_unit_modules": ["nowhere.Block"]}, None),
+    "unit path": (
+        ValueError,
+        "got 'nowhere.Block'",
+        {"fsdp_unit_modules": ["nowhere.Block"]},
+        None,
+    ),
     "unit path without module": (ValueError, "got 'Block'", {"fsdp_unit_modules": "Block"}, None),
-    "unit that is no module": (TypeError, "expected nn.Module classes", {"fsdp_unit_modules": [int]}, None),
-    "container as unit": (ValueError, "ModuleList, which is never called", {"fsdp_unit_modules": [nn.ModuleList]}, None),
+    "unit that is no module": (
+        TypeError,
+        "expected nn.Module classes",
+        {"fsdp_unit_modules": [int]},
+        None,
+    ),
+    "container as unit": (
+        ValueError,
+        "ModuleList, which is never called",
+        {"fsdp_unit_modules": [nn.ModuleList]},
+        None,
+    ),
     "policy of another library": (
         TypeError,
         r"expected a sidestream.MixedPrecisionPolicy, got builtins.dict",
         {"mixed_precision_policy": {"param_dtype": torch.bfloat16}},
         None,
     ),
-    "dimension without mesh": (ValueError, "expected a device_mesh that has dimension 'dp'", {"dp_shard_dim": "dp"}, None),
+    "dimension without mesh": (
+        ValueError,
+        "expected a device_mesh that has dimension 'dp'",
+        {"dp_shard_dim": "dp"},
+        None,
+    ),
     "bucket": (ValueError, "bucket_mib: expected None or a positive", {"bucket_mib": 0}, None),
     "prefetch": (ValueError, "prefetch: expected a whole number", {"prefetch": -1}, None),
-    "integer parameter that requires grad": (ValueError, "'counts' has dtype torch.int64 and requires grad", {}, integer_parameter),
-    "meta parameter": (ValueError, "'head.weight' is on the meta device.*'head.bias'", {}, meta_parameter),
+    "integer parameter that requires grad": (
+        ValueError,
+        "'counts' has dtype torch.int64 and requires grad",
+        {},
+        integer_parameter,
+    ),
+    "meta parameter": (
+        ValueError,
+        "'head.weight' is on the meta device.*'head.bias'",
+        {},
+        meta_parameter,
+    ),
     "double": (ValueError, "'extra' has dtype torch.float64", {}, double_parameter),
 }
 
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
-def test_refuses_before_changing_anything(case: tuple[type[Exception], str, dict[str, Any], Change | None]) -> None:
+def test_refuses_before_changing_anything(
+    case: tuple[type[Exception], str, dict[str, Any], Change | None],
+) -> None:
     kind, message, options, change = case
     model = Transformer()
     if change is not None:
@@ -102,7 +139,7 @@ def test_refuses_before_changing_anything(case: tuple[type[Exception], str, dict
 def test_refuses_what_is_no_module() -> None:
     with pytest.raises(TypeError, match=r"module: expected a torch.nn.Module, got list"):
         ss.fully_shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least one floating-point parameter"):
+    with pytest.raises(ValueError, match=r"at least one floating-point parameter"):
         ss.fully_shard(nn.ReLU())
 
 
@@ -110,15 +147,21 @@ def test_refuses_what_is_no_module() -> None:
 def test_refuses_to_shard_twice(outer: bool) -> None:
     model = Transformer()
     ss.fully_shard(model)
-    with pytest.raises(ValueError, match="'.*embedding.weight' is sharded already: call fully_shard once"):
+    with pytest.raises(
+        ValueError, match=r"'.*embedding.weight' is sharded already: call fully_shard once"
+    ):
         ss.fully_shard(nn.Sequential(model) if outer else model)
 
 
 def test_refuses_foreign_parameters() -> None:
     model = Transformer()
     foreign = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": foreign.parameters()}], lr=0.1)
-    with pytest.raises(ValueError, match=re.escape("a foreign one at param_groups[1]['params'][0], shape (2, 3)")):
+    optimizer = torch.optim.SGD(
+        [{"params": model.parameters()}, {"params": foreign.parameters()}], lr=0.1
+    )
+    with pytest.raises(
+        ValueError, match=re.escape("a foreign one at param_groups[1]['params'][0], shape (2, 3)")
+    ):
         ss.fully_shard(model, optimizer)
     assert not isinstance(model.head.weight, ss.ShardedTensor)
 
@@ -127,7 +170,9 @@ def test_refuses_optimizer_from_before_sharding() -> None:
     model = Transformer()
     optimizer = adamw(model)
     ss.fully_shard_model(model)
-    with pytest.raises(ValueError, match="make the optimizer from module.parameters\\(\\) after fully_shard"):
+    with pytest.raises(
+        ValueError, match=r"make the optimizer from module.parameters\(\) after fully_shard"
+    ):
         ss.fully_shard_optimizer(optimizer)
 
 
@@ -135,19 +180,28 @@ def test_refuses_to_bind_an_optimizer_twice() -> None:
     model = Transformer()
     optimizer = adamw(model)
     ss.fully_shard(model, optimizer)
-    with pytest.raises(ValueError, match="bound by fully_shard before"):
+    with pytest.raises(ValueError, match=r"bound by fully_shard before"):
         ss.fully_shard_optimizer(optimizer)
 
 
 NOT_ELEMENTWISE: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
-    "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "got LBFGS: it takes inner products"),
-    "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters()), "got Adafactor: it factors"),
+    "LBFGS": (
+        lambda model: torch.optim.LBFGS(model.parameters()),
+        "got LBFGS: it takes inner products",
+    ),
+    "Adafactor": (
+        lambda model: torch.optim.Adafactor(model.parameters()),
+        "got Adafactor: it factors",
+    ),
     "Muon": (
         lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]),
         "got Muon: it orthogonalises",
     ),
     "unknown": (lambda model: Whitening(model.parameters()), "Whitening; if each element's update"),
-    "subclass with its own step": (lambda model: LayerwiseAdamW(model.parameters()), "LayerwiseAdamW; if each"),
+    "subclass with its own step": (
+        lambda model: LayerwiseAdamW(model.parameters()),
+        "LayerwiseAdamW; if each",
+    ),
 }
 
 
@@ -168,16 +222,18 @@ def test_takes_an_unknown_optimizer_that_is_vouched_for() -> None:
 
 def test_refuses_arguments_of_clip_and_companions() -> None:
     model = Transformer()
-    with pytest.raises(ValueError, match="expected the module that was passed to fully_shard, got a Transformer"):
+    with pytest.raises(
+        ValueError, match=r"expected the module that was passed to fully_shard, got a Transformer"
+    ):
         ss.clip_grad_norm_(model, 1.0)
     ss.fully_shard(model)
-    with pytest.raises(ValueError, match="max_norm: expected"):
+    with pytest.raises(ValueError, match=r"max_norm: expected"):
         ss.clip_grad_norm_(model, -1.0)
-    with pytest.raises(ValueError, match="norm_type: expected"):
+    with pytest.raises(ValueError, match=r"norm_type: expected"):
         ss.clip_grad_norm_(model, 1.0, norm_type=0.5)
-    with pytest.raises(ValueError, match="got a Block"):
+    with pytest.raises(ValueError, match=r"got a Block"):
         ss.summary(model.blocks[0])
-    with pytest.raises(TypeError, match="grad_comm_dtype: expected None"):
+    with pytest.raises(TypeError, match=r"grad_comm_dtype: expected None"):
         ss.MixedPrecisionPolicy(grad_comm_dtype=torch.float64)
 
 
@@ -185,14 +241,16 @@ def test_refuses_a_parameter_that_was_replaced() -> None:
     model = Transformer()
     ss.fully_shard(model, fsdp_unit_modules=[Block])
     model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight.full_tensor()))
-    with pytest.raises(RuntimeError, match="parameter 'head.weight' of unit '\\(root\\)'"):
+    with pytest.raises(RuntimeError, match=r"parameter 'head.weight' of unit '\(root\)'"):
         model(torch.zeros(2, 3, dtype=torch.int64))
 
 
 def test_refuses_a_forward_that_bypasses_the_unit() -> None:
     model = Transformer()
     ss.fully_shard(model, fsdp_unit_modules=[Block])
-    with pytest.raises(RuntimeError, match="'blocks.0.norm.weight'.*call the unit's module itself"):
+    with pytest.raises(
+        RuntimeError, match=r"'blocks.0.norm.weight'.*call the unit's module itself"
+    ):
         model.blocks[0].forward(torch.zeros(2, 3, 12))
 
 
@@ -207,9 +265,11 @@ def test_refuses_freezing_beside_trainable_ones() -> None:
 def mesh_mistakes(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = Transformer()
-    with pytest.raises(ValueError, match=r"one of the mesh's dimension names \['replicate', 'shard'\], got 'dp'"):
+    with pytest.raises(
+        ValueError, match=r"one of the mesh's dimension names \['replicate', 'shard'\], got 'dp'"
+    ):
         ss.fully_shard(model, device_mesh=mesh, dp_shard_dim="dp")
-    with pytest.raises(ValueError, match="device_mesh has 2 dimensions .* got None"):
+    with pytest.raises(ValueError, match=r"device_mesh has 2 dimensions .* got None"):
         ss.fully_shard(model, device_mesh=mesh)
     assert not isinstance(model.head.weight, ss.ShardedTensor)
     ss.fully_shard(model, device_mesh=mesh, dp_shard_dim="shard")

@@ -26,7 +26,9 @@ def dies(rank: int, world_size: int, zero: int, where: str) -> None:
     run_step(model, optimizer, job, 1, rank, world_size)
 
 
-@pytest.mark.parametrize(("zero", "where"), [(3, "forward"), (3, "backward"), (1, "forward"), (0, "backward")])
+@pytest.mark.parametrize(
+    ("zero", "where"), [(3, "forward"), (3, "backward"), (1, "forward"), (0, "backward")]
+)
 def test_killed_rank_ends_the_others_with_a_named_error(zero: int, where: str) -> None:
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
@@ -36,5 +38,7 @@ def test_killed_rank_ends_the_others_with_a_named_error(zero: int, where: str) -
     assert "SIGKILL" in failures[1]
     for rank in (0, 2):
         assert "CommunicationError" in failures[rank]
-        awaited = rf"rank {rank}: (gather|gradient exchange) of unit '(\(root\)|blocks\.\d)'.* failed"
+        awaited = (
+            rf"rank {rank}: (gather|gradient exchange) of unit '(\(root\)|blocks\.\d)'.* failed"
+        )
         assert re.search(awaited, failures[rank]), failures[rank]

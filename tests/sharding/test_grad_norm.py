@@ -1,4 +1,6 @@
-"""The gradient norm: right, the same bits for every way of sharding, and safe for huge and bad values."""
+"""The gradient norm: right, the same bits for every way of sharding, and safe for huge and bad
+values.
+"""
 
 import math
 
@@ -37,7 +39,9 @@ def norms(rank: int, world_size: int) -> dict[str, list[float]]:
                 got.append(ss.clip_grad_norm_(model, 0.5, norm_type).item())
                 factor = min(1.0, 0.5 / (got[-1] + 1e-6))
                 for param, grad in zip(model.parameters(), grads, strict=True):
-                    torch.testing.assert_close(param.grad.full_tensor(), grad * factor, rtol=1e-6, atol=0)
+                    torch.testing.assert_close(
+                        param.grad.full_tensor(), grad * factor, rtol=1e-6, atol=0
+                    )
             values[f"zero{zero} {units}"] = got
     return values
 
@@ -76,13 +80,15 @@ def bad_values(rank: int, world_size: int, value: float) -> None:
     ss.fully_shard(model, fsdp_unit_modules=UNIT_CLASSES["block"])
     fill_grads(model)
     if rank == 1:
-        max((param.grad.to_local() for param in model.parameters()), key=torch.Tensor.numel)[-1] = value
+        max((param.grad.to_local() for param in model.parameters()), key=torch.Tensor.numel)[-1] = (
+            value
+        )
     before = [param.grad.full_tensor() for param in model.parameters()]
     norm = ss.clip_grad_norm_(model, 0.1)
     assert norm.isnan().item() if math.isnan(value) else norm.item() == math.inf
     for param, grad in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), grad, rtol=0, atol=0, equal_nan=True)
-    with pytest.raises(RuntimeError, match="expected a finite gradient norm, got (nan|inf)"):
+    with pytest.raises(RuntimeError, match=r"expected a finite gradient norm, got (nan|inf)"):
         ss.clip_grad_norm_(model, 0.1, error_if_nonfinite=True)
 
 

@@ -1,4 +1,6 @@
-"""Forward and backward in all the ways people write them: each equals a plain model at every ZeRO level."""
+"""Forward and backward in all the ways people write them: each equals a plain model at every ZeRO
+level.
+"""
 
 import dataclasses
 from collections import OrderedDict, namedtuple
@@ -48,7 +50,11 @@ def tied_weights(rank: int, world_size: int, zero: int) -> None:
     twins.train(square_loss, (4, 5), steps=2)
     model = twins.sharded
     assert model.head.weight is model.embedding.weight
-    numel = sum(unit.spec.layout.segments[i].numel for unit in twins.runtime.units for i in range(len(unit.params)))
+    numel = sum(
+        unit.spec.layout.segments[i].numel
+        for unit in twins.runtime.units
+        for i in range(len(unit.params))
+    )
     assert numel == 8 * 6 + 6 * 6 + 6 + 1
 
 
@@ -116,10 +122,13 @@ def frozen_units_are_released(rank: int, world_size: int, zero: int) -> None:
     kinds = [kind for kind, _ in twins.runtime.trace.steps]
     if zero == 3:
         assert kinds.count(Kind.GATHER) == kinds.count(Kind.RELEASE)
-        # The first block's unit is needed long after: frozen blocks must not stay gathered until then.
+        # The first block's unit is needed long after: frozen blocks must not stay gathered until
+        # then.
         steps = twins.runtime.trace.steps
         last = max(i for i, step in enumerate(steps) if step == (Kind.BACKWARD, 1))
-        assert (Kind.RELEASE, 2) in steps[last - 6 : last] or (Kind.RELEASE, 3) in steps[last - 6 : last]
+        assert (Kind.RELEASE, 2) in steps[last - 6 : last] or (Kind.RELEASE, 3) in steps[
+            last - 6 : last
+        ]
     assert twins.runtime.pool.live_bytes == resident
 
 
@@ -175,7 +184,9 @@ def backward_twice_through_one_graph(rank: int, world_size: int, zero: int) -> N
     inputs = twins.data(3, 4, 6)
     for model, values in ((twins.plain, inputs), (twins.sharded, [inputs[rank]])):
         outputs = [model(value) for value in values]
-        (sum(output.square().mean() for output in outputs) / len(values)).backward(retain_graph=True)
+        (sum(output.square().mean() for output in outputs) / len(values)).backward(
+            retain_graph=True
+        )
         model.zero_grad()
         (sum(output.abs().mean() for output in outputs) / len(values)).backward()
     twins.check_grads()
@@ -466,7 +477,9 @@ def several_dtypes_in_a_unit(rank: int, world_size: int, zero: int) -> None:
         for name, param in twins.plain.named_parameters():
             if param.grad is not None:
                 tolerance = 2**-6 if param.dtype == torch.bfloat16 else 1e-2
-                torch.testing.assert_close(named[name].grad.full_tensor(), param.grad, rtol=tolerance, atol=1e-3)
+                torch.testing.assert_close(
+                    named[name].grad.full_tensor(), param.grad, rtol=tolerance, atol=1e-3
+                )
         twins.step()
 
 

@@ -1,4 +1,6 @@
-"""Bytes: at rest what `summary` says to the byte, at peak within its formula, nothing after deletion."""
+"""Bytes: at rest what `summary` says to the byte, at peak within its formula, nothing after
+deletion.
+"""
 
 import gc
 import weakref
@@ -11,7 +13,15 @@ from torch import nn
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.trainer import Block, Job, Transformer, batch, build, loss_of, run_step
+from sidestream.tests.sharding.trainer import (
+    Block,
+    Job,
+    Transformer,
+    batch,
+    build,
+    loss_of,
+    run_step,
+)
 
 POLICIES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -26,10 +36,18 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def storage_bytes(model: nn.Module) -> int:
-    """Bytes of every distinct storage that the model's units keep, counted from the tensors themselves."""
+    """Bytes of every distinct storage that the model's units keep, counted from the tensors
+    themselves.
+    """
     storages: dict[int, int] = {}
     for unit in runtime_of(model).units:
-        kept = [unit.main, *unit.params, unit.gradients.main_grad, unit.gradients._sent, unit.gradients._accumulated]
+        kept = [
+            unit.main,
+            *unit.params,
+            unit.gradients.main_grad,
+            unit.gradients._sent,
+            unit.gradients._accumulated,
+        ]
         for tensor in kept:
             if tensor is not None:
                 storage = tensor.untyped_storage()
@@ -54,10 +72,14 @@ def at_rest_and_peak(rank: int, world_size: int) -> None:
             assert pool.live_bytes == planned.bytes_at_rest, (zero, name)
             assert storage_bytes(model) == planned.bytes_at_rest, (zero, name)
             largest = max(
-                unit.spec.layout.numel * (unit.spec.dtypes.compute.itemsize + 2 * unit.spec.dtypes.wire.itemsize)
+                unit.spec.layout.numel
+                * (unit.spec.dtypes.compute.itemsize + 2 * unit.spec.dtypes.wire.itemsize)
                 for unit in runtime_of(model).units
             )
-            assert planned.peak_bytes - largest <= pool.peak_bytes <= planned.peak_bytes, (zero, name)
+            assert planned.peak_bytes - largest <= pool.peak_bytes <= planned.peak_bytes, (
+                zero,
+                name,
+            )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -79,7 +101,11 @@ def traffic_as_planned(rank: int, world_size: int) -> None:
             planned = ss.summary(model)
             assert sum(traffic.sent_bytes.values()) == planned.sent_bytes_per_step, (zero, name)
             assert traffic.calls["gather"] == sum(unit.gathers_per_step for unit in planned.units)
-            assert traffic.calls["exchange"] == sum(unit.exchanges_per_step for unit in planned.units) == 4
+            assert (
+                traffic.calls["exchange"]
+                == sum(unit.exchanges_per_step for unit in planned.units)
+                == 4
+            )
             assert traffic.calls["gather"] == {0: 0, 1: 4, 2: 4, 3: 1 + 2 * 3}[zero]
             optimizer.step()
             traffic.reset()
@@ -94,7 +120,9 @@ def test_collectives_and_wire_bytes_as_planned(world_size: int) -> None:
 
 
 def bf16_wire(rank: int, world_size: int) -> None:
-    """The FP32-accumulating exchange of bf16 gradients is the FP32 sum of the same bf16 values, at half the bytes."""
+    """The FP32-accumulating exchange of bf16 gradients is the FP32 sum of the same bf16 values, at
+    half the bytes.
+    """
     sent = {}
     for wire in (torch.bfloat16, torch.float32):
         job = Job(zero=2, units="whole", policy={"grad_comm_dtype": wire})
@@ -154,6 +182,11 @@ def test_summary_prints_a_table() -> None:
     text = str(ss.summary(model))
     lines = text.splitlines()
     assert lines[0].split()[:3] == ["unit", "tensors", "elements"]
-    assert [line.split()[0] for line in lines[2:6]] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+    assert [line.split()[0] for line in lines[2:6]] == [
+        "(root)",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+    ]
     total = sum(param.numel() for param in Transformer().parameters())
     assert f"optim_grads_params, world 1, {total:,} elements" in lines[-1]

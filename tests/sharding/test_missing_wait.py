@@ -1,4 +1,6 @@
-"""No wait can be taken away unnoticed: data arrives only when it is waited for, and until then memory is NaN."""
+"""No wait can be taken away unnoticed: data arrives only when it is waited for, and until then
+memory is NaN.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +46,9 @@ def train_late(rank: int, world_size: int, zero: int, skipped: str | None) -> st
 def compare(rank: int, world_size: int, zero: int, skipped: str) -> None:
     expected = run(rank, world_size, Job(zero=zero)).sha256
     assert train_late(rank, world_size, zero, None) == expected, "a wait is missing"
-    assert train_late(rank, world_size, zero, skipped) != expected, "this test cannot see a missing wait"
+    assert train_late(rank, world_size, zero, skipped) != expected, (
+        "this test cannot see a missing wait"
+    )
 
 
 @pytest.mark.parametrize(("skipped", "zero"), CASES.items(), ids=CASES)

@@ -1,4 +1,6 @@
-"""Optimizers over flat shards keep their class, groups, options and state, and give the same numbers."""
+"""Optimizers over flat shards keep their class, groups, options and state, and give the same
+numbers.
+"""
 
 import copy
 from collections.abc import Callable
@@ -39,7 +41,9 @@ def step_all(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_same_bits_as_the_plain_optimizer_and_state_carries_over(case: tuple[Any, dict[str, Any]]) -> None:
+def test_same_bits_as_the_plain_optimizer_and_state_carries_over(
+    case: tuple[Any, dict[str, Any]],
+) -> None:
     kind, options = case
     torch.manual_seed(0)
     plain = Transformer()
@@ -52,7 +56,8 @@ def test_same_bits_as_the_plain_optimizer_and_state_carries_over(case: tuple[Any
     step_all(plain, plain_optimizer, range(2, 5))
     step_all(sharded, optimizer, range(2, 5))
     assert type(optimizer) is kind
-    # torch's fused kernel rounds the last elements of a tensor, which fill no vector, in another order.
+    # torch's fused kernel rounds the last elements of a tensor, which fill no vector, in another
+    # order.
     tolerance = 1e-6 if options.get("fused") else 0.0
     for name, value in full_params(sharded).items():
         expected = dict(plain.named_parameters())[name].detach()
@@ -86,7 +91,9 @@ def test_flat_parameters_are_few() -> None:
     model = Transformer()
     decay = [param for param in model.parameters() if param.dim() >= 2]
     rest = [param for param in model.parameters() if param.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-2
+    )
     ss.fully_shard(model, optimizer, fsdp_unit_modules=[Block])
     counts = [len(group["params"]) for group in optimizer.param_groups]
     assert counts == [4, 4], "one flat parameter per unit and group: matrices are laid out together"
@@ -141,7 +148,11 @@ def old_style_step(rank: int, world_size: int) -> None:
         model = Transformer()
         policy = ss.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         _, optimizer = ss.fully_shard(
-            model, Old(model.parameters(), lr=0.5), zero_dp_strategy=zero, elementwise=True, mixed_precision_policy=policy
+            model,
+            Old(model.parameters(), lr=0.5),
+            zero_dp_strategy=zero,
+            elementwise=True,
+            mixed_precision_policy=policy,
         )
         losses = []
         for _ in range(3):
@@ -163,7 +174,9 @@ def test_optimizer_of_another_model_is_not_taken() -> None:
     first, second = Transformer(), Transformer()
     _, optimizer = ss.fully_shard(first, torch.optim.SGD(first.parameters(), lr=0.1))
     ss.fully_shard(second)
-    with pytest.raises(ValueError, match="expected the optimizer that fully_shard bound to this module"):
+    with pytest.raises(
+        ValueError, match="expected the optimizer that fully_shard bound to this module"
+    ):
         find_runs(runtime_of(second), optimizer)
 
 

@@ -1,4 +1,4 @@
-"""The plan of a step: no hazards, no wait too many, and the runtime does just what the plan says."""
+"""The plan of a step: no hazard, no wait too many, and the runtime does what the plan says."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,9 @@ def make_plan(zero: int, num_groups: int, prefetch: int, *, sync: bool = True) -
         for index in range(num_groups)
     ]
     order = tuple(reversed(range(num_groups)))
-    return plan_step(groups, PlanOptions(STRATEGIES[zero], prefetch, MAX_EXCHANGES_IN_FLIGHT, order, sync))
+    return plan_step(
+        groups, PlanOptions(STRATEGIES[zero], prefetch, MAX_EXCHANGES_IN_FLIGHT, order, sync)
+    )
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -44,7 +46,9 @@ def test_every_wait_on_data_is_needed(case: tuple[int, int, int]) -> None:
         step = plan[position]
         without = replace(step, waits=tuple(w for w in step.waits if w != wait))
         broken = [*plan[:position], without, *plan[position + 1 :]]
-        assert find_hazards(broken), f"{step.kind} of unit {step.unit} does not need to wait for {plan[wait]}"
+        assert find_hazards(broken), (
+            f"{step.kind} of unit {step.unit} does not need to wait for {plan[wait]}"
+        )
 
 
 def test_checker_finds_a_read_before_its_write() -> None:
@@ -62,7 +66,9 @@ def test_zero3_gathers_twice_and_exchanges_once_per_unit() -> None:
     assert kinds.count((Kind.GATHER, 0)) == 1, "the root stays gathered from forward to backward"
 
 
-def traced_step(rank: int, world_size: int, job: Job, warm_up: int, sync: bool) -> list[tuple[str, int]]:
+def traced_step(
+    rank: int, world_size: int, job: Job, warm_up: int, sync: bool
+) -> list[tuple[str, int]]:
     model, optimizer = build(job)
     runtime = runtime_of(model)
     for step in range(warm_up):

@@ -1,4 +1,6 @@
-"""The numbers of training: equal to one plain process, and the same bits however the model is sharded."""
+"""The numbers of training: equal to one plain process, and the same bits however the model is
+sharded.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""A small training job for the tests: the same model, data and optimizer, sharded in any way or not at all."""
+"""A small training job for the tests: the same model, data and optimizer, sharded in any way or not
+at all.
+"""
 
 import hashlib
 from dataclasses import dataclass, field, replace
@@ -17,7 +19,8 @@ SAMPLES_PER_STEP = 12  # divides by every world size that is tested
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # No bias: a key bias has gradient zero but for rounding, which Adam would blow up to full steps.
+        # No bias: a key bias has gradient zero but for rounding, which Adam would blow up to full
+        # steps.
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
 
@@ -122,8 +125,12 @@ def build(job: Job, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def batch(step: int, microbatch: int = 0, num_microbatches: int = 1, rank: int = 0, world_size: int = 1) -> Tensor:
-    """This rank's tokens of one microbatch; all ranks' and microbatches' together are the step's samples."""
+def batch(
+    step: int, microbatch: int = 0, num_microbatches: int = 1, rank: int = 0, world_size: int = 1
+) -> Tensor:
+    """This rank's tokens of one microbatch; all ranks' and microbatches' together are the step's
+    samples.
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, VOCABULARY, (SAMPLES_PER_STEP, 8), generator=generator)
     share = SAMPLES_PER_STEP // (world_size * num_microbatches)
@@ -136,7 +143,9 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
 
 
-def run_step(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step: int, rank: int, world: int) -> float:
+def run_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step: int, rank: int, world: int
+) -> float:
     """One optimizer step; returns this rank's mean loss."""
     total = 0.0
     for microbatch in range(job.accumulate):
@@ -154,7 +163,9 @@ def run_step(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step:
 def full_params(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter, whole, on every rank."""
     return {
-        name: (param.full_tensor() if isinstance(param, ss.ShardedTensor) else param).detach().clone()
+        name: (param.full_tensor() if isinstance(param, ss.ShardedTensor) else param)
+        .detach()
+        .clone()
         for name, param in model.named_parameters()
     }
 

@@ -20,14 +20,22 @@ class Twins:
     """`plain` sees every rank's data, `sharded` its own rank's; both step with SGD."""
 
     def __init__(
-        self, rank: int, world_size: int, model: nn.Module, zero: int, units: list[type[nn.Module]] | None, **options: Any
+        self,
+        rank: int,
+        world_size: int,
+        model: nn.Module,
+        zero: int,
+        units: list[type[nn.Module]] | None,
+        **options: Any,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.plain = copy.deepcopy(model)
         self.sharded = model
         self.plain_optimizer = torch.optim.SGD(self.plain.parameters(), **SGD)
         self.optimizer = torch.optim.SGD(self.sharded.parameters(), **SGD)
-        ss.fully_shard(self.sharded, self.optimizer, zero_dp_strategy=zero, fsdp_unit_modules=units, **options)
+        ss.fully_shard(
+            self.sharded, self.optimizer, zero_dp_strategy=zero, fsdp_unit_modules=units, **options
+        )
 
     @property
     def runtime(self) -> Runtime:
@@ -48,7 +56,8 @@ class Twins:
 
     def step(self) -> None:
         for param in self.plain.parameters():
-            # A plain optimizer skips what has no gradient; sharded, an absent gradient counts as zero.
+            # A plain optimizer skips what has no gradient; sharded, an absent gradient counts as
+            # zero.
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
         self.plain_optimizer.step()
@@ -74,13 +83,17 @@ class Twins:
             expected = torch.zeros_like(param) if param.grad is None else param.grad
             grad = named[name].grad
             got = torch.zeros_like(param) if grad is None else grad.full_tensor()
-            torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                got, expected, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
     def check_params(self, rtol: float = 1e-5, atol: float = 1e-6) -> None:
         named = dict(self.sharded.named_parameters())
         assert list(named) == [name for name, _ in self.plain.named_parameters()]
         for name, param in self.plain.named_parameters():
-            torch.testing.assert_close(named[name].full_tensor(), param.detach(), rtol=rtol, atol=atol)
+            torch.testing.assert_close(
+                named[name].full_tensor(), param.detach(), rtol=rtol, atol=atol
+            )
 
     def check_at_rest(self) -> None:
         for unit in self.runtime.units:

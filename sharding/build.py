@@ -1,0 +1,115 @@
+"""From a partition to a running model: allocates the units, shares rank 0's values, attaches hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from ..buffers import BufferPool, flat_layout
+from ..kernels import pack_
+from .collectives import Collectives
+from .config import ShardConfig
+from .hooks import install_hooks, install_root_hooks
+from .lanes import make_lane
+from .partition import GroupPlan, ParamEntry
+from .placements import Placement
+from .precision import resolve_dtypes
+from .runtime import Runtime, UnitGroup
+from .unit import ParamSlot, Unit, UnitSpec
+
+
+@torch.no_grad()
+def build_runtime(
+    module: nn.Module, plans: list[GroupPlan], collectives: Collectives, config: ShardConfig
+) -> Runtime:
+    """Allocate the units of `plans`, put their parameters into the modules, and attach the hooks.
+    """
+    device = collectives.groups.device
+    pool = BufferPool(device)
+    groups: list[UnitGroup] = []
+    count = 0
+    for plan in plans:
+        units = []
+        for members in plan.units:
+            units.append(_build_unit(count, plan, members, collectives, pool, config))
+            count += 1
+        groups.append(
+            UnitGroup(len(groups), plan.name, units, _reshards(plan, config), plan.is_root)
+        )
+    lanes = (
+        make_lane(device, config.runtime.overlap_param_gather),
+        make_lane(device, config.overlap_grad_reduce),
+    )
+    runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
+    _attach(plans, runtime)
+    _share_buffers(module, collectives)
+    for plan, group in zip(plans, groups, strict=True):
+        casts = config.policy.cast_forward_inputs
+        install_hooks(
+            plan.module, group, runtime, input_dtype=config.policy.param_dtype if casts else None
+        )
+    install_root_hooks(module, runtime, output_dtype=config.policy.output_dtype)
+    return runtime
+
+
+def _reshards(plan: GroupPlan, config: ShardConfig) -> bool:
+    if config.placements.params is not Placement.SHARD:
+        return False
+    return (
+        not plan.is_root if config.reshard_after_forward is None else config.reshard_after_forward
+    )
+
+
+def _build_unit(
+    index: int,
+    plan: GroupPlan,
+    members: list[ParamEntry],
+    collectives: Collectives,
+    pool: BufferPool,
+    config: ShardConfig,
+) -> Unit:
+    spec = UnitSpec(
+        index=index,
+        name=plan.name or "(root)",
+        names=tuple(entry.name for entry in members),
+        layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
+        dtypes=resolve_dtypes(config.policy, members[0].param.dtype),
+        placements=config.placements,
+    )
+    full = pool.lease(spec.layout.numel, spec.dtypes.main)
+    full.zero_()
+    pack_(full, [entry.param.detach().to(pool.device) for entry in members], spec.layout.offsets)
+    if spec.layout.numel:
+        collectives.broadcast(full, f"broadcast of the initial values of unit '{spec.name}'")
+    return Unit(spec, full, collectives, pool)
+
+
+def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
+    reference = weakref.ref(runtime)
+
+    def on_ready(unit: Unit) -> None:
+        current = reference()
+        assert current is not None
+        current.unit_ready(unit)
+
+    all_members = [members for plan in plans for members in plan.units]
+    for unit, members in zip(runtime.units, all_members, strict=True):
+        slots = tuple(
+            ParamSlot(place._parameters, attribute, index)
+            for index, entry in enumerate(members)
+            for place, attribute in entry.places
+        )
+        unit.attach([entry.param.requires_grad for entry in members], slots, on_ready)
+
+
+def _share_buffers(module: nn.Module, collectives: Collectives) -> None:
+    for submodule in module.modules():
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None:
+                moved = buffer.to(collectives.groups.device)
+                submodule._buffers[name] = moved
+                if moved.numel():
+                    collectives.broadcast(moved.detach(), f"broadcast of buffer '{name}'")
