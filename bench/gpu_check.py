@@ -1,10 +1,11 @@
-"""Owns `make gpu-check`: on a machine with a GPU, are the kernels right, how fast, does training run.
+"""Owns `make gpu-check`: whether the kernels are right on a GPU, how fast, and if training runs.
 
     python3 bench/gpu_check.py            installs nothing; ends within 6 minutes
     python3 bench/gpu_check.py --dry-run  the whole script on a CPU, tiny: not a measurement
 
-Writes gpu_check.json into $OUT (default bench/results) and prints one table. The tests and the memory
-check come first, and a kernel whose results are wrong has no times. Exit code 1 when anything failed.
+Writes gpu_check.json into $OUT (default bench/results) and prints one table. The tests and the
+memory check come first: when they fail nothing is timed, and a kernel whose results are wrong has
+no times either. Exit code 1 when anything failed.
 """
 
 from __future__ import annotations

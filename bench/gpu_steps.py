@@ -1,4 +1,4 @@
-"""Owns the parts of `make gpu-check` that are other programs: tests, compute-sanitizer, training."""
+"""Owns the parts of `make gpu-check` that are other programs: tests, sanitizer, training."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _training(budget: Budget, name: str, arguments: Sequence[str]) -> StepResult
 
 
 def _same_training(first: StepResult, second: StepResult) -> StepResult:
-    """Same data, seed and rank count at two ZeRO levels: the same losses, and at best the same bits.
+    """Same data, seed and rank count at two ZeRO levels: same losses, and at best the same bits.
 
     The bits are reported and not demanded: attention's backward on a GPU may add in any order.
     """
