@@ -15,6 +15,7 @@ A cut may fall inside a row: rows are never padded. All sizes are in elements.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,18 +108,23 @@ class FlatLayout:
 def flat_layout(shapes: Sequence[Sequence[int]], world_size: int) -> FlatLayout:
     """Lay tensors of `shapes` out for `world_size` ranks.
 
-    Works for any world size (ranks beyond the last element own padding only), 0-d and empty
-    tensors.
+    Equal arguments give one and the same object. Works for any world size (ranks beyond the last
+    element own padding only), 0-d and empty tensors.
 
     Raises:
         ValueError: `world_size` is below 1 or a dimension is negative.
     """
     if world_size < 1:
         raise ValueError(f"world_size: expected at least 1, got {world_size}")
-    sizes = [tuple(int(size) for size in shape) for shape in shapes]
+    sizes = tuple(tuple(int(size) for size in shape) for shape in shapes)
     for shape in sizes:
         if any(size < 0 for size in shape):
             raise ValueError(f"shapes: expected sizes of at least 0, got {shape}")
+    return _lay_out(sizes, world_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lay_out(sizes: tuple[tuple[int, ...], ...], world_size: int) -> FlatLayout:
     order = sorted(range(len(sizes)), key=lambda index: (len(sizes[index]) <= 1, index))
     starts = [0] * len(sizes)
     cursor = 0

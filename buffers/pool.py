@@ -9,6 +9,7 @@ another stream reads must be kept referenced until that stream has passed its la
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,26 +18,35 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class BufferPool:
-    """Leases flat buffers on `device`.
+    """Leases flat buffers on `device`, and counts every byte.
 
-    `live_bytes` counts what is leased or grown now, `peak_bytes` the most it ever was since
-    `reset_peak`. `lease` and `release` must be called from one thread.
+    A released buffer is handed out again to the next lease of its size, and freed by `trim` or by
+    the first lease of another size: units of one shape take turns with the same memory, and what is
+    kept never exceeds what was leased at once. `live_bytes` counts all memory held now,
+    `peak_bytes` the most it ever was since `reset_peak`. `lease` and `release` must be called from
+    one thread.
     """
 
     device: torch.device
     live_bytes: int = 0
     peak_bytes: int = 0
     _leased: set[int] = field(default_factory=set)
+    _free: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
+    _views: dict[int, dict[Hashable, list[Tensor]]] = field(default_factory=dict)
 
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor [numel], uninitialised, until `release`."""
-        tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        """A 1-D tensor [numel] with any contents, until `release`."""
+        if free := self._free.get((numel, dtype)):
+            tensor = free.pop()
+        else:
+            self.trim()
+            tensor = torch.empty(numel, dtype=dtype, device=self.device)
+            self._count(tensor.untyped_storage().nbytes())
         self._leased.add(id(tensor))
-        self._count(tensor.untyped_storage().nbytes())
         return tensor
 
     def release(self, tensor: Tensor) -> None:
-        """Give a leased tensor back; its memory is free once the caller drops its last reference.
+        """Give a leased tensor back; the caller must not use it any more.
 
         Raises:
             RuntimeError: `tensor` is not on lease (a double release, or another pool's).
@@ -44,25 +54,40 @@ class BufferPool:
         if id(tensor) not in self._leased:
             raise RuntimeError(
                 f"release: expected a tensor leased from this pool, got one of {tensor.numel()} "
-                "elements "
-                "that is not on lease; release each lease once"
+                "elements that is not on lease; release each lease once"
             )
         self._leased.remove(id(tensor))
-        self.live_bytes -= tensor.untyped_storage().nbytes()
+        self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
-    def grow(self, flat: Tensor) -> None:
-        """Give `flat`, whose storage is empty, its full storage (contents uninitialised)."""
-        storage = flat.untyped_storage()
-        assert storage.nbytes() == 0, "storage is already allocated"
-        nbytes = flat.numel() * flat.element_size()
+    def views(
+        self, tensor: Tensor, key: Hashable, make: Callable[[Tensor], list[Tensor]]
+    ) -> list[Tensor]:
+        """`make(tensor)` for a leased tensor, made once per `key` for as long as its memory lives.
+        """
+        known = self._views.setdefault(id(tensor), {})
+        views = known.get(key)
+        if views is None:
+            views = known[key] = make(tensor)
+        return views
+
+    def trim(self) -> None:
+        """Free every buffer that is not on lease."""
+        for free in self._free.values():
+            for tensor in free:
+                self.live_bytes -= tensor.untyped_storage().nbytes()
+                self._views.pop(id(tensor), None)
+        self._free.clear()
+
+    def grow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give an empty `storage` memory (contents uninitialised); tensors over it become valid."""
         storage.resize_(nbytes)
         self._count(nbytes)
 
-    def shrink(self, flat: Tensor) -> None:
-        """Free `flat`'s storage; views of it stay and become valid again after `grow`."""
-        storage = flat.untyped_storage()
-        self.live_bytes -= storage.nbytes()
+    def shrink(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Free the `nbytes` of `storage`; tensors over it stay, and are valid again after `grow`.
+        """
         storage.resize_(0)
+        self.live_bytes -= nbytes
 
     def reset_peak(self) -> None:
         """Start measuring the peak anew."""

@@ -41,6 +41,7 @@ def pack_(
     *,
     scale: float = 1.0,
     accumulate: bool = False,
+    slots: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Write every tensor into `flat` at its offset: cast, scale and accumulate in the same pass.
 
@@ -51,7 +52,14 @@ def pack_(
     flat[o : o + n] = round(float32(tensor) * scale), or with `accumulate`
     flat[o : o + n] = round(float32(flat[o : o + n]) + float32(tensor) * scale): in FP32, no fused
     multiply-add, rounded once to nearest even. Raises `ValueError` before anything is written.
+
+    slots: the views of `flat` that `offsets` name, shaped like the tensors, where the caller packs
+    into the same memory again and again. They are trusted, so that a CPU neither makes the views
+    nor checks the arguments anew; other devices need no views and pay no attention.
     """
+    if slots is not None and _runs_directly(flat) and flat.device.type == "cpu":
+        reference.move_(slots, tensors, scale, accumulate)
+        return
     _check_flat(flat)
     _check_tensors(flat, tensors, offsets, disjoint=True)
     _call(_PACK, flat, flat, tensors, offsets, scale, accumulate)
@@ -75,14 +83,24 @@ def unpack_(
 
 
 def reduce_(
-    out: torch.Tensor, parts: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    out: torch.Tensor,
+    parts: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    rows: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Sum one row per rank into `out`: in FP32, in rank order, scaled, rounded once.
 
     out: [shard]; parts: [world, shard], world >= 1. Both contiguous, FP32, BF16 or FP16, on one
     device, not overlapping. out = round(sum * scale), or with `accumulate`
     out = round(float32(out) + sum * scale). Raises `ValueError` before anything is written.
+
+    rows: the rows of `parts`, where the caller has them at hand; trusted like `pack_`'s slots.
     """
+    if rows is not None and _runs_directly(out) and out.device.type == "cpu":
+        reference.sum_rows_(out, rows, scale, accumulate)
+        return
     _check_reduce(out, parts)
     _call(_REDUCE, out, out, parts, scale, accumulate)
 
@@ -136,16 +154,22 @@ _UNPACK = _Op("unpack_", reference.unpack_, _on_first_use("pack", "unpack_"))
 _REDUCE = _Op("reduce_", reference.reduce_, _on_first_use("reduce", "reduce_"))
 
 
-def _call(op: _Op, anchor: torch.Tensor, *arguments: Any) -> None:
-    """Run `op` on the device of `anchor`.
-
-    The dispatcher costs 9 us of host time for nine tensors, so it is left out where nobody watches:
-    no trace, no dispatch mode, no tensor subclass.
-    """
-    if (
+def _runs_directly(anchor: torch.Tensor) -> bool:
+    """Whether nobody watches operators: no trace, no dispatch mode, no tensor subclass."""
+    return (
         not torch.compiler.is_compiling()
         and type(anchor) in _PLAIN_TYPES
         and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _call(op: _Op, anchor: torch.Tensor, *arguments: Any) -> None:
+    """Run `op` on the device of `anchor`.
+
+    The dispatcher costs 9 us of host time for nine tensors, so it is left out where nobody watches.
+    """
+    if (
+        _runs_directly(anchor)
         and (implementation := op.by_device.get(anchor.device.type)) is not None
     ):
         implementation(*arguments)

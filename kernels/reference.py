@@ -29,7 +29,7 @@ def pack_(
     accumulate: bool = False,
 ) -> None:
     """Write each of `tensors` into the 1-D `flat`, row-major, from its offset (in elements) on."""
-    _move_all_(_slots(flat, tensors, offsets), tensors, scale, accumulate)
+    move_(_slots(flat, tensors, offsets), tensors, scale, accumulate)
 
 
 def unpack_(
@@ -40,20 +40,27 @@ def unpack_(
     accumulate: bool = False,
 ) -> None:
     """Fill each of `tensors` from the 1-D `flat`, row-major, from its offset (in elements) on."""
-    _move_all_(tensors, _slots(flat, tensors, offsets), scale, accumulate)
+    move_(tensors, _slots(flat, tensors, offsets), scale, accumulate)
 
 
 def reduce_(
     out: torch.Tensor, parts: torch.Tensor, scale: float = 1.0, accumulate: bool = False
 ) -> None:
     """Sum `parts` [world, shard] over ranks into `out` [shard], which shares no memory with it."""
+    sum_rows_(out, parts.unbind(), scale, accumulate)
+
+
+def sum_rows_(
+    out: torch.Tensor, rows: Sequence[torch.Tensor], scale: float = 1.0, accumulate: bool = False
+) -> None:
+    """Sum `rows`, each [shard], in their order into `out` [shard]."""
     numel, chunk = out.numel(), _chunk_numel()
     if numel <= chunk:
-        _reduce_chunk_(out, parts, scale, accumulate)
+        _reduce_chunk_(out, rows, scale, accumulate)
         return
     for start in range(0, numel, chunk):
         piece = slice(start, min(start + chunk, numel))
-        _reduce_chunk_(out[piece], parts[:, piece], scale, accumulate)
+        _reduce_chunk_(out[piece], [row[piece] for row in rows], scale, accumulate)
 
 
 def _slots(
@@ -80,13 +87,16 @@ def _chunk_numel() -> int:
     return CHUNK_NUMEL * torch.get_num_threads()
 
 
-def _move_all_(
+def move_(
     destinations: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
     scale: float,
     accumulate: bool,
 ) -> None:
-    """destinations (+)= sources * scale; small tensors share calls, as the host's time counts."""
+    """destinations (+)= sources * scale, for lists of tensors of equal shapes.
+
+    Small tensors share calls, as the host's time counts.
+    """
     destinations, sources = list(destinations), list(sources)
     if not sources:
         return
@@ -144,11 +154,12 @@ def _move_chunk_(
     _store_(destination, values, accumulate)
 
 
-def _reduce_chunk_(out: torch.Tensor, parts: torch.Tensor, scale: float, accumulate: bool) -> None:
-    rows = parts.unbind()
+def _reduce_chunk_(
+    out: torch.Tensor, rows: Sequence[torch.Tensor], scale: float, accumulate: bool
+) -> None:
     in_place = out.dtype is torch.float32 and not accumulate
     total = out if in_place else torch.empty_like(out, dtype=torch.float32)
-    if len(rows) > 1 and parts.dtype is torch.float32:
+    if len(rows) > 1 and rows[0].dtype is torch.float32:
         torch.add(rows[0], rows[1], out=total)
         rest = rows[2:]
     else:

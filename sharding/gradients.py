@@ -77,6 +77,10 @@ class UnitGradients:
         self._gap_inserts = [
             (self._covering_offsets.index(start), zeros[: stop - start]) for start, stop in gaps
         ]
+        # Units of one layout share these views of the buffers that they take turns with.
+        self._slots_key = ("slots", id(spec.layout))
+        self._rows_key = ("rows", id(spec.layout))
+        self._exchange_name = f"gradient exchange of unit '{spec.name}'"
         self._sent: Tensor | None = None
         self._accumulated: Tensor | None = None
         self.main_grad: Tensor | None = None
@@ -119,7 +123,25 @@ class UnitGradients:
             return
         for position, zeros in self._gap_inserts:
             present.insert(position, zeros)
-        pack_(flat, present, self._covering_offsets)
+        slots = self._pool.views(flat, self._slots_key, self._make_slots)
+        pack_(flat, present, self._covering_offsets, slots=slots)
+
+    def _make_slots(self, flat: Tensor) -> list[Tensor]:
+        layout = self._spec.layout
+        slots = [
+            flat[layout.segments[index].start : layout.segments[index].stop].view(
+                layout.segments[index].shape
+            )
+            for index in self._order
+        ]
+        for position, zeros in self._gap_inserts:
+            start = self._covering_offsets[position]
+            slots.insert(position, flat[start : start + zeros.numel()])
+        return slots
+
+    def _make_rows(self, received: Tensor) -> list[Tensor]:
+        layout = self._spec.layout
+        return list(received.view(layout.world_size, layout.shard_numel).unbind())
 
     def _prepare_main_grad(self, lane: Lane) -> bool:
         """Allocate `main_grad` on first use; returns whether to accumulate into it."""
@@ -185,11 +207,7 @@ class UnitGradients:
                 grads.clear()
             if received is sent or not sent.numel():
                 return []
-            return [
-                self._collectives.exchange(
-                    received, sent, f"gradient exchange of unit '{self._spec.name}'"
-                )
-            ]
+            return [self._collectives.exchange(received, sent, self._exchange_name)]
 
         def complete() -> list[Pending]:
             return self._reduce(received, into_existing)
@@ -214,8 +232,13 @@ class UnitGradients:
         if self._replicates:
             start, stop = layout.shard_range(rank)
             own = main_grad[start:stop]
-        parts = received.view(world_size, layout.shard_numel)
-        reduce_(own, parts, scale=1.0 / world_size, accumulate=into_existing)
+        reduce_(
+            own,
+            received.view(world_size, layout.shard_numel),
+            scale=1.0 / world_size,
+            accumulate=into_existing,
+            rows=self._pool.views(received, self._rows_key, self._make_rows),
+        )
         if not self._replicates:
             return []
         slices = FlatBuffer(main_grad, layout).shards()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .runtime import Runtime, UnitGroup
 from .structures import map_tensors, tensors_in
@@ -29,9 +29,12 @@ def install_hooks(
             _watch_inputs(group, runtime, (args, kwargs))
         return args, kwargs
 
+    def pre_backward(_grads: object) -> None:
+        runtime.pre_backward(group)
+
     def post_forward(module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            _watch_outputs(group, runtime, output)
+            _watch_outputs(output, pre_backward)
         runtime.post_forward(group)
 
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
@@ -63,18 +66,17 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def _watch_outputs(group: UnitGroup, runtime: Runtime, output: object) -> None:
+def _watch_outputs(output: object, pre_backward: Callable[[object], None]) -> None:
     """Call `pre_backward` before the gradient flows into any node that made an output."""
-
-    def pre_backward(_grads: object) -> None:
-        runtime.pre_backward(group)
-
+    if type(output) is Tensor and output._base is None:
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(pre_backward)
+        return
     watched: set[object] = set()
     for tensor in tensors_in(output):
-        if not tensor.requires_grad:
-            continue
         # On the node, not the tensor: an in-place change of the output keeps its node in the graph.
-        # A change through a view makes a new node for the view, but keeps the base's.
+        # A
+        # change through a view makes a new node for the view, but keeps the base's.
         sources = [tensor] if tensor._base is None else [tensor, tensor._base]
         for source in sources:
             node = source.grad_fn

@@ -49,7 +49,10 @@ class UnitGroup:
         """Whether a unit is gathered whose parameters get no gradient, so that no gradient ends its
         use.
         """
-        return any(not unit.needs_reduction for unit in self.units)
+        for unit in self.units:
+            if not unit.num_trainable:
+                return True
+        return False
 
 
 @dataclass(slots=True)
@@ -88,7 +91,7 @@ class Runtime:
         # Registration order until a forward has been seen.
         self._forward_order = [group.index for group in groups]
         self._position = {index: place for place, index in enumerate(self._forward_order)}
-        self._seen: list[int] = []
+        self._seen: dict[int, None] = {}
         self._exchange_order = [unit.spec.index for unit in reversed(self.units)]
         self._order_agreed = collectives.world_size == 1 or len(self.units) == 1
 
@@ -110,8 +113,10 @@ class Runtime:
             if torch._C._current_graph_task_id() != -1:
                 return
             self.recover()
-        if self._seen:
-            self._adopt_forward_order()
+        seen = list(self._seen)
+        if seen != self._forward_order:
+            self._adopt_forward_order(seen)
+        self._seen.clear()
         if self._options.overlap_param_gather:
             # Replicated parameters stay: all gathers can be on their way at once.
             for index in self._forward_order:
@@ -119,11 +124,11 @@ class Runtime:
                     if not unit.frees_parameters:
                         self._start_gather(unit)
 
-    def _adopt_forward_order(self) -> None:
-        rest = [index for index in self._forward_order if index not in set(self._seen)]
-        self._forward_order = self._seen + rest
+    def _adopt_forward_order(self, seen: list[int]) -> None:
+        known = set(seen)
+        rest = [index for index in self._forward_order if index not in known]
+        self._forward_order = seen + rest
         self._position = {index: place for place, index in enumerate(self._forward_order)}
-        self._seen = []
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
@@ -131,8 +136,7 @@ class Runtime:
         for unit in group.units:
             self._start_gather(unit)
         if not recompute:
-            if group.index not in self._seen:
-                self._seen.append(group.index)
+            self._seen.setdefault(group.index)
             self._prefetch(group, 1)
         for unit in group.units:
             self._finish_gather(unit)
@@ -253,11 +257,13 @@ class Runtime:
         for group in self.groups:
             group.open_inputs = 0
         self.rest()
+        self.pool.trim()
         if backward.sync and not self._order_agreed:
             self._agree_exchange_order(backward.ready_order)
 
     def _agree_exchange_order(self, ready_order: list[int]) -> None:
-        rest = [index for index in self._exchange_order if index not in set(ready_order)]
+        ready = set(ready_order)
+        rest = [index for index in self._exchange_order if index not in ready]
         order = torch.tensor(ready_order + rest, dtype=torch.int64, device=self.pool.device)
         self.collectives.broadcast(order, "agreement on the order of exchanges")
         self._exchange_order = order.tolist()

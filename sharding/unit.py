@@ -109,11 +109,14 @@ class Unit:
         self._target_slices = self._target.shards()
         # Views have to be made while there is memory; they outlive it.
         self._views = self._gathered.views()
+        self._storage = gathered.untyped_storage()
+        self._storage_bytes = self._storage.nbytes()
         if self._frees:
-            pool.shrink(gathered)
+            pool.shrink(self._storage, self._storage_bytes)
         self._is_main = shares_memory and self._replicates_main
         self._gathered_version = self.main._version
         self._stale = not shares_memory
+        self._gather_name = f"gather of unit '{spec.name}'"
         self._gather_event: Event = DONE
         self.gradients = UnitGradients(spec, self.main_span, collectives, pool)
         self.params: list[nn.Parameter] = []
@@ -308,14 +311,13 @@ class Unit:
             return False
         if self._frees:
             with lane.allocating():
-                self._pool.grow(self._gathered.data)
+                self._pool.grow(self._storage, self._storage_bytes)
         self._gathered_version = self.main._version
         self._stale = False
         self._gather_event = lane.submit(self._fill)
         return True
 
     def _fill(self) -> list[Pending]:
-        what = f"gather of unit '{self.spec.name}'"
         if self._replicates_main:
             self._target.data.copy_(self.main)
             return []
@@ -325,7 +327,9 @@ class Unit:
                 source = self.main
             else:
                 own.copy_(self.main)
-        return self._collectives.gather(self._target.data, self._target_slices, source, what)
+        return self._collectives.gather(
+            self._target.data, self._target_slices, source, self._gather_name
+        )
 
     def finish_gather(self) -> None:
         """Order the following compute after the gather."""
@@ -337,7 +341,7 @@ class Unit:
         """The full parameters are not needed any more: back to rest."""
         self._move(UnitState.SHARDED)
         if self._frees:
-            self._pool.shrink(self._gathered.data)
+            self._pool.shrink(self._storage, self._storage_bytes)
 
     # ---- gradients
 

@@ -27,10 +27,24 @@ def test_counts_bytes_and_the_peak() -> None:
     second = pool.lease(10, torch.bfloat16)
     assert pool.live_bytes == pool.peak_bytes == 420
     pool.release(first)
+    assert pool.live_bytes == 420, "kept for the next lease of this size"
+    pool.trim()
     assert (pool.live_bytes, pool.peak_bytes) == (20, 420)
     pool.reset_peak()
     pool.release(second)
+    pool.trim()
     assert (pool.live_bytes, pool.peak_bytes) == (0, 20)
+
+
+def test_released_memory_is_reused_for_its_size_and_freed_for_another() -> None:
+    pool = BufferPool(CPU)
+    first = pool.lease(8, torch.float32)
+    pool.release(first)
+    assert pool.lease(8, torch.float32) is first
+    pool.release(first)
+    other = pool.lease(8, torch.bfloat16)
+    assert other is not first and pool.live_bytes == 16
+    assert pool.lease(8, torch.float32) is not first
 
 
 def test_release_twice_is_refused() -> None:
@@ -46,9 +60,10 @@ def test_views_survive_shrink_and_grow() -> None:
     flat = pool.lease(8, torch.float32)
     view = flat[2:6]
     version = flat._version
-    pool.shrink(flat)
-    assert pool.live_bytes == 0 and flat.untyped_storage().nbytes() == 0
-    pool.grow(flat)
+    storage = flat.untyped_storage()
+    pool.shrink(storage, 32)
+    assert pool.live_bytes == 0 and storage.nbytes() == 0
+    pool.grow(storage, 32)
     flat.data.copy_(torch.arange(8.0))
     assert view.tolist() == [2, 3, 4, 5] and pool.live_bytes == 32
     assert flat._version == version, "a refill must not look like a change to autograd"
