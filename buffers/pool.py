@@ -62,8 +62,7 @@ class BufferPool:
     def views(
         self, tensor: Tensor, key: Hashable, make: Callable[[Tensor], list[Tensor]]
     ) -> list[Tensor]:
-        """`make(tensor)` for a leased tensor, made once per `key` for as long as its memory lives.
-        """
+        """`make(tensor)` for a leased tensor, made once per `key` while its memory lives."""
         known = self._views.setdefault(id(tensor), {})
         views = known.get(key)
         if views is None:
@@ -84,8 +83,7 @@ class BufferPool:
         self._count(nbytes)
 
     def shrink(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Free the `nbytes` of `storage`; tensors over it stay, and are valid again after `grow`.
-        """
+        """Free the `nbytes` of `storage`; tensors over it are valid again after `grow`."""
         storage.resize_(0)
         self.live_bytes -= nbytes
 

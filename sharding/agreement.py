@@ -1,5 +1,4 @@
-"""Whether all ranks pass the same model and options to `fully_shard`, and if not, how they differ.
-"""
+"""Whether all ranks pass the same model and options to `fully_shard`, and how they differ."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""From a partition to a running model: allocates the units, shares rank 0's values, attaches hooks.
-"""
+"""From a partition to a running model: allocates units, shares rank 0's values, adds hooks."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ from .unit import ParamSlot, Unit, UnitSpec
 def build_runtime(
     module: nn.Module, plans: list[GroupPlan], collectives: Collectives, config: ShardConfig
 ) -> Runtime:
-    """Allocate the units of `plans`, put their parameters into the modules, and attach the hooks.
-    """
+    """Allocate the units of `plans`, put their parameters into the modules, attach the hooks."""
     device = collectives.groups.device
     pool = BufferPool(device)
     groups: list[UnitGroup] = []
@@ -39,6 +37,7 @@ def build_runtime(
         groups.append(
             UnitGroup(len(groups), plan.name, units, _reshards(plan, config), plan.is_root)
         )
+    pool.trim()
     lanes = (
         make_lane(device, config.runtime.overlap_param_gather),
         make_lane(device, config.overlap_grad_reduce),

@@ -49,10 +49,7 @@ class UnitGroup:
         """Whether a unit is gathered whose parameters get no gradient, so that no gradient ends its
         use.
         """
-        for unit in self.units:
-            if not unit.num_trainable:
-                return True
-        return False
+        return 0 in [unit.num_trainable for unit in self.units]
 
 
 @dataclass(slots=True)

@@ -93,29 +93,21 @@ class Unit:
         self.main_span = (
             (0, layout.numel) if self._replicates_main else layout.shard_range(self._rank)
         )
-        shares_memory = not self._frees and spec.dtypes.compute == spec.dtypes.main
-        gathered = full if shares_memory else pool.lease(layout.numel, spec.dtypes.compute)
-        self._gathered = FlatBuffer(gathered, layout)
-        self.main = full[self.main_span[0] : self.main_span[1]]
-        if not shares_memory and not self._replicates_main:
-            own = pool.lease(layout.shard_numel, spec.dtypes.main)
-            own.copy_(self.main)
-            self.main = own
-            pool.release(full)
-        self._shares_memory = shares_memory
+        self._shares_memory = not self._frees and spec.dtypes.compute == spec.dtypes.main
+        gathered, self.main = self._take_over(full)
         # Collectives write through these: `.data` has a version counter of its own, so that tensors
         # which autograd saved from an earlier gather of the same weights stay valid.
         self._target = FlatBuffer(gathered.data, layout)
         self._target_slices = self._target.shards()
         # Views have to be made while there is memory; they outlive it.
-        self._views = self._gathered.views()
+        self._views = FlatBuffer(gathered, layout).views()
         self._storage = gathered.untyped_storage()
         self._storage_bytes = self._storage.nbytes()
         if self._frees:
             pool.shrink(self._storage, self._storage_bytes)
-        self._is_main = shares_memory and self._replicates_main
+        self._is_main = self._shares_memory and self._replicates_main
         self._gathered_version = self.main._version
-        self._stale = not shares_memory
+        self._stale = not self._shares_memory
         self._gather_name = f"gather of unit '{spec.name}'"
         self._gather_event: Event = DONE
         self.gradients = UnitGradients(spec, self.main_span, collectives, pool)
@@ -130,6 +122,18 @@ class Unit:
         self._on_ready: Callable[[Unit], None] = lambda _unit: None
 
     # ---- construction
+
+    def _take_over(self, full: Tensor) -> tuple[Tensor, Tensor]:
+        """The gathered buffer [layout.numel] and `main`, from the initial values."""
+        if self._shares_memory:
+            return full, full[self.main_span[0] : self.main_span[1]]
+        gathered = self._pool.lease(self.spec.layout.numel, self.spec.dtypes.compute)
+        if self._replicates_main:
+            return gathered, full
+        own = self._pool.lease(self.spec.layout.shard_numel, self.spec.dtypes.main)
+        own.copy_(full[self.main_span[0] : self.main_span[1]])
+        self._pool.release(full)
+        return gathered, own
 
     def attach(
         self,

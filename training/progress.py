@@ -2,13 +2,16 @@
 on the other ranks.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 PLAIN_LINES = 20
 
@@ -77,14 +80,29 @@ def reporter_for(*, is_first: bool, first_step: int, last_step: int) -> Iterator
     """Give the reporter that suits this rank and its standard output."""
     if not is_first:
         yield SilentReporter()
-    elif not sys.stdout.isatty():
+    elif not sys.stdout.isatty() or find_spec("rich") is None:
+        # A machine that is only lent for a check may lack rich; training must not need it.
         yield PlainReporter(last_step)
     else:
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[figures]}"),
-        )
-        with Progress(*columns, TimeRemainingColumn(), console=Console()) as progress:
+        with _bar() as progress:
             yield BarReporter(progress, first_step, last_step)
+
+
+def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+        console=Console(),
+    )
