@@ -19,7 +19,6 @@ GPU_MARKER = "mark.gpu"
 SANITIZER = "compute-sanitizer"
 SANITIZER_FOLDERS = ("/usr/local/cuda/bin",)
 SANITIZER_FAULT = 9
-NO_TESTS_COLLECTED = 5
 # Losses of two runs that differ only in the order of some sums may differ by this much.
 LOSS_TOLERANCE = 0.02
 

@@ -30,7 +30,8 @@ class BufferPool:
     device: torch.device
     live_bytes: int = 0
     peak_bytes: int = 0
-    _leased: set[int] = field(default_factory=set)
+    # Strong references: an id must not come back as another tensor's.
+    _leased: dict[int, Tensor] = field(default_factory=dict)
     _free: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
     _views: dict[int, dict[Hashable, list[Tensor]]] = field(default_factory=dict)
 
@@ -42,7 +43,7 @@ class BufferPool:
             self.trim()
             tensor = torch.empty(numel, dtype=dtype, device=self.device)
             self._count(tensor.untyped_storage().nbytes())
-        self._leased.add(id(tensor))
+        self._leased[id(tensor)] = tensor
         return tensor
 
     def release(self, tensor: Tensor) -> None:
@@ -56,7 +57,7 @@ class BufferPool:
                 f"release: expected a tensor leased from this pool, got one of {tensor.numel()} "
                 "elements that is not on lease; release each lease once"
             )
-        self._leased.remove(id(tensor))
+        del self._leased[id(tensor)]
         self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
     def views(

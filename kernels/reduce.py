@@ -18,9 +18,6 @@ import triton.language as tl
 from .launch import ACCESS_BYTES, on_device_of, reduce_config
 from .portable import covered, round_to, to_fp32
 
-ROWS_IN_FLIGHT = 8
-
-
 _GROUP = tl.constexpr(7)  # rows loaded before the first of them is added
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 import torch
 
 from .collectives import Collectives
-from .partition import ParamEntry, Signature, tree_signature
+from .partition import Signature
 
 
-def check_ranks_agree(
-    collectives: Collectives, entries: Sequence[ParamEntry], options: str
-) -> None:
+def check_ranks_agree(collectives: Collectives, signature: Signature, options: str) -> None:
     """Compare parameters (name, shape, dtype, requires_grad) and `options` with the other ranks.
 
     Raises:
         ValueError: they differ; on every rank, naming rank, parameter and both values.
     """
-    signature = tree_signature(entries)
     digest = hashlib.sha256(repr((signature, options)).encode()).digest()
     numbers = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8, 12)]
     values = torch.tensor(numbers, dtype=torch.int64)

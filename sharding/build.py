@@ -102,13 +102,22 @@ def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
             for place, attribute in entry.places
         )
         unit.attach([entry.param.requires_grad for entry in members], slots, on_ready)
+        for entry, sharded, param in zip(members, unit.sharded, unit.params, strict=True):
+            # Marks that people leave on parameters, such as `no_decay`, stay readable.
+            for name, value in vars(entry.param).items():
+                vars(sharded).setdefault(name, value)
+                vars(param).setdefault(name, value)
 
 
 def _share_buffers(module: nn.Module, collectives: Collectives) -> None:
+    moved: dict[int, torch.Tensor] = {}  # a buffer of several modules stays one
     for submodule in module.modules():
         for name, buffer in submodule._buffers.items():
-            if buffer is not None:
-                moved = buffer.to(collectives.groups.device)
-                submodule._buffers[name] = moved
-                if moved.numel():
-                    collectives.broadcast(moved.detach(), f"broadcast of buffer '{name}'")
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                moved[id(buffer)] = buffer.to(collectives.groups.device)
+                if buffer.numel():
+                    target = moved[id(buffer)].detach()
+                    collectives.broadcast(target, f"broadcast of buffer '{name}'")
+            submodule._buffers[name] = moved[id(buffer)]

@@ -23,6 +23,8 @@ from torch import Tensor
 from .process_groups import DataParallelGroups
 
 T = TypeVar("T")
+_TAG = 0x51DE
+"""Keeps our sends apart from the user's own on the same group; gloo matches peer and tag."""
 
 
 def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> dist.Work:
@@ -84,10 +86,7 @@ class Traffic:
 
 
 class Collectives:
-    """Gathers on one communicator, everything that reduces on the other.
-
-    `gather` and `broadcast` may be called from one thread, `exchange` from another.
-    """
+    """Gathers on one communicator, everything that reduces on the other."""
 
     def __init__(self, groups: DataParallelGroups) -> None:
         self.groups = groups
@@ -138,11 +137,11 @@ class Collectives:
                 return [Pending(start_all_gather(group, flat, source), what)]
             # Receives first: a send has to find its receive posted, or gloo stages it.
             pending = [
-                Pending(group.recv([slices[peer]], peer, 0), f"{what} from rank {peer}")
+                Pending(group.recv([slices[peer]], peer, _TAG), f"{what} from rank {peer}")
                 for peer in self._peers
             ]
             pending += [
-                Pending(group.send([source], peer, 0), f"{what} to rank {peer}")
+                Pending(group.send([source], peer, _TAG), f"{what} to rank {peer}")
                 for peer in self._peers
             ]
         except RuntimeError as error:

@@ -17,8 +17,21 @@ from .agreement import check_ranks_agree
 from .build import build_runtime
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
-from .optimizer import Location, check_elementwise, locate_params, rebind
-from .partition import GroupPlan, ParamEntry, UnitClass, collect_params, partition
+from .optimizer import (
+    Location,
+    check_elementwise,
+    describe_options,
+    locate_params,
+    rebind,
+)
+from .partition import (
+    GroupPlan,
+    ParamEntry,
+    UnitClass,
+    collect_params,
+    partition,
+    tree_signature,
+)
 from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups
 from .runtime import Runtime
@@ -55,31 +68,29 @@ def fully_shard(
     Args:
         module: the whole model, on CPU or the rank's GPU, not sharded yet.
         optimizer: an elementwise optimizer over its parameters; keeps its class, groups, options
-        and state. device_mesh: mesh to shard over (None: all ranks; without a process group, world
-        size 1). dp_shard_dim: name of the mesh dimension to shard over; needed when the mesh has
-        several. fsdp_unit_modules: classes, or import paths of classes, whose instances are
-        gathered and reduced as
-            one unit each. None: the whole module is one unit, and nothing overlaps.
+            and state.
+        device_mesh: mesh to shard over (None: all ranks; without a process group, world size 1).
+        dp_shard_dim: name of the mesh dimension to shard over; needed when the mesh has several.
+        fsdp_unit_modules: classes, or import paths of classes, whose instances are gathered and
+            reduced as one unit each. None: the whole module is one unit, and nothing overlaps.
         zero_dp_strategy: 0 'no_shard', 1 'optim', 2 'optim_grads', 3 'optim_grads_params'.
         mixed_precision_policy: dtypes of compute, main parameters, gradients and wire.
         overlap_grad_reduce: exchange gradients beside backward.
         overlap_param_gather: gather parameters beside compute.
-        reshard_after_forward: free gathered parameters after forward (ZeRO-3 only; None: units do,
-        the root,
-            which backward needs first, does not).
+        reshard_after_forward: free gathered parameters after forward (ZeRO-3 only). None: units
+            do; the root, which backward needs first, does not.
         bucket_mib: split a unit into messages of at most so many MiB of compute-dtype parameters.
         prefetch: how many units ahead of the one in use are gathered (ZeRO-3).
         elementwise: vouch that an optimizer class unknown to sidestream updates each element by
-        itself.
+            itself.
 
     Returns:
         (module, optimizer), the objects passed in.
 
     Raises:
         ValueError: bad option, unit class that matches nothing, parameters that cannot be sharded,
-        mesh
-            without that dimension, foreign parameters in the optimizer, optimizer that is not
-            elementwise, ranks whose models differ. Nothing has been changed then.
+            mesh without that dimension, foreign parameters in the optimizer, optimizer that is not
+            elementwise, ranks whose models or options differ. Nothing has been changed then.
         TypeError: an argument of the wrong type.
         RuntimeError: more ranks than GPUs.
     """
@@ -95,6 +106,8 @@ def fully_shard(
     )
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"device_mesh: expected a DeviceMesh, got {type(device_mesh).__name__}")
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     entries = collect_params(module)
@@ -104,7 +117,8 @@ def fully_shard(
     located = _locate(optimizer, plans, entries)
     groups = data_parallel_groups(device_mesh, dp_shard_dim)
     collectives = Collectives(groups)
-    check_ranks_agree(collectives, entries, repr(config))
+    options = f"{config}, {describe_options(optimizer)}"
+    check_ranks_agree(collectives, tree_signature(module, entries), options)
     _note_missing_units(config, groups)
     runtime = build_runtime(module, plans, collectives, config)
     _RUNTIMES[module] = runtime
@@ -146,9 +160,8 @@ def fully_shard_optimizer(
     """Bind an optimizer that was made from a sharded module's parameters. Returns `optimizer`.
 
     Raises:
-        ValueError: it holds parameters that are not one sharded module's (for example the ones from
-        before
-            `fully_shard`), it is bound already, or it is not elementwise.
+        ValueError: it holds parameters that are not one sharded module's (for example the ones
+            from before `fully_shard`), it is bound already, or it is not elementwise.
     """
     check_elementwise(optimizer, declared=elementwise)
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -95,7 +95,8 @@ def _norm(runtime: Runtime, norm_type: float) -> Tensor:
     # [largest finite |g|, any NaN, any inf]: backends do not agree on the maximum of NaN.
     extremes = torch.zeros(3, device=device)
     if grads:
-        largest = torch.stack([grad.abs().amax().float() for grad in grads])
+        chunks = [chunk for grad in grads for chunk in grad.split(_CHUNK_NUMEL)]
+        largest = torch.stack([torch.linalg.vector_norm(c, math.inf).float() for c in chunks])
         extremes[0] = torch.where(torch.isfinite(largest), largest, 0.0).amax()
         extremes[1] = torch.isnan(largest).any()
         extremes[2] = torch.isinf(largest).any()

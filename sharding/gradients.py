@@ -50,6 +50,7 @@ class Exchange:
     event: Event
     leases: list[Tensor]
     grads: list[Tensor | None]
+    publishes: bool = False
 
 
 class UnitGradients:
@@ -143,28 +144,38 @@ class UnitGradients:
         layout = self._spec.layout
         return list(received.view(layout.world_size, layout.shard_numel).unbind())
 
-    def _prepare_main_grad(self, lane: Lane) -> bool:
-        """Allocate `main_grad` on first use; returns whether to accumulate into it."""
+    def _cleared_runs(self, lane: Lane) -> list[FlatRun]:
+        """Allocate `main_grad` on first use; returns the runs whose gradient does not exist."""
         if self.main_grad is None:
             with lane.allocating():
                 self.main_grad = self._pool.lease(
                     self._span[1] - self._span[0], self._spec.dtypes.grad
                 )
-        if not self.has_grad:
-            return False
-        for run in self.runs:
-            if run.param.grad is None:
-                self.main_grad[run.start : run.stop].zero_()
-        return True
+        return [run for run in self.runs if run.param.grad is None]
+
+    def _make_current(self, cleared: Sequence[FlatRun], kept: Sequence[FlatRun]) -> None:
+        """Bring `main_grad` up to what the runs show: zero what was cleared, take edits."""
+        assert self.main_grad is not None
+        for run in cleared:
+            self.main_grad[run.start : run.stop].zero_()
+        for run in kept:
+            grad = run.param.grad
+            if grad is not None and grad.dtype != self.main_grad.dtype:
+                self.main_grad[run.start : run.stop].copy_(grad)
+
+    def _forget_sums(self, accumulated: Tensor, cleared: Sequence[FlatRun]) -> None:
+        for run in cleared:
+            for index in run.indices:
+                segment = self._spec.layout.segments[index]
+                accumulated[segment.start : segment.stop].zero_()
 
     def accumulate(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
         """Add this backward's gradients to the rank's own sum, without communication."""
         grads = self._take(params)
-        if not self._prepare_main_grad(lane):
+        cleared = self._cleared_runs(lane)
+        if len(cleared) == len(self.runs):
             self._drop_accumulated()
-            assert self.main_grad is not None
-            self.main_grad.zero_()
-            self.publish()
+        kept = [run for run in self.runs if run not in cleared]
         first = self._accumulated is None
         if self._accumulated is None:
             with lane.allocating():
@@ -173,18 +184,22 @@ class UnitGradients:
                 )
         target = self._accumulated
 
-        def work() -> list[Pending]:
+        def start() -> list[Pending]:
+            self._make_current(cleared, kept)
+            if not first:
+                self._forget_sums(target, cleared)
             self._pack(target, grads, accumulate=not first)
             return []
 
-        return Exchange(lane.submit(work), [], grads)
+        # The visible gradient marks that a sum exists: when it is cleared, so is the sum.
+        return Exchange(lane.submit(start), [], grads, publishes=True)
 
     def exchange(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
-        """Start to reduce this backward's gradients, and what was accumulated, into `main_grad` on
-        `lane`.
-        """
+        """Start to reduce this backward's gradients, and what was accumulated, into `main_grad`."""
         grads = self._take(params)
-        into_existing = self._prepare_main_grad(lane)
+        cleared = self._cleared_runs(lane)
+        into_existing = len(cleared) < len(self.runs)
+        kept = [run for run in self.runs if run not in cleared] if into_existing else []
         if not into_existing:
             self._drop_accumulated()
         accumulated, self._accumulated = self._accumulated, None
@@ -200,6 +215,7 @@ class UnitGradients:
             if accumulated is None:
                 self._pack(sent, grads)
             else:
+                self._forget_sums(accumulated, cleared)
                 self._pack(accumulated, grads, accumulate=True)
                 pack_(sent, [accumulated], [0])
             if sent.device.type == "cpu":
@@ -210,6 +226,8 @@ class UnitGradients:
             return [self._collectives.exchange(received, sent, self._exchange_name)]
 
         def complete() -> list[Pending]:
+            if into_existing:
+                self._make_current(cleared, kept)
             return self._reduce(received, into_existing)
 
         return Exchange(lane.submit(start, complete), leases, grads)
@@ -252,14 +270,15 @@ class UnitGradients:
         for lease in exchange.leases:
             self._pool.release(lease)
         exchange.grads.clear()
+        if exchange.publishes:
+            self.publish()
 
     def publish(self) -> None:
         """Show the reduced gradient to the optimizer."""
         assert self.main_grad is not None
         for run in self.runs:
             if run.param.requires_grad:
-                grad = self.main_grad[run.start : run.stop]
-                run.param.grad = grad if grad.dtype == run.param.dtype else grad.to(run.param.dtype)
+                self._show(run)
                 run.cleared.clear()
 
     def has_tensor(self, index: int) -> bool:
@@ -268,13 +287,21 @@ class UnitGradients:
         return run.param.grad is not None and index not in run.cleared
 
     def clear_tensor(self, index: int, view: Tensor) -> None:
-        """Forget the gradient of tensor `index`, whose part of `main_grad` is `view`."""
+        """Forget the gradient of tensor `index`, which `view` shows, and its part of the sum."""
         run = self._run_of(index)
         run.cleared.add(index)
         view.zero_()
+        if self._accumulated is not None:
+            segment = self._spec.layout.segments[index]
+            self._accumulated[segment.start : segment.stop].zero_()
         if len(run.cleared) == len(run.indices):
             run.param.grad = None
             run.cleared.clear()
+
+    @property
+    def has_unreduced_sum(self) -> bool:
+        """Whether gradients were accumulated under `no_sync` and not exchanged since."""
+        return self._accumulated is not None and self.has_grad
 
     def show_tensor(self, index: int) -> None:
         """Make room to write the gradient of tensor `index` by hand."""
@@ -283,9 +310,22 @@ class UnitGradients:
         run = self._run_of(index)
         if run.param.grad is None:
             self.main_grad[run.start : run.stop].zero_()
-            run.param.grad = self.main_grad[run.start : run.stop]
+            self._show(run)
             run.cleared = set(run.indices)
         run.cleared.discard(index)
+
+    def copy_of(self, index: int) -> tuple[Tensor, int] | None:
+        """The flat gradient shown for tensor `index` and its start in `main`, if it is a copy."""
+        run = self._run_of(index)
+        grad, main_grad = run.param.grad, self.main_grad
+        if grad is None or main_grad is None or grad.dtype == main_grad.dtype:
+            return None
+        return grad, run.start
+
+    def _show(self, run: FlatRun) -> None:
+        assert self.main_grad is not None
+        grad = self.main_grad[run.start : run.stop]
+        run.param.grad = grad if grad.dtype == run.param.dtype else grad.to(run.param.dtype)
 
     def _run_of(self, index: int) -> FlatRun:
         return next(run for run in self.runs if index in run.indices)

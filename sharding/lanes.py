@@ -61,9 +61,9 @@ class _Deferred:
         self._complete = complete
 
     def advance(self) -> None:
-        complete, self._complete = self._complete, None
-        if complete is not None:
+        if self._complete is not None:
             self._finish_pending()
+            complete, self._complete = self._complete, None
             self._pending = complete()
 
     def wait(self) -> None:
@@ -71,9 +71,9 @@ class _Deferred:
         self._finish_pending()
 
     def _finish_pending(self) -> None:
-        pending, self._pending = self._pending, ()
-        for operation in pending:
+        for operation in self._pending:
             operation.wait()
+        self._pending = ()
 
 
 DONE = _Deferred((), None)
@@ -102,16 +102,17 @@ class SerialLane(DeferredLane):
 
 
 class _StreamEvent:
-    __slots__ = ("_event",)
+    __slots__ = ("_device", "_event")
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def advance(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        self.advance()
 
 
 class StreamLane:
@@ -126,7 +127,7 @@ class StreamLane:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             _Deferred(start(), complete).wait()
-            return _StreamEvent(self._stream.record_event())
+            return _StreamEvent(self._stream.record_event(), self._stream.device)
 
     def allocating(self) -> contextlib.AbstractContextManager[object]:
         """Allocations belong to this lane's stream."""

@@ -157,18 +157,43 @@ def rebind(
         group["params"] = params
         if "param_names" in group:
             group["param_names"] = [f"flat_{place}" for place in range(len(params))]
-    _mark_stale_after_steps(optimizer, runtime)
+    _watch_steps(optimizer, runtime)
 
 
-def _mark_stale_after_steps(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
-    # Through `.data` an optimizer can change parameters without a trace in their version counters.
+def _watch_steps(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
     reference = weakref.ref(runtime)
+    bound = sum(len(group["params"]) for group in optimizer.param_groups)
 
-    def mark_stale(*_: object) -> None:
+    def before_step(stepped: torch.optim.Optimizer, *_: object) -> None:
+        count = sum(len(group["params"]) for group in stepped.param_groups)
+        if count != bound:
+            raise ValueError(
+                f"optimizer.step: expected the {bound} flat parameters that fully_shard bound, got "
+                f"{count}: what was added since would be stepped with this rank's own gradient; "
+                "give the optimizer all its groups before fully_shard"
+            )
+        if (current := reference()) is not None:
+            current.before_optimizer_step()
+
+    def after_step(*_: object) -> None:
+        # Through `.data` an optimizer can change parameters without a trace in version counters.
         if (current := reference()) is not None:
             current.mark_stale()
 
-    optimizer.register_step_post_hook(mark_stale)
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+
+
+def describe_options(optimizer: torch.optim.Optimizer | None) -> str:
+    """Class, groups and options of `optimizer`, to compare between ranks."""
+    if optimizer is None:
+        return "no optimizer"
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__qualname__} {groups}"
 
 
 def _has_shape(key: str, value: object, shape: Sequence[int]) -> bool:

@@ -23,6 +23,8 @@ from .sharded_tensor import ShardedTensor
 UnitClass = type[nn.Module] | str
 Signature = list[tuple[str, tuple[int, ...], str, bool]]
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
+_NAMED = 10
+"""Offenders that an error names."""
 
 
 @dataclass(eq=False, slots=True)
@@ -110,8 +112,16 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
                     continue
                 entries[id(param)] = ParamEntry(name, param)
             entries[id(param)].places.append((submodule, attribute))
+    problems += [
+        f"buffer '{name}' is on the meta device: materialise it first"
+        for name, buffer in module.named_buffers()
+        if buffer.is_meta
+    ]
     if problems:
-        raise ValueError("fully_shard cannot take these parameters: " + "; ".join(problems))
+        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise ValueError(
+            "fully_shard cannot take these parameters: " + "; ".join(problems[:_NAMED]) + more
+        )
     return list(entries.values())
 
 
@@ -122,6 +132,8 @@ def _problem(param: nn.Parameter) -> str | None:
         return "is a DTensor: pass a model with plain parameters"
     if param.is_meta:
         return "is on the meta device: materialise it first (module.to_empty, reset_parameters)"
+    if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        return "has gradient hooks, which its sharded form would lose: register them afterwards"
     if not param.is_floating_point():
         if param.requires_grad:
             return f"has dtype {param.dtype} and requires grad: expected requires_grad=False"
@@ -201,9 +213,14 @@ def _split(
     return units
 
 
-def tree_signature(entries: Sequence[ParamEntry]) -> Signature:
-    """(name, shape, dtype, requires_grad) of every parameter, to compare between ranks."""
-    return [
+def tree_signature(module: nn.Module, entries: Sequence[ParamEntry]) -> Signature:
+    """(name, shape, dtype, requires_grad) of parameters and buffers, to compare ranks."""
+    params = [
         (entry.name, tuple(entry.param.shape), str(entry.param.dtype), entry.param.requires_grad)
         for entry in entries
     ]
+    buffers = [
+        (name, tuple(buffer.shape), str(buffer.dtype), False)
+        for name, buffer in module.named_buffers()
+    ]
+    return params + buffers

@@ -21,10 +21,9 @@ class MixedPrecisionPolicy:
             parameters' dtype). The sum over ranks is taken in FP32 whatever this says.
         grad_comm_dtype: dtype of gradients on the wire (None: the dtype autograd made, which is the
             parameters' compute dtype). The FP32 sum runs over these rounded values, in rank order.
-        output_dtype: dtype of the floating-point tensors that the root module returns (None: as
-        they are). cast_forward_inputs: cast the floating-point inputs of every unit's forward to
-        its compute dtype
-            when `param_dtype` is given.
+        output_dtype: dtype of the floating-point tensors that the root returns (None: unchanged).
+        cast_forward_inputs: cast the floating-point inputs of every unit's forward to its compute
+            dtype when `param_dtype` is given.
 
     Raises:
         TypeError: a dtype that is not one of the allowed ones.

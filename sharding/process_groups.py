@@ -5,11 +5,16 @@ new_group.
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+_SECOND: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,21 @@ def data_parallel_groups(mesh: DeviceMesh | None, axis_name: str | None) -> Data
     on_cpu = mesh is not None and mesh.device_type == "cpu"
     device = torch.device("cpu") if on_cpu else _default_device()
     ranks = dist.get_process_group_ranks(group)
-    # Members alone take part, so that other ranks of a larger mesh need not call.
-    reduce_group = dist.new_group(
-        ranks, use_local_synchronization=True, group_desc="sidestream_reduce"
+    return DataParallelGroups(
+        dist.get_rank(group), len(ranks), device, group, _second_communicator(group, ranks)
     )
-    return DataParallelGroups(dist.get_rank(group), len(ranks), device, group, reduce_group)
+
+
+def _second_communicator(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    """A communicator over the ranks of `group`, one for all models that are sharded over it."""
+    known = _SECOND.get(group)
+    if known is None:
+        # The user's time limit holds for both; not every backend tells its own.
+        backend = group._get_backend(group._device_types[0])
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        # Members alone take part, so that other ranks of a larger mesh need not call.
+        known = dist.new_group(
+            ranks, timeout=timeout, use_local_synchronization=True, group_desc="sidestream_reduce"
+        )
+        _SECOND[group] = known
+    return known

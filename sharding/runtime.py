@@ -49,7 +49,7 @@ class UnitGroup:
         """Whether a unit is gathered whose parameters get no gradient, so that no gradient ends its
         use.
         """
-        return 0 in [unit.num_trainable for unit in self.units]
+        return any(not unit.num_trainable for unit in self.units)
 
 
 @dataclass(slots=True)
@@ -281,25 +281,44 @@ class Runtime:
         accumulated.
         """
         backward, self._backward = self._backward, None
-        if backward is not None:
-            self._finish_exchanges(backward)
-        for group in self.groups:
-            group.open_inputs = 0
-        for unit in self.units:
-            unit.drop_grads()
+        try:
+            if backward is not None:
+                self._finish_exchanges(backward)
+        finally:
+            for group in self.groups:
+                group.open_inputs = 0
+            for unit in self.units:
+                unit.drop_grads()
         self.rest()
+        self.pool.trim()
 
     def mark_stale(self) -> None:
-        """The optimizer stepped: gathered parameters that stay must be refreshed before their next
-        use.
-        """
+        """The optimizer stepped: what is gathered must be refreshed before its next use."""
         for unit in self.units:
             unit.mark_stale()
+
+    def before_optimizer_step(self) -> None:
+        """The optimizer is about to change the main parameters.
+
+        Raises:
+            RuntimeError: gradients accumulated under `no_sync` were never exchanged.
+        """
+        for unit in self.units:
+            if unit.gradients.has_unreduced_sum:
+                raise RuntimeError(
+                    f"optimizer.step: expected exchanged gradients, unit '{unit.spec.name}' holds "
+                    "some that were only accumulated under no_sync; run the last backward of a "
+                    "step outside no_sync, or clear the gradients"
+                )
+            # An unfinished gather still reads what the optimizer writes.
+            self._finish_gather(unit)
 
     # ---- gathers
 
     def _start_gather(self, unit: Unit) -> None:
-        if unit.state is UnitState.GATHERED and not unit.is_fresh:
+        if unit.state is not UnitState.SHARDED and not unit.is_fresh:
+            # Left over from a forward that no backward followed, or that failed.
+            self._finish_gather(unit)
             self._release(unit)
         if unit.state is UnitState.SHARDED and unit.gather(self._gather_lane):
             self.trace.add(Kind.GATHER, unit.spec.index)

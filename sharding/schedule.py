@@ -73,7 +73,9 @@ class PlanGroup:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """`moves`: units whose gather moves data. `sync`: whether this backward exchanges gradients."""
+    """How the runtime is set up. `max_exchanges`: how many may be in flight. `sync`: whether this
+    backward exchanges gradients, or only accumulates them.
+    """
 
     placements: Placements
     prefetch: int

@@ -310,15 +310,22 @@ class Unit:
 
     def gather(self, lane: Lane) -> bool:
         """Start to bring the full parameters in, on `lane`. False when nothing has to move."""
-        self._move(UnitState.GATHERING)
         if not self._frees and self.is_fresh:
+            self._move(UnitState.GATHERING)
             return False
+        version = self.main._version
         if self._frees:
             with lane.allocating():
                 self._pool.grow(self._storage, self._storage_bytes)
-        self._gathered_version = self.main._version
+        try:
+            self._gather_event = lane.submit(self._fill)
+        except BaseException:
+            if self._frees:
+                self._pool.shrink(self._storage, self._storage_bytes)
+            raise
+        self._gathered_version = version
         self._stale = False
-        self._gather_event = lane.submit(self._fill)
+        self._move(UnitState.GATHERING)
         return True
 
     def _fill(self) -> list[Pending]:
@@ -368,11 +375,14 @@ class Unit:
         self.gradients.drop(self.params)
 
     def _grad_view(self, index: int) -> ShardedTensor:
-        assert self.gradients.main_grad is not None
-        if self._grad_views[index] is None:
-            self._grad_views[index] = self.sharded_view(self.gradients.main_grad, index)
+        copy = self.gradients.copy_of(index)
+        if copy is not None:
+            return self.sharded_view(copy[0], index, base=copy[1])
         view = self._grad_views[index]
-        assert view is not None
+        if view is None:
+            assert self.gradients.main_grad is not None
+            view = self.sharded_view(self.gradients.main_grad, index)
+            self._grad_views[index] = view
         return view
 
     def get_grad(self, sharded: ShardedTensor) -> ShardedTensor | None:

@@ -99,8 +99,12 @@ def refuse_to_mix(folder: str) -> None:
     """Refuse a folder that holds checkpoints already when the run does not resume from them.
 
     Raises:
-        CheckpointError: there is a complete checkpoint.
+        CheckpointError: there is a complete checkpoint, or `folder` is a file.
     """
+    if Path(folder).is_file():
+        raise CheckpointError(
+            f"expected a folder for --checkpoint, got the file {folder}; give another path"
+        )
     saved = newest_checkpoint(folder)
     if saved is not None:
         raise CheckpointError(

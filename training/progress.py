@@ -81,7 +81,7 @@ def reporter_for(*, is_first: bool, first_step: int, last_step: int) -> Iterator
     if not is_first:
         yield SilentReporter()
     elif not sys.stdout.isatty() or find_spec("rich") is None:
-        # A machine that is only lent for a check may lack rich; training must not need it.
+        # The check on a GPU runs with what a machine has: training must not need rich.
         yield PlainReporter(last_step)
     else:
         with _bar() as progress:

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -84,12 +85,18 @@ def test_profile_divides_by_calls_and_units():
 
 
 def test_profile_tells_time_of_other_threads_apart():
-    def work() -> None:
-        a.mm(a)
+    def spin(count: int) -> int:
+        return sum(range(count))
 
-    a = torch.ones(64, 64)
-    alone = profile_calls(work, 20)
-    assert alone.other_threads_us <= alone.this_thread_us
+    def with_company() -> None:
+        company = threading.Thread(target=spin, args=(400_000,))
+        company.start()
+        company.join()
+
+    alone = profile_calls(lambda: spin(400_000), 10)
+    assert alone.other_threads_us <= 0.5 * alone.this_thread_us
+    accompanied = profile_calls(with_company, 10)
+    assert accompanied.other_threads_us > accompanied.this_thread_us
 
 
 @pytest.mark.timeout(240)

@@ -51,6 +51,14 @@ def meta_parameter(model: nn.Module) -> None:
     model.head = nn.Linear(3, 3, device="meta")
 
 
+def hooked_parameter(model: nn.Module) -> None:
+    model.head.weight.register_hook(lambda grad: grad)
+
+
+def meta_buffer(model: nn.Module) -> None:
+    model.register_buffer("table", torch.zeros(2, device="meta"))
+
+
 def double_parameter(model: nn.Module) -> None:
     model.extra = nn.Parameter(torch.zeros(2, dtype=torch.float64))
 
@@ -116,6 +124,9 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any], Change | None]] = {
         {},
         meta_parameter,
     ),
+    "hooks": (ValueError, r"'head.weight' has gradient hooks", {}, hooked_parameter),
+    "meta buffer": (ValueError, r"buffer 'table' is on the meta device", {}, meta_buffer),
+    "mesh": (TypeError, r"device_mesh: expected a DeviceMesh, got str", {"device_mesh": "x"}, None),
     "double": (ValueError, "'extra' has dtype torch.float64", {}, double_parameter),
 }
 
@@ -288,8 +299,9 @@ def differing_models(rank: int, world_size: int, kind: str) -> None:
         model.tail = model.head
         del model.head
     strategy = 2 if rank == 2 and kind == "option" else 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if kind == "lr" and rank == 2 else 0.1)
     try:
-        ss.fully_shard(model, zero_dp_strategy=strategy)
+        ss.fully_shard(model, optimizer, zero_dp_strategy=strategy)
     finally:
         assert not isinstance(model.embedding.weight, ss.ShardedTensor)
 
@@ -299,6 +311,7 @@ def differing_models(rank: int, world_size: int, kind: str) -> None:
     [
         ("shape", r"rank 2: 'head.weight' has \(shape, .*\(\(20, 12\), .*on rank 0 \(\(19, 12\)"),
         ("name", "rank 2: 'head.weight' is missing; .*rank 2: 'tail.weight' is unexpected"),
+        ("lr", r"rank 2: fully_shard's options are .*SGD \[\{'lr': 0.2"),
         ("option", "rank 2: fully_shard's options are .*optim_grads'"),
     ],
 )

@@ -402,6 +402,28 @@ def exception_in_a_step(rank: int, world_size: int, zero: int) -> None:
             twins.train(square_loss, (4, 6), steps=2)
 
 
+def step_after_a_failed_forward(rank: int, world_size: int, zero: int) -> None:
+    model = nn.Sequential(Layer(), Fails(), Layer(), nn.Linear(6, 2))
+    twins = Twins(rank, world_size, model, zero, [Layer])
+    twins.backward(square_loss, twins.data(0, 4, 6))
+    twins.sharded[1].where = "forward"
+    with pytest.raises(ArithmeticError):
+        twins.sharded(twins.data(9, 4, 6)[rank])
+    twins.sharded[1].where = ""
+    twins.step()
+    twins.train(square_loss, (4, 6), steps=2)
+
+
+def clearing_one_gradient_clears_its_sum(rank: int, world_size: int, zero: int) -> None:
+    twins = Twins(rank, world_size, stack(), zero, [Layer])
+    with ss.no_sync(twins.sharded):
+        twins.backward(square_loss, twins.data(1, 4, 6))
+    for model in (twins.plain, twins.sharded):
+        model[0].linear.weight.grad = None
+    twins.backward(square_loss, twins.data(2, 4, 6))
+    twins.check_grads()
+
+
 def edits_outside_the_step(rank: int, world_size: int, zero: int) -> None:
     twins = Twins(rank, world_size, stack(), zero, [Layer])
     twins.train(square_loss, (4, 6), steps=1)
@@ -506,6 +528,8 @@ CASES = [
     where_no_sync_stands,
     gradients_add_up_until_cleared,
     exception_in_a_step,
+    step_after_a_failed_forward,
+    clearing_one_gradient_clears_its_sum,
     edits_outside_the_step,
     loads_a_plain_state_dict,
     unit_called_by_itself,

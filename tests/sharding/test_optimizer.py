@@ -122,10 +122,13 @@ def main_grads_of_another_dtype(rank: int, world_size: int) -> None:
         before = full_params(model)
         loss_of(model, batch(0, rank=rank, world_size=world_size)).backward()
         grads = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
-        assert all(grad.dtype == torch.bfloat16 for grad in grads.values())
+        # The optimizer sees a copy in its parameters' dtype, and that is what `.grad` shows.
+        assert all(torch.equal(grad, grad.bfloat16().float()) for grad in grads.values())
+        for param in model.parameters():
+            param.grad.mul_(2.0)
         optimizer.step()
         for name, value in full_params(model).items():
-            expected = before[name].add(grads[name].float(), alpha=-0.1)
+            expected = before[name].add(grads[name], alpha=-0.2)
             torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -187,5 +190,46 @@ def test_a_plain_optimizer_that_is_never_bound_still_trains() -> None:
     ss.fully_shard(sharded, fsdp_unit_modules=[Block], zero_dp_strategy=1)
     for model in (plain, sharded):
         step_all(model, torch.optim.AdamW(model.parameters(), lr=1e-2), range(3))
+    for name, value in full_params(sharded).items():
+        assert torch.equal(value, dict(plain.named_parameters())[name]), name
+
+
+def test_parameters_added_after_sharding_are_refused_at_the_step() -> None:
+    model = Transformer()
+    _, optimizer = ss.fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, batch(0)).backward()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match=r"expected the 1 flat parameters .* got 2"):
+        optimizer.step()
+
+
+def test_step_on_gradients_that_were_never_exchanged_is_refused() -> None:
+    model = Transformer()
+    _, optimizer = ss.fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ss.no_sync(model):
+        loss_of(model, batch(0)).backward()
+    with pytest.raises(RuntimeError, match=r"only accumulated under no_sync"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+
+
+def test_two_optimizers_over_one_model() -> None:
+    torch.manual_seed(0)
+    plain = Transformer()
+    sharded = copy.deepcopy(plain)
+    ss.fully_shard(sharded, fsdp_unit_modules=[Block])
+    for model in (plain, sharded):
+        matrices = torch.optim.AdamW([p for p in model.parameters() if p.dim() > 1], lr=1e-2)
+        others = torch.optim.SGD([p for p in model.parameters() if p.dim() <= 1], lr=0.1)
+        if model is sharded:
+            ss.fully_shard_optimizer(matrices)
+            ss.fully_shard_optimizer(others)
+        for step in range(3):
+            loss_of(model, batch(step)).backward()
+            for optimizer in (matrices, others):
+                optimizer.step()
+                optimizer.zero_grad()
     for name, value in full_params(sharded).items():
         assert torch.equal(value, dict(plain.named_parameters())[name]), name

@@ -93,3 +93,10 @@ def test_checkpoint_whose_folder_was_removed_is_passed_over(tmp_path):
     (newer.path / "content").unlink()
     newer.path.rmdir()
     assert newest_checkpoint(str(tmp_path)) == older
+
+
+def test_a_file_in_place_of_the_folder_is_refused_before_the_run(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(CheckpointError, match="expected a folder for --checkpoint"):
+        refuse_to_mix(str(path))
