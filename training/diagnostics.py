@@ -22,7 +22,7 @@ from .ranks import choose_device, default_num_ranks
 Status = Literal["ok", "info", "warning", "error"]
 
 GIB = 1 << 30
-# Releases that this version is tested with, as (first, last) of major.minor.
+# Releases that this version supports, as (first, last) of major.minor.
 SUPPORTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 9))}
 MIN_PYTHON = (3, 11)
 MIN_SHARED_MEMORY_BYTES = GIB // 4
@@ -72,24 +72,24 @@ def check_python(found: tuple[int, ...], text: str) -> Check:
 
 
 def check_release(package: str, found: str | None) -> Check:
-    """Check an installed release against the tested range."""
+    """Check an installed release against the supported range."""
     first, last = SUPPORTED[package]
     span = f"{_dotted(first)} to {_dotted(last)}"
     if found is None:
         # On a CPU nothing of ours imports triton.
         status: Status = "error" if package == "torch" or torch.cuda.is_available() else "warning"
-        return Check(package, status, "not installed", f"pip install {package}; tested: {span}")
+        return Check(package, status, "not installed", f"pip install {package}; supported: {span}")
     release = _major_minor(found)
     if release < first:
-        return Check(package, "error", found, f"upgrade {package}; tested: {span}")
+        return Check(package, "error", found, f"upgrade {package}; supported: {span}")
     if release > last:
         return Check(
             package,
             "warning",
-            f"{found}, newer than tested ({span})",
+            f"{found}, newer than supported ({span})",
             f"run the tests, or pin {package}",
         )
-    return Check(package, "ok", f"{found} (tested: {span})")
+    return Check(package, "ok", f"{found} (supported: {span})")
 
 
 def check_pair(triton: str | None, wanted: str | None) -> Check:
