@@ -86,6 +86,19 @@ class FlatLayout:
         """Start of each segment, in the caller's order."""
         return [segment.start for segment in self.segments]
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """The [start, stop) stretches of the flat buffer that no tensor covers, ascending."""
+        gaps = []
+        cursor = 0
+        for index in self.order:
+            segment = self.segments[index]
+            if segment.start > cursor:
+                gaps.append((cursor, segment.start))
+            cursor = segment.stop
+        if cursor < self.numel:
+            gaps.append((cursor, self.numel))
+        return gaps
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         """[start, stop) of the flat buffer that `rank` owns."""
         assert 0 <= rank < self.world_size, "rank out of range"

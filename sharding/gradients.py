@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..buffers import BufferPool, FlatBuffer, FlatLayout
+from ..buffers import BufferPool, FlatBuffer
 from ..kernels import pack_, reduce_
 from .collectives import Collectives, Pending
 from .lanes import Event, Lane
@@ -69,7 +69,7 @@ class UnitGradients:
         # fastest.
         self._order = spec.layout.order
         self._offsets = [spec.layout.segments[index].start for index in self._order]
-        gaps = _gaps(spec.layout)
+        gaps = spec.layout.gaps()
         zeros = torch.zeros(
             max((stop - start for start, stop in gaps), default=0), dtype=spec.dtypes.wire
         )
@@ -128,21 +128,15 @@ class UnitGradients:
         pack_(flat, present, self._covering_offsets, slots=slots)
 
     def _make_slots(self, flat: Tensor) -> list[Tensor]:
-        layout = self._spec.layout
-        slots = [
-            flat[layout.segments[index].start : layout.segments[index].stop].view(
-                layout.segments[index].shape
-            )
-            for index in self._order
-        ]
+        views = FlatBuffer(flat, self._spec.layout).views()
+        slots = [views[index] for index in self._order]
         for position, zeros in self._gap_inserts:
             start = self._covering_offsets[position]
             slots.insert(position, flat[start : start + zeros.numel()])
         return slots
 
     def _make_rows(self, received: Tensor) -> list[Tensor]:
-        layout = self._spec.layout
-        return list(received.view(layout.world_size, layout.shard_numel).unbind())
+        return FlatBuffer(received, self._spec.layout).shards()
 
     def _cleared_runs(self, lane: Lane) -> list[FlatRun]:
         """Allocate `main_grad` on first use; returns the runs whose gradient does not exist."""
@@ -329,17 +323,3 @@ class UnitGradients:
 
     def _run_of(self, index: int) -> FlatRun:
         return next(run for run in self.runs if index in run.indices)
-
-
-def _gaps(layout: FlatLayout) -> list[tuple[int, int]]:
-    """The stretches of the flat buffer that no tensor covers."""
-    gaps = []
-    cursor = 0
-    for index in layout.order:
-        segment = layout.segments[index]
-        if segment.start > cursor:
-            gaps.append((cursor, segment.start))
-        cursor = max(cursor, segment.stop)
-    if cursor < layout.numel:
-        gaps.append((cursor, layout.numel))
-    return gaps

@@ -14,7 +14,6 @@ boxes (`buffers/boxes.py`), `full_tensor` gathers.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -61,7 +60,6 @@ class ShardedTensor(torch.Tensor):
     name: str = ""  # a value, so that the read-only `Tensor.name` is out of the way
     group: dist.ProcessGroup | None
     intervals: Intervals
-    unit: weakref.ReferenceType[Any] | None
     grad_source: GradSource | None
     _own_grad: ShardedTensor | None
 
@@ -119,7 +117,7 @@ class ShardedTensor(torch.Tensor):
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
-        tensor.local, tensor.unit, tensor.grad_source, tensor._own_grad = local, None, None, None
+        tensor.local, tensor.grad_source, tensor._own_grad = local, None, None
         return tensor
 
     @classmethod

@@ -1,5 +1,6 @@
 """Tests of flat layouts: alignment, slices, intervals, for any shapes and world size."""
 
+import itertools
 import math
 
 import pytest
@@ -46,6 +47,16 @@ def test_padding_is_less_than_a_block_per_tensor_and_rank(
 ) -> None:
     layout = flat_layout(shapes, world_size)
     assert 0 <= layout.padding_numel < max(1, BLOCK_NUMEL * (len(shapes) + world_size))
+
+
+@given(SHAPES, WORLDS)
+def test_gaps_are_just_what_no_tensor_covers(shapes: list[tuple[int, ...]], world: int) -> None:
+    layout = flat_layout(shapes, world)
+    gaps = layout.gaps()
+    assert sum(stop - start for start, stop in gaps) == layout.padding_numel
+    covered = [(segment.start, segment.stop) for segment in layout.segments if segment.numel]
+    for (_, stop), (start, _) in itertools.pairwise(sorted(gaps + covered)):
+        assert stop == start
 
 
 def test_padding_of_a_real_block_is_under_one_percent() -> None:
