@@ -20,11 +20,11 @@ from torch import Tensor
 class BufferPool:
     """Leases flat buffers on `device`, and counts every byte.
 
-    A released buffer is handed out again to the next lease of its size, and freed by `trim` or by
-    the first lease of another size: units of one shape take turns with the same memory, and what is
-    kept never exceeds what was leased at once. `live_bytes` counts all memory held now,
-    `peak_bytes` the most it ever was since `reset_peak`. `lease` and `release` must be called from
-    one thread.
+    A released buffer is handed out again to the next lease of its size; its memory is freed by
+    `trim` or by the first lease of another size: units of one shape take turns with the same
+    memory, and what is kept never exceeds what was leased at once. The tensor itself stays, so that
+    `views` of it are made once. `live_bytes` counts all memory held now, `peak_bytes` the most it
+    ever was since `reset_peak`. `lease` and `release` must be called from one thread.
     """
 
     device: torch.device
@@ -32,17 +32,22 @@ class BufferPool:
     peak_bytes: int = 0
     # Strong references: an id must not come back as another tensor's.
     _leased: dict[int, Tensor] = field(default_factory=dict)
-    _free: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
+    _released: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
+    _trimmed: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
     _views: dict[int, dict[Hashable, list[Tensor]]] = field(default_factory=dict)
 
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor [numel] with any contents, until `release`."""
-        if free := self._free.get((numel, dtype)):
-            tensor = free.pop()
+        if released := self._released.get((numel, dtype)):
+            tensor = released.pop()
         else:
             self.trim()
-            tensor = torch.empty(numel, dtype=dtype, device=self.device)
-            self._count(tensor.untyped_storage().nbytes())
+            if trimmed := self._trimmed.get((numel, dtype)):
+                tensor = trimmed.pop()
+                self.grow(tensor.untyped_storage(), numel * dtype.itemsize)
+            else:
+                tensor = torch.empty(numel, dtype=dtype, device=self.device)
+                self._count(tensor.untyped_storage().nbytes())
         self._leased[id(tensor)] = tensor
         return tensor
 
@@ -58,12 +63,12 @@ class BufferPool:
                 "elements that is not on lease; release each lease once"
             )
         del self._leased[id(tensor)]
-        self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+        self._released.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
     def views(
         self, tensor: Tensor, key: Hashable, make: Callable[[Tensor], list[Tensor]]
     ) -> list[Tensor]:
-        """`make(tensor)` for a leased tensor, made once per `key` while its memory lives."""
+        """`make(tensor)` for a leased tensor, made once per `key`: it outlives the lease."""
         known = self._views.setdefault(id(tensor), {})
         views = known.get(key)
         if views is None:
@@ -71,12 +76,13 @@ class BufferPool:
         return views
 
     def trim(self) -> None:
-        """Free every buffer that is not on lease."""
-        for free in self._free.values():
-            for tensor in free:
-                self.live_bytes -= tensor.untyped_storage().nbytes()
-                self._views.pop(id(tensor), None)
-        self._free.clear()
+        """Free the memory of every buffer that is not on lease."""
+        for key, released in self._released.items():
+            for tensor in released:
+                storage = tensor.untyped_storage()
+                self.shrink(storage, storage.nbytes())
+            self._trimmed.setdefault(key, []).extend(released)
+        self._released.clear()
 
     def grow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give an empty `storage` memory (contents uninitialised); tensors over it become valid."""

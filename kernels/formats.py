@@ -41,7 +41,7 @@ class WireFormat:
     def num_bytes(self, numel: int) -> int:
         """Bytes that `numel` elements take, the scales of their blocks included.
 
-        X `ValueError` for a negative `numel`.
+        Raises `ValueError` for a negative `numel`.
         """
         if numel < 0:
             raise ValueError(f"numel: expected 0 or more, got {numel}; pass an element count")

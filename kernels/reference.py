@@ -10,6 +10,7 @@ Everything is elementwise, so no result depends on how the work is cut into chun
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -117,9 +118,10 @@ def move_(
             _move_(destination, source, None if scale == 1.0 else factor, accumulate)
 
 
+@functools.lru_cache(maxsize=256)
 def _factor(scale: float) -> torch.Tensor:
-    """`scale` in FP32, as a tensor: a Python number would be wrapped anew for every tensor."""
-    return torch.tensor(scale, dtype=torch.float32)
+    """`scale` in FP32, as a tensor: a Python number would be wrapped anew at every use."""
+    return torch.tensor(scale, dtype=torch.float32, device="cpu")
 
 
 def _move_(
@@ -168,7 +170,7 @@ def _reduce_chunk_(
     for row in rest:
         total.add_(row)
     if scale != 1.0:
-        total.mul_(scale)
+        total.mul_(_factor(scale))
     if not in_place:
         _store_(out, total, accumulate)
 

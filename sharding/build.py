@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import torch
@@ -13,11 +14,12 @@ from .collectives import Collectives
 from .config import ShardConfig
 from .hooks import install_hooks, install_root_hooks
 from .lanes import make_lane
+from .param_faces import ParamSlot
 from .partition import GroupPlan, ParamEntry
 from .placements import Placement
 from .precision import resolve_dtypes
 from .runtime import Runtime, UnitGroup
-from .unit import ParamSlot, Unit, UnitSpec
+from .unit import Unit, UnitSpec
 
 
 @torch.no_grad()
@@ -89,10 +91,10 @@ def _build_unit(
 def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
     reference = weakref.ref(runtime)
 
-    def on_ready(unit: Unit) -> None:
+    def on_ready(index: int) -> None:
         current = reference()
         assert current is not None
-        current.unit_ready(unit)
+        current.unit_ready(current.units[index])
 
     all_members = [members for plan in plans for members in plan.units]
     for unit, members in zip(runtime.units, all_members, strict=True):
@@ -101,8 +103,10 @@ def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
             for index, entry in enumerate(members)
             for place, attribute in entry.places
         )
-        unit.attach([entry.param.requires_grad for entry in members], slots, on_ready)
-        for entry, sharded, param in zip(members, unit.sharded, unit.params, strict=True):
+        trainable = [entry.param.requires_grad for entry in members]
+        unit.attach(trainable, slots, functools.partial(on_ready, unit.spec.index))
+        faces = unit.faces
+        for entry, sharded, param in zip(members, faces.sharded, faces.full, strict=True):
             # Marks that people leave on parameters, such as `no_decay`, stay readable.
             for name, value in vars(entry.param).items():
                 vars(sharded).setdefault(name, value)

@@ -131,7 +131,7 @@ class Collectives:
             if source is not own:
                 own.copy_(source)
             return []
-        self.traffic.count(kind, len(self._peers) * source.numel() * source.element_size())
+        self.traffic.count(kind, len(self._peers) * source.nbytes)
         try:
             if not self._point_to_point:
                 return [Pending(start_all_gather(group, flat, source), what)]
@@ -156,9 +156,7 @@ class Collectives:
         """
         group = self.groups.reduce
         assert group is not None, "exchange needs a process group"
-        self.traffic.count(
-            "exchange", len(self._peers) * (sent.numel() // self.world_size) * sent.element_size()
-        )
+        self.traffic.count("exchange", len(self._peers) * (sent.nbytes // self.world_size))
         try:
             return Pending(group.alltoall_base(received, sent, [], []), what)
         except RuntimeError as error:
@@ -169,9 +167,7 @@ class Collectives:
         group = self.groups.gather
         if group is None or self.world_size == 1:
             return
-        self.traffic.count(
-            "broadcast", tensor.numel() * tensor.element_size() if self.rank == 0 else 0
-        )
+        self.traffic.count("broadcast", tensor.nbytes if self.rank == 0 else 0)
         work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
         assert work is not None
         Pending(work, what).wait()
@@ -181,7 +177,7 @@ class Collectives:
         group = self.groups.gather
         if group is None or self.world_size == 1:
             return
-        self.traffic.count("all_reduce", tensor.numel() * tensor.element_size())
+        self.traffic.count("all_reduce", tensor.nbytes)
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
         assert work is not None
         Pending(work, what).wait()

@@ -179,7 +179,7 @@ def fully_shard_optimizer(
         locations = {
             id(tensor): Location(position, index)
             for position, unit in enumerate(runtime.units)
-            for index, tensor in enumerate(unit.sharded)
+            for index, tensor in enumerate(unit.faces.sharded)
         }
         if sharded is not None and id(sharded) in locations:
             names = [name for unit in runtime.units for name in unit.spec.names]

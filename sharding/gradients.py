@@ -136,7 +136,9 @@ class UnitGradients:
         return slots
 
     def _make_rows(self, received: Tensor) -> list[Tensor]:
-        return FlatBuffer(received, self._spec.layout).shards()
+        layout = self._spec.layout
+        table = received.view(layout.world_size, layout.shard_numel)
+        return [table, *FlatBuffer(received, layout).shards()]
 
     def _cleared_runs(self, lane: Lane) -> list[FlatRun]:
         """Allocate `main_grad` on first use; returns the runs whose gradient does not exist."""
@@ -244,13 +246,8 @@ class UnitGradients:
         if self._replicates:
             start, stop = layout.shard_range(rank)
             own = main_grad[start:stop]
-        reduce_(
-            own,
-            received.view(world_size, layout.shard_numel),
-            scale=1.0 / world_size,
-            accumulate=into_existing,
-            rows=self._pool.views(received, self._rows_key, self._make_rows),
-        )
+        table, *rows = self._pool.views(received, self._rows_key, self._make_rows)
+        reduce_(own, table, scale=1.0 / world_size, accumulate=into_existing, rows=rows)
         if not self._replicates:
             return []
         slices = FlatBuffer(main_grad, layout).shards()

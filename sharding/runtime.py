@@ -9,6 +9,7 @@ ranks.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -49,7 +50,7 @@ class UnitGroup:
         """Whether a unit is gathered whose parameters get no gradient, so that no gradient ends its
         use.
         """
-        return any(not unit.num_trainable for unit in self.units)
+        return any(not unit.needs_reduction for unit in self.units)
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class Runtime:
         self._backward: _Backward | None = None
         # Registration order until a forward has been seen.
         self._forward_order = [group.index for group in groups]
-        self._position = {index: place for place, index in enumerate(self._forward_order)}
+        self._plan_prefetch()
         self._seen: dict[int, None] = {}
         self._exchange_order = [unit.spec.index for unit in reversed(self.units)]
         self._order_agreed = collectives.world_size == 1 or len(self.units) == 1
@@ -125,7 +126,20 @@ class Runtime:
         known = set(seen)
         rest = [index for index in self._forward_order if index not in known]
         self._forward_order = seen + rest
-        self._position = {index: place for place, index in enumerate(self._forward_order)}
+        self._plan_prefetch()
+
+    def _plan_prefetch(self) -> None:
+        """For every group, the units to gather when its forward or its backward begins."""
+        order = [self.groups[index] for index in self._forward_order]
+        self._after: dict[int, list[Unit]] = {}
+        self._before: dict[int, list[Unit]] = {}
+        for place, group in enumerate(order):
+            after = order[place + 1 : place + 1 + self.prefetch]
+            # The root's backward comes first: what follows is the last unit of the forward.
+            end = len(order) if group.is_root else place
+            before = order[max(end - self.prefetch, 0) : end][::-1]
+            self._after[group.index] = _units_that_move(after)
+            self._before[group.index] = _units_that_move(before)
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
@@ -134,10 +148,11 @@ class Runtime:
             self._start_gather(unit)
         if not recompute:
             self._seen.setdefault(group.index)
-            self._prefetch(group, 1)
+            for unit in self._after[group.index]:
+                self._start_gather(unit)
         for unit in group.units:
             self._finish_gather(unit)
-            unit.install_params()
+            unit.show_full()
             self.trace.add(Kind.FORWARD, unit.spec.index)
 
     def post_forward(self, group: UnitGroup) -> None:
@@ -154,25 +169,25 @@ class Runtime:
 
     def _release_group(self, group: UnitGroup) -> None:
         for unit in group.units:
-            unit.install_sharded()
+            unit.faces.show_sharded()
             self._release(unit)
 
     # ---- backward
 
     def pre_backward(self, group: UnitGroup) -> None:
         """The gradient of an output of `group`'s module is there: its backward begins."""
-        self._enter_backward()
+        backward = self._enter_backward()
         for unit in group.units:
             self._start_gather(unit)
-        self._prefetch(group, -1)
+        for unit in self._before[group.index]:
+            if unit.spec.index not in backward.ready:
+                self._start_gather(unit)
         for unit in group.units:
             self._finish_gather(unit)
 
     def unit_ready(self, unit: Unit) -> None:
         """All trainable parameters of `unit` have their gradients."""
-        self._enter_backward()
-        backward = self._backward
-        assert backward is not None
+        backward = self._enter_backward()
         self.trace.add(Kind.BACKWARD, unit.spec.index)
         backward.ready.add(unit.spec.index)
         backward.ready_order.append(unit.spec.index)
@@ -202,10 +217,11 @@ class Runtime:
                 if unit.frees_parameters:
                     self._release(unit)
 
-    def _enter_backward(self) -> None:
+    def _enter_backward(self) -> _Backward:
         if self._backward is None:
             self._backward = _Backward(sync=self.sync)
             Variable._execution_engine.queue_callback(self._finish_backward)
+        return self._backward
 
     def _launch_in_order(self, backward: _Backward, *, all_of_them: bool = False) -> None:
         # One order on every rank, whichever gradients exist: otherwise exchanges would pair up
@@ -274,7 +290,7 @@ class Runtime:
             if unit.state is UnitState.GATHERING:
                 self._finish_gather(unit)
             self._release(unit)
-            unit.install_sharded()
+            unit.faces.show_sharded()
 
     def recover(self) -> None:
         """Forget a backward that an exception ended: its gradients, its exchanges, what it
@@ -316,11 +332,13 @@ class Runtime:
     # ---- gathers
 
     def _start_gather(self, unit: Unit) -> None:
-        if unit.state is not UnitState.SHARDED and not unit.is_fresh:
+        if unit.state is not UnitState.SHARDED:
+            if unit.is_fresh:
+                return
             # Left over from a forward that no backward followed, or that failed.
             self._finish_gather(unit)
             self._release(unit)
-        if unit.state is UnitState.SHARDED and unit.gather(self._gather_lane):
+        if unit.gather(self._gather_lane):
             self.trace.add(Kind.GATHER, unit.spec.index)
 
     def _finish_gather(self, unit: Unit) -> None:
@@ -333,18 +351,6 @@ class Runtime:
             unit.release()
             self.trace.add(Kind.RELEASE, unit.spec.index)
 
-    def _prefetch(self, group: UnitGroup, direction: int) -> None:
-        if not self._options.overlap_param_gather:
-            return
-        place = self._position[group.index]
-        if group.is_root and direction < 0:
-            # The root's backward comes first: what follows is the last unit of the forward.
-            place = len(self._forward_order)
-        for step in range(1, self._options.prefetch + 1):
-            ahead = place + direction * step
-            if not 0 <= ahead < len(self._forward_order):
-                return
-            for unit in self.groups[self._forward_order[ahead]].units:
-                done = self._backward is not None and unit.spec.index in self._backward.ready
-                if unit.frees_parameters and not done:
-                    self._start_gather(unit)
+
+def _units_that_move(groups: Iterable[UnitGroup]) -> list[Unit]:
+    return [unit for group in groups for unit in group.units if unit.frees_parameters]

@@ -15,18 +15,19 @@ Where `main` and `gathered` have one dtype and parameters are replicated, `main`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, FlatBuffer, FlatLayout
 from .collectives import Collectives, Pending
+from .grad_watch import GradientWatch
 from .gradients import Exchange, FlatRun, UnitGradients
 from .lanes import DONE, Event, Lane
+from .param_faces import ParamFaces, ParamSlot
 from .placements import Placement, Placements
 from .precision import UnitDtypes
 from .sharded_tensor import GradSource, ShardedTensor
@@ -61,18 +62,6 @@ class UnitSpec:
     placements: Placements
 
 
-@dataclass(frozen=True, slots=True)
-class ParamSlot:
-    """One place in a module's `_parameters` that holds tensor `index` of a unit. Tied weights have
-    several.
-    """
-
-    # The dictionary, not the module: a reference to the module would keep it alive for ever.
-    parameters: dict[str, nn.Parameter | None]
-    attribute: str
-    index: int
-
-
 class Unit:
     """Owns the memory of one `UnitSpec` on this rank and moves it through its life cycle."""
 
@@ -93,7 +82,8 @@ class Unit:
         self.main_span = (
             (0, layout.numel) if self._replicates_main else layout.shard_range(self._rank)
         )
-        self._shares_memory = not self._frees and spec.dtypes.compute == spec.dtypes.main
+        self._casts = spec.dtypes.compute != spec.dtypes.main
+        self._shares_memory = not self._frees and not self._casts
         gathered, self.main = self._take_over(full)
         # Collectives write through these: `.data` has a version counter of its own, so that tensors
         # which autograd saved from an earlier gather of the same weights stay valid.
@@ -111,15 +101,7 @@ class Unit:
         self._gather_name = f"gather of unit '{spec.name}'"
         self._gather_event: Event = DONE
         self.gradients = UnitGradients(spec, self.main_span, collectives, pool)
-        self.params: list[nn.Parameter] = []
-        self.sharded: list[ShardedTensor] = []
-        self._indices: dict[int, int] = {}
-        self._grad_views: list[ShardedTensor | None] = []
-        self._places: list[tuple[dict[str, Any], str, ShardedTensor, nn.Parameter]] = []
-        self.pending_grads = 0
-        self.num_trainable = 0
-        self._grad_hooks: list[bool] = []
-        self._on_ready: Callable[[Unit], None] = lambda _unit: None
+        self._grad_views: dict[int, ShardedTensor] = {}
 
     # ---- construction
 
@@ -137,34 +119,27 @@ class Unit:
 
     def attach(
         self,
-        requires_grad: list[bool],
-        slots: tuple[ParamSlot, ...],
-        on_ready: Callable[[Unit], None],
+        requires_grad: Sequence[bool],
+        slots: Sequence[ParamSlot],
+        on_ready: Callable[[], None],
     ) -> None:
-        """Make the two faces of every parameter and put the sharded one into the modules.
+        """Make the two faces of every parameter and put the sharded ones into the modules.
 
         `on_ready` is called in backward once all trainable parameters have their gradients.
         """
-        self._on_ready = on_ready
-        self.params = [
+        full = [
             nn.Parameter(view, requires_grad=trainable)
             for view, trainable in zip(self._views, requires_grad, strict=True)
         ]
         proxy = weakref.proxy(self)
-        for index, trainable in enumerate(requires_grad):
-            self.sharded.append(
-                self.sharded_view(self.main, index, requires_grad=trainable, grad_source=proxy)
-            )
-        self._indices = {id(tensor): index for index, tensor in enumerate(self.sharded)}
-        self._grad_views = [None] * len(self.params)
-        self._grad_hooks = [False] * len(self.params)
-        self.gradients.runs = [self.make_run(tuple(self.spec.layout.order))]
-        self._watch_gradients()
-        self._places = [
-            (slot.parameters, slot.attribute, self.sharded[slot.index], self.params[slot.index])
-            for slot in slots
+        sharded = [
+            self.sharded_view(self.main, index, requires_grad=trainable, grad_source=proxy)
+            for index, trainable in enumerate(requires_grad)
         ]
-        self.install_sharded()
+        self._indices = {id(tensor): index for index, tensor in enumerate(sharded)}
+        self.faces = ParamFaces(full, sharded, slots)
+        self._watch = GradientWatch(full, on_ready)
+        self.gradients.runs = [self.make_run(tuple(self.spec.layout.order))]
 
     def sharded_view(
         self,
@@ -209,80 +184,38 @@ class Unit:
         low, high = self.main_span
         start = min(max(layout.segments[indices[0]].start, low), high) - low
         stop = min(max(stop, low), high) - low
-        trainable = any(self.params[i].requires_grad for i in indices)
+        trainable = any(self.faces.full[i].requires_grad for i in indices)
         with torch.no_grad():
             return FlatRun(
                 start, stop, indices, nn.Parameter(self.main[start:stop], requires_grad=trainable)
             )
 
-    # ---- parameters in and out of the modules
-
-    def install_params(self) -> None:
-        """Put the full parameters into the modules.
+    def show_full(self) -> None:
+        """Put the full parameters into the modules, frozen or trainable as the sharded ones are.
 
         Raises:
-            RuntimeError: somebody replaced a parameter of the module.
+            RuntimeError: somebody replaced a parameter of a module, or froze some of those that
+                share one flat optimizer parameter.
         """
-        for parameters, attribute, sharded, param in self._places:
-            current = parameters.get(attribute)
-            if current is not sharded and current is not param:
-                raise self._replaced(sharded, current)
-            if param.requires_grad is not sharded.requires_grad:
-                self._follow_requires_grad()
-            parameters[attribute] = param
-
-    def _replaced(self, sharded: ShardedTensor, current: object) -> RuntimeError:
-        return RuntimeError(
-            f"parameter '{sharded.name}' of unit '{self.spec.name}': expected the object that "
-            "fully_shard put "
-            f"there, got {type(current).__name__}; load values with copy_ or "
-            "load_state_dict(assign=False), and "
-            "tie or replace parameters before fully_shard"
-        )
-
-    def install_sharded(self) -> None:
-        """Put the sharded parameters into the modules."""
-        for parameters, attribute, sharded, _ in self._places:
-            parameters[attribute] = sharded
+        if self.faces.show_full():
+            self._follow_requires_grad()
 
     def _follow_requires_grad(self) -> None:
+        sharded, names = self.faces.sharded, self.spec.names
         for run in self.gradients.runs:
-            flags = {self.sharded[index].requires_grad for index in run.indices}
+            flags = {sharded[index].requires_grad for index in run.indices}
             if len(flags) > 1:
-                frozen = [
-                    self.spec.names[i] for i in run.indices if not self.sharded[i].requires_grad
-                ]
+                frozen = [names[i] for i in run.indices if not sharded[i].requires_grad]
                 raise RuntimeError(
                     f"unit '{self.spec.name}': expected all parameters that share one flat "
-                    "optimizer parameter "
-                    f"to be trainable or all frozen, got frozen {frozen} beside trainable ones; "
-                    "freeze them "
-                    "before fully_shard"
+                    "optimizer parameter to be trainable or all frozen, got frozen "
+                    f"{frozen} beside trainable ones; freeze them before fully_shard"
                 )
             run.param.requires_grad_(flags.pop())
             if not run.param.requires_grad:
                 run.param.grad = None
-        for param, sharded in zip(self.params, self.sharded, strict=True):
-            param.requires_grad_(sharded.requires_grad)
-        self._watch_gradients()
-
-    def _watch_gradients(self) -> None:
-        self.num_trainable = sum(param.requires_grad for param in self.params)
-        self.pending_grads = self.num_trainable
-        # Weak: a parameter's hook must not keep its own unit, and so itself, alive.
-        reference = weakref.ref(self)
-
-        def count_down(_param: Tensor) -> None:
-            unit = reference()
-            assert unit is not None
-            unit.pending_grads -= 1
-            if unit.pending_grads == 0:
-                unit._on_ready(unit)
-
-        for index, param in enumerate(self.params):
-            if param.requires_grad and not self._grad_hooks[index]:
-                param.register_post_accumulate_grad_hook(count_down)
-                self._grad_hooks[index] = True
+        self.faces.follow_requires_grad()
+        self._watch.follow_requires_grad()
 
     # ---- gather and release
 
@@ -332,12 +265,11 @@ class Unit:
         if self._replicates_main:
             self._target.data.copy_(self.main)
             return []
-        source = own = self._target_slices[self._rank]
-        if not self._shares_memory:
-            if self.spec.dtypes.main == self.spec.dtypes.compute:
-                source = self.main
-            else:
-                own.copy_(self.main)
+        source = self._target_slices[self._rank]
+        if self._casts:
+            source.copy_(self.main)
+        elif not self._shares_memory:
+            source = self.main
         return self._collectives.gather(
             self._target.data, self._target_slices, source, self._gather_name
         )
@@ -359,26 +291,26 @@ class Unit:
     @property
     def needs_reduction(self) -> bool:
         """Whether any parameter is trainable."""
-        return self.num_trainable > 0
+        return bool(self._watch.trainable)
 
     def reduce(self, lane: Lane, *, sync: bool) -> Exchange:
         """Start to reduce this backward's gradients over the ranks, or (not `sync`) to add them up
         locally.
         """
-        self.pending_grads = self.num_trainable
+        self._watch.rearm()
         start = self.gradients.exchange if sync else self.gradients.accumulate
-        return start(self.params, lane)
+        return start(self.faces.full, lane)
 
     def drop_grads(self) -> None:
         """Forget gradients that were not reduced, after a step that failed."""
-        self.pending_grads = self.num_trainable
-        self.gradients.drop(self.params)
+        self._watch.rearm()
+        self.gradients.drop(self.faces.full)
 
     def _grad_view(self, index: int) -> ShardedTensor:
         copy = self.gradients.copy_of(index)
         if copy is not None:
             return self.sharded_view(copy[0], index, base=copy[1])
-        view = self._grad_views[index]
+        view = self._grad_views.get(index)
         if view is None:
             assert self.gradients.main_grad is not None
             view = self.sharded_view(self.gradients.main_grad, index)

@@ -44,7 +44,29 @@ def test_released_memory_is_reused_for_its_size_and_freed_for_another() -> None:
     pool.release(first)
     other = pool.lease(8, torch.bfloat16)
     assert other is not first and pool.live_bytes == 16
-    assert pool.lease(8, torch.float32) is not first
+    assert first.untyped_storage().nbytes() == 0, "memory of another size is not kept"
+
+
+def test_trimmed_buffers_come_back_with_their_views_and_with_memory() -> None:
+    pool = BufferPool(CPU)
+    made = []
+
+    def halves(tensor: torch.Tensor) -> list[torch.Tensor]:
+        made.append(tensor)
+        return [tensor[:4], tensor[4:]]
+
+    first = pool.lease(8, torch.float32)
+    views = pool.views(first, "halves", halves)
+    pool.release(first)
+    pool.trim()
+    assert pool.live_bytes == 0
+    again = pool.lease(8, torch.float32)
+    assert again is first and pool.live_bytes == 32
+    again.copy_(torch.arange(8.0))
+    assert pool.views(again, "halves", halves) is views and len(made) == 1
+    assert views[1].tolist() == [4, 5, 6, 7]
+    second = pool.lease(8, torch.float32)
+    assert pool.views(second, "halves", halves) is not views
 
 
 def test_release_twice_is_refused() -> None:

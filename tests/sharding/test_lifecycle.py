@@ -53,7 +53,7 @@ def tied_weights(rank: int, world_size: int, zero: int) -> None:
     numel = sum(
         unit.spec.layout.segments[i].numel
         for unit in twins.runtime.units
-        for i in range(len(unit.params))
+        for i in range(len(unit.faces.full))
     )
     assert numel == 8 * 6 + 6 * 6 + 6 + 1
 

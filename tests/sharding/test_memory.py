@@ -43,7 +43,7 @@ def storage_bytes(model: nn.Module) -> int:
     for unit in runtime_of(model).units:
         kept = [
             unit.main,
-            *unit.params,
+            *unit.faces.full,
             unit.gradients.main_grad,
             unit.gradients._sent,
             unit.gradients._accumulated,
@@ -161,7 +161,7 @@ def test_deleting_model_and_optimizer_frees_everything_at_once(zero: int) -> Non
     tensors = [
         tensor
         for unit in runtime_of(model).units
-        for tensor in (unit.main, unit.gradients.main_grad, *unit.params, *unit.sharded)
+        for tensor in (unit.main, unit.gradients.main_grad, *unit.faces.full, *unit.faces.sharded)
     ]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     references = [weakref.ref(tensor) for tensor in tensors] + [weakref.ref(runtime_of(model))]

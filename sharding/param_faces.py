@@ -1,0 +1,86 @@
+"""The two faces of a unit's parameters, and which of them the modules show.
+
+full       plain parameters over the gathered buffer    inside the module's forward
+sharded    `ShardedTensor` over `main`                   everywhere else
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .sharded_tensor import ShardedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSlot:
+    """One place in a module's `_parameters` that holds tensor `index` of a unit. Tied weights have
+    several.
+    """
+
+    # The dictionary, not the module: a reference to the module would keep it alive for ever.
+    parameters: dict[str, nn.Parameter | None]
+    attribute: str
+    index: int
+
+
+class ParamFaces:
+    """`full` and `sharded` parameters of one unit, tensor by tensor; starts out showing `sharded`.
+
+    Raises RuntimeError from `show_full` when somebody replaced a parameter of a module.
+    """
+
+    def __init__(
+        self,
+        full: Sequence[nn.Parameter],
+        sharded: Sequence[ShardedTensor],
+        slots: Sequence[ParamSlot],
+    ) -> None:
+        self.full = full
+        self.sharded = sharded
+        self._places: list[tuple[dict[str, Any], str, ShardedTensor, nn.Parameter]] = [
+            (slot.parameters, slot.attribute, sharded[slot.index], full[slot.index])
+            for slot in slots
+        ]
+        self._shows_full = True
+        self.show_sharded()
+
+    def show_full(self) -> bool:
+        """Put the full parameters into the modules.
+
+        Returns whether a sharded face no longer agrees with its full one in `requires_grad`.
+        """
+        self._shows_full = True
+        changed = False
+        for parameters, attribute, sharded, full in self._places:
+            current = parameters.get(attribute)
+            if current is not sharded and current is not full:
+                raise _replaced(sharded, current)
+            if full.requires_grad is not sharded.requires_grad:
+                changed = True
+            parameters[attribute] = full
+        return changed
+
+    def show_sharded(self) -> None:
+        """Put the sharded parameters into the modules."""
+        if not self._shows_full:
+            return
+        self._shows_full = False
+        for parameters, attribute, sharded, _ in self._places:
+            parameters[attribute] = sharded
+
+    def follow_requires_grad(self) -> None:
+        """Freeze and unfreeze the full faces as the sharded ones are."""
+        for full, sharded in zip(self.full, self.sharded, strict=True):
+            full.requires_grad_(sharded.requires_grad)
+
+
+def _replaced(sharded: ShardedTensor, current: object) -> RuntimeError:
+    return RuntimeError(
+        f"parameter '{sharded.name}': expected the object that fully_shard put there, got "
+        f"{type(current).__name__}; load values with copy_ or load_state_dict(assign=False), and "
+        "tie or replace parameters before fully_shard"
+    )
