@@ -118,9 +118,14 @@ def move_(
             _move_(destination, source, None if scale == 1.0 else factor, accumulate)
 
 
-@functools.lru_cache(maxsize=256)
 def _factor(scale: float) -> torch.Tensor:
     """`scale` in FP32, as a tensor: a Python number would be wrapped anew at every use."""
+    # Zeros of both signs are equal, so a cache needs the sign to tell them apart.
+    return _signed_factor(scale, math.copysign(1.0, scale))
+
+
+@functools.lru_cache(maxsize=256)
+def _signed_factor(scale: float, _sign: float) -> torch.Tensor:
     return torch.tensor(scale, dtype=torch.float32, device="cpu")
 
 

@@ -28,7 +28,7 @@ from torch.distributed import checkpoint as dcp
 from .checkpoint_match import match
 from .checkpoint_reader import METADATA_FILE, CheckpointReader, require_plain, running_dcp
 from .fully_shard import runtime_of
-from .optimizer import load_scalars, named_state, prepare_state
+from .optimizer_state import load_scalars, named_state, prepare_state
 from .sharded_tensor import ShardedTensor
 
 
@@ -46,21 +46,22 @@ def save_checkpoint(
 
     Raises:
         FileExistsError: `path` is a file, or a folder that holds something else than a checkpoint.
+        OSError: rank 0 cannot write there; raised on every rank, before any writes.
         TypeError: `extra` holds other objects, which could not be read back safely.
-        ValueError: `module` or `optimizer` did not go through `fully_shard`.
+        ValueError: `optimizer` is not the one that `fully_shard` bound to `module`.
     """
     target = Path(path).resolve()
     rank = _rank()
     state: dict[str, Any] = {"model": module.state_dict()}
-    with _Alike():
-        require_plain(extra)
-        if optimizer is not None:
-            state["optim"] = named_state(runtime_of(module), optimizer)
-        if rank == 0:
-            _prepare(target)
-    written = {**(state if rank == 0 else _sharded_only(state)), "extra": {str(rank): (extra,)}}
     partial = _sibling(target, "partial")
     try:
+        with _Alike():
+            require_plain(extra)
+            if optimizer is not None:
+                state["optim"] = named_state(runtime_of(module), optimizer)
+            if rank == 0:
+                _prepare(target)
+        written = {**(state if rank == 0 else _sharded_only(state)), "extra": {str(rank): (extra,)}}
         with running_dcp(f"writing {target}"):
             dcp.save(written, storage_writer=dcp.FileSystemWriter(partial))
         with _Alike():
@@ -174,6 +175,17 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+# A subclass stands before its base.
+_SHAREABLE: tuple[type[Exception], ...] = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    OSError,
+    TypeError,
+    ValueError,
+)
+
+
 class _Alike:
     """A block that all ranks leave alike: an error on some of them is raised on every one."""
 
@@ -189,8 +201,7 @@ class _Alike:
         if not dist.is_initialized() or not (error is None or isinstance(error, Exception)):
             return
         reports: list[tuple[type[Exception], str] | None] = [None] * dist.get_world_size()
-        shareable = (FileNotFoundError, FileExistsError, PermissionError, TypeError, ValueError)
-        known = next((known for known in shareable if isinstance(error, known)), RuntimeError)
+        known = next((known for known in _SHAREABLE if isinstance(error, known)), RuntimeError)
         dist.all_gather_object(reports, None if error is None else (known, str(error)))
         if error is not None:
             return
@@ -218,19 +229,35 @@ def _find(target: Path) -> Path:
 
 
 def _prepare(target: Path) -> None:
-    """Make room for writing, and finish or undo what a crash left."""
+    """Make the folder to write to, and finish or undo what a crash left."""
+    try:
+        obstacle = _make_room(target)
+    except OSError as error:
+        raise OSError(
+            f"path: expected a place where rank 0 can make a folder, got {target}, where it cannot "
+            f"({error}); give a path that this user can write to"
+        ) from error
+    if obstacle is not None:
+        raise FileExistsError(
+            f"path: expected a checkpoint to replace or nothing at {target}, got {obstacle}; "
+            "give another path"
+        )
+
+
+def _make_room(target: Path) -> str | None:
+    """`_prepare`, but if there is something at `target` that is no checkpoint, returns what."""
     replaced, partial = _sibling(target, "replaced"), _sibling(target, "partial")
     if not target.exists() and replaced.exists():
         replaced.rename(target)
-    is_other_folder = target.is_dir() and not (target / METADATA_FILE).exists()
-    if (is_other_folder and any(target.iterdir())) or (target.exists() and not target.is_dir()):
-        raise FileExistsError(
-            f"path: expected a checkpoint to replace or nothing at {target}, got "
-            f"{'other files' if is_other_folder else 'a file'}; give another path"
-        )
+    if target.exists() and not target.is_dir():
+        return "a file"
+    if target.exists() and not (target / METADATA_FILE).exists() and any(target.iterdir()):
+        return "other files"
     target.parent.mkdir(parents=True, exist_ok=True)
     if partial.exists():
         shutil.rmtree(partial)
+    partial.mkdir()
+    return None
 
 
 def _publish(partial: Path, target: Path) -> None:

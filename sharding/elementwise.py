@@ -44,6 +44,7 @@ _UNTAGGED = frozenset(
 _ALIASES = frozenset({"alias", "detach", "detach_", "lift_fresh"})
 _FUSED_OPTIMIZERS = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _FOREACH = "_foreach_"
+_NORMS = frozenset({"_foreach_norm", "linalg_vector_norm"})
 
 
 def dispatch(
@@ -275,10 +276,12 @@ def _refuse(
 
 
 def _refuse_tensor(like: ShardedTensor, operator: OpOverload) -> NoReturn:
+    fix = "call the unit's module itself (not its .forward or another method)"
+    if operator._schema.name.removeprefix("aten::") in _NORMS:
+        fix = "clip gradients with sidestream.clip_grad_norm_(module, max_norm)"
     raise RuntimeError(
         f"{operator} is not elementwise, so it cannot run on one rank's part of {like.describe()}: "
-        "call the unit's module itself (not its .forward or another method), or take the whole "
-        "value with full_tensor() or full_state_dict()"
+        f"{fix}, or take the whole value with full_tensor() or full_state_dict()"
     )
 
 

@@ -61,9 +61,14 @@ def test_reduce_worlds_1_to_9(pair, scale, accumulate):
         oracle.check_reduce(reference.reduce_, world, 131, pair, scale, accumulate)
 
 
-def test_reduce_of_nothing():
-    for world in (1, 2, 5):
-        reference.reduce_(torch.empty(0), torch.empty(world, 0))
+@modes
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_reduce_of_nothing_writes_nothing(world, scale, accumulate):
+    around = torch.full((8,), oracle.CANARY)
+    out, parts = around[4:4], torch.full((world, 8), 2.0)[:, 4:4]
+    assert reference.reduce_(out, parts, scale, accumulate) is None
+    assert out.shape == (0,)
+    assert around.eq(oracle.CANARY).all()
 
 
 def test_reduce_adds_in_rank_order():

@@ -1,12 +1,16 @@
 """What `fully_shard` and its companions refuse: a clear error, before anything has been changed."""
 
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream as ss
@@ -248,11 +252,22 @@ def test_refuses_arguments_of_clip_and_companions() -> None:
         ss.MixedPrecisionPolicy(grad_comm_dtype=torch.float64)
 
 
+@pytest.mark.parametrize("foreach", [None, True, False], ids=["default", "foreach", "one by one"])
+def test_torch_clipping_is_refused_with_ours_in_its_place(foreach: bool | None) -> None:
+    model = Transformer()
+    ss.fully_shard(model, fsdp_unit_modules=[Block])
+    model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+    fix = re.escape("clip gradients with sidestream.clip_grad_norm_(module, max_norm)")
+    with pytest.raises(RuntimeError, match=rf"sharded parameter 'embedding.weight' .*: {fix}"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=foreach)
+    assert ss.clip_grad_norm_(model, 1e-3) > 1e-3
+
+
 def test_refuses_a_parameter_that_was_replaced() -> None:
     model = Transformer()
     ss.fully_shard(model, fsdp_unit_modules=[Block])
     model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight.full_tensor()))
-    with pytest.raises(RuntimeError, match=r"parameter 'head.weight' of unit '\(root\)'"):
+    with pytest.raises(RuntimeError, match="parameter 'head.weight': expected the object"):
         model(torch.zeros(2, 3, dtype=torch.int64))
 
 
@@ -271,6 +286,51 @@ def test_refuses_freezing_beside_trainable_ones() -> None:
     model.head.weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"frozen \['head.weight'\] beside trainable ones"):
         model(torch.zeros(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("call", [ss.save_checkpoint, ss.load_checkpoint], ids=["save", "load"])
+def test_refuses_checkpoints_of_optimizers_that_are_not_bound(
+    call: Callable[..., Any], tmp_path: Path
+) -> None:
+    model, plain = Transformer(), Transformer()
+    _, optimizer = ss.fully_shard(model, adamw(model))
+    ss.save_checkpoint(tmp_path / "c", model, optimizer)
+    with pytest.raises(ValueError, match=r"the module that was passed to fully_shard.*shard it"):
+        call(tmp_path / "c", plain, adamw(plain))
+    with pytest.raises(ValueError, match=r"the optimizer that fully_shard bound to this module"):
+        call(tmp_path / "c", model, adamw(model))
+    ss.load_checkpoint(tmp_path / "c", model, optimizer)
+
+
+def saves_where_it_cannot(rank: int, world_size: int, path: str) -> str:
+    model = Transformer()
+    _, optimizer = ss.fully_shard(model, adamw(model), fsdp_unit_modules=[Block])
+    with (
+        mock.patch.object(dcp, "save", side_effect=AssertionError("began to write")),
+        pytest.raises(OSError) as caught,
+    ):
+        ss.save_checkpoint(path, model, optimizer, extra=rank)
+    assert caught.type is OSError
+    return str(caught.value)
+
+
+UNWRITABLE = {
+    "below a file": "file/run/c",
+    "name too long": "c" * 300,
+    "nobody can make folders there": "/proc/nope",
+}
+
+
+@pytest.mark.parametrize("path", UNWRITABLE.values(), ids=UNWRITABLE)
+def test_refuses_an_unwritable_checkpoint_path_on_every_rank(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    target = str(tmp_path / path)
+    messages = run_on_ranks(saves_where_it_cannot, 2, target, timeout_s=60)
+    for message in messages:
+        assert f"path: expected a place where rank 0 can make a folder, got {target}" in message
+        assert message.endswith("; give a path that this user can write to")
+    assert messages[1] == f"rank 0: {messages[0]}"
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def mesh_mistakes(rank: int, world_size: int) -> None:

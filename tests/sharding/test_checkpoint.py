@@ -16,7 +16,7 @@ import sidestream
 from sidestream.sharding import checkpoint
 from sidestream.sharding.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.optimizer import named_state
+from sidestream.sharding.optimizer_state import named_state
 from sidestream.sharding.sharded_tensor import ShardedTensor
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 import sidestream as ss
-from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.optimizer import find_runs, named_state
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import Block, Transformer, batch, full_params, loss_of
 
@@ -62,29 +60,6 @@ def test_same_bits_as_the_plain_optimizer_and_state_carries_over(
     for name, value in full_params(sharded).items():
         expected = dict(plain.named_parameters())[name].detach()
         torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
-
-
-def test_groups_and_options_are_kept() -> None:
-    model = Transformer()
-    names = {id(param): name for name, param in model.named_parameters()}
-    parts = [[], [], []]
-    for index, param in enumerate(model.parameters()):
-        parts[index % 3].append(param)
-    member_names = [[names[id(param)] for param in part] for part in parts]
-    groups = [
-        {"params": parts[0], "lr": 0.5, "custom": "a"},
-        {"params": parts[1], "weight_decay": 0.25},
-        {"params": []},
-        {"params": parts[2]},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.125, betas=(0.5, 0.75))
-    before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    ss.fully_shard(model, optimizer, fsdp_unit_modules=[Block])
-    after = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    assert before == after
-    saved = named_state(runtime_of(model), optimizer)["param_groups"]
-    expected = [member_names[0], member_names[1], [], member_names[2]]
-    assert [sorted(group["params"]) for group in saved] == [sorted(names) for names in expected]
 
 
 def test_flat_parameters_are_few() -> None:
@@ -171,16 +146,6 @@ def old_style_step(rank: int, world_size: int) -> None:
 
 def test_gathered_parameters_follow_an_optimizer_that_writes_through_data() -> None:
     run_on_ranks(old_style_step, 2)
-
-
-def test_optimizer_of_another_model_is_not_taken() -> None:
-    first, second = Transformer(), Transformer()
-    _, optimizer = ss.fully_shard(first, torch.optim.SGD(first.parameters(), lr=0.1))
-    ss.fully_shard(second)
-    with pytest.raises(
-        ValueError, match="expected the optimizer that fully_shard bound to this module"
-    ):
-        find_runs(runtime_of(second), optimizer)
 
 
 def test_a_plain_optimizer_that_is_never_bound_still_trains() -> None:
