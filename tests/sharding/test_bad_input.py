@@ -267,7 +267,7 @@ def test_refuses_a_parameter_that_was_replaced() -> None:
     model = Transformer()
     ss.fully_shard(model, fsdp_unit_modules=[Block])
     model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight.full_tensor()))
-    with pytest.raises(RuntimeError, match="parameter 'head.weight': expected the object"):
+    with pytest.raises(RuntimeError, match=r"parameter 'head\.weight': expected the object"):
         model(torch.zeros(2, 3, dtype=torch.int64))
 
 
