@@ -86,11 +86,12 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape out as in."""
+        batch, sequence, width = hidden.shape
+        heads = (batch, sequence, self.heads, width // self.heads)
         normed = self.attention_norm(hidden)
-        query, key, value = (
-            projection(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
-        )
+        query = self.query(normed).view(heads).transpose(1, 2)
+        key = self.key(normed).view(heads).transpose(1, 2)
+        value = self.value(normed).view(heads).transpose(1, 2)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.output(mixed.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(hidden)

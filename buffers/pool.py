@@ -9,11 +9,14 @@ another stream reads must be kept referenced until that stream has passed its la
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+_Size = tuple[int, torch.dtype]
 
 
 @dataclass(slots=True)
@@ -31,24 +34,25 @@ class BufferPool:
     live_bytes: int = 0
     peak_bytes: int = 0
     # Strong references: an id must not come back as another tensor's.
-    _leased: dict[int, Tensor] = field(default_factory=dict)
-    _released: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
-    _trimmed: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
+    _leased: dict[int, tuple[_Size, Tensor]] = field(default_factory=dict)
+    _released: dict[_Size, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _trimmed: dict[_Size, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     _views: dict[int, dict[Hashable, list[Tensor]]] = field(default_factory=dict)
 
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor [numel] with any contents, until `release`."""
-        if released := self._released.get((numel, dtype)):
+        size = (numel, dtype)
+        if released := self._released[size]:
             tensor = released.pop()
         else:
             self.trim()
-            if trimmed := self._trimmed.get((numel, dtype)):
+            if trimmed := self._trimmed[size]:
                 tensor = trimmed.pop()
                 self.grow(tensor.untyped_storage(), numel * dtype.itemsize)
             else:
                 tensor = torch.empty(numel, dtype=dtype, device=self.device)
                 self._count(tensor.untyped_storage().nbytes())
-        self._leased[id(tensor)] = tensor
+        self._leased[id(tensor)] = size, tensor
         return tensor
 
     def release(self, tensor: Tensor) -> None:
@@ -57,13 +61,13 @@ class BufferPool:
         Raises:
             RuntimeError: `tensor` is not on lease (a double release, or another pool's).
         """
-        if id(tensor) not in self._leased:
+        size, _ = self._leased.pop(id(tensor), (None, None))
+        if size is None:
             raise RuntimeError(
                 f"release: expected a tensor leased from this pool, got one of {tensor.numel()} "
                 "elements that is not on lease; release each lease once"
             )
-        del self._leased[id(tensor)]
-        self._released.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+        self._released[size].append(tensor)
 
     def views(
         self, tensor: Tensor, key: Hashable, make: Callable[[Tensor], list[Tensor]]
@@ -77,11 +81,11 @@ class BufferPool:
 
     def trim(self) -> None:
         """Free the memory of every buffer that is not on lease."""
-        for key, released in self._released.items():
+        for size, released in self._released.items():
             for tensor in released:
                 storage = tensor.untyped_storage()
                 self.shrink(storage, storage.nbytes())
-            self._trimmed.setdefault(key, []).extend(released)
+            self._trimmed[size] += released
         self._released.clear()
 
     def grow(self, storage: torch.UntypedStorage, nbytes: int) -> None:

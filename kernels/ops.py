@@ -57,7 +57,7 @@ def pack_(
     into the same memory again and again. They are trusted, so that a CPU neither makes the views
     nor checks the arguments anew; other devices need no views and pay no attention.
     """
-    if slots is not None and _runs_directly(flat) and flat.device.type == "cpu":
+    if slots is not None and flat.is_cpu:
         reference.move_(slots, tensors, scale, accumulate)
         return
     _check_flat(flat)
@@ -98,7 +98,7 @@ def reduce_(
 
     rows: the rows of `parts`, where the caller has them at hand; trusted like `pack_`'s slots.
     """
-    if rows is not None and _runs_directly(out) and out.device.type == "cpu":
+    if rows is not None and out.is_cpu:
         reference.sum_rows_(out, rows, scale, accumulate)
         return
     _check_reduce(out, parts)

@@ -5,6 +5,7 @@ from .collectives import CommunicationError
 from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, no_sync
 from .grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
+from .process_groups import shorten_flight_record
 from .sharded_tensor import ShardedTensor
 from .summary import summary
 
@@ -20,5 +21,6 @@ __all__ = [
     "load_checkpoint",
     "no_sync",
     "save_checkpoint",
+    "shorten_flight_record",
     "summary",
 ]

@@ -12,7 +12,7 @@ in rank order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -27,12 +27,13 @@ _TAG = 0x51DE
 """Keeps our sends apart from the user's own on the same group; gloo matches peer and tag."""
 
 
-def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> dist.Work:
-    """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
-    # The methods of the group: the functions around them cost as much host time again.
-    if hasattr(group, "all_gather_single"):
-        return group.all_gather_single(flat, source)
-    return group._allgather_base(flat, source)  # the name before torch 2.13
+# A method of the group: the functions around it cost as much host time again.
+start_all_gather: Callable[[dist.ProcessGroup, Tensor, Tensor], dist.Work] = getattr(
+    dist.ProcessGroup, "all_gather_single", dist.ProcessGroup._allgather_base
+)
+"""Start the backend's all-gather: every rank's `source` [n] into `flat` [world * n], group first.
+`_allgather_base` is its name before torch 2.13.
+"""
 
 
 class CommunicationError(RuntimeError):

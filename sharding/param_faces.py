@@ -28,10 +28,7 @@ class ParamSlot:
 
 
 class ParamFaces:
-    """`full` and `sharded` parameters of one unit, tensor by tensor; starts out showing `sharded`.
-
-    Raises RuntimeError from `show_full` when somebody replaced a parameter of a module.
-    """
+    """`full` and `sharded` parameters of one unit, tensor by tensor. At first `sharded` shows."""
 
     def __init__(
         self,
@@ -48,21 +45,18 @@ class ParamFaces:
         self._shows_full = True
         self.show_sharded()
 
-    def show_full(self) -> bool:
+    def show_full(self) -> None:
         """Put the full parameters into the modules.
 
-        Returns whether a sharded face no longer agrees with its full one in `requires_grad`.
+        Raises:
+            RuntimeError: somebody replaced a parameter of a module.
         """
         self._shows_full = True
-        changed = False
         for parameters, attribute, sharded, full in self._places:
             current = parameters.get(attribute)
             if current is not sharded and current is not full:
                 raise _replaced(sharded, current)
-            if full.requires_grad is not sharded.requires_grad:
-                changed = True
             parameters[attribute] = full
-        return changed
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules."""

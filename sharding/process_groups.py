@@ -32,6 +32,17 @@ class DataParallelGroups:
     reduce: dist.ProcessGroup | None
 
 
+def shorten_flight_record() -> None:
+    """Keep torch's record of past collectives short in a process that communicates with gloo.
+
+    Call it before the first process group; what the user set in the environment stays. The record
+    (2000 operations by default) leaves small blocks between the tensors of the CPU's heap, whose
+    gaps then go unused: ZeRO-3 on a small GPT grew by 310 MiB in 700 steps with glibc 2.36.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the variable's old name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
+
+
 def _default_device() -> torch.device:
     if torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
         return torch.device("cuda", torch.cuda.current_device())
@@ -57,6 +68,7 @@ def _initialize_from_environment() -> bool:
         torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl")
     else:
+        shorten_flight_record()
         dist.init_process_group("gloo")
     return True
 

@@ -44,13 +44,8 @@ class UnitGroup:
     reshard_after_forward: bool
     is_root: bool
     open_inputs: int = 0
-
-    @property
-    def has_frozen(self) -> bool:
-        """Whether a unit is gathered whose parameters get no gradient, so that no gradient ends its
-        use.
-        """
-        return any(not unit.needs_reduction for unit in self.units)
+    has_frozen: bool = False
+    """Whether a unit is gathered whose parameters get no gradient, so that none ends its use."""
 
 
 @dataclass(slots=True)
@@ -59,8 +54,8 @@ class _Backward:
 
     sync: bool
     next_in_order: int = 0
-    ready: set[int] = field(default_factory=set)
-    ready_order: list[int] = field(default_factory=list)
+    # Unit indices in the order in which they became ready.
+    ready: dict[int, None] = field(default_factory=dict)
     in_flight: deque[tuple[Unit, Exchange]] = field(default_factory=deque)
     ending: list[Exchange] = field(default_factory=list)
 
@@ -152,7 +147,8 @@ class Runtime:
                 self._start_gather(unit)
         for unit in group.units:
             self._finish_gather(unit)
-            unit.show_full()
+            if unit.show_full():
+                group.has_frozen = not all(other.needs_reduction for other in group.units)
             self.trace.add(Kind.FORWARD, unit.spec.index)
 
     def post_forward(self, group: UnitGroup) -> None:
@@ -189,15 +185,16 @@ class Runtime:
         """All trainable parameters of `unit` have their gradients."""
         backward = self._enter_backward()
         self.trace.add(Kind.BACKWARD, unit.spec.index)
-        backward.ready.add(unit.spec.index)
-        backward.ready_order.append(unit.spec.index)
+        backward.ready[unit.spec.index] = None
         if not backward.sync:
             self._launch(unit, backward)
         else:
             self._launch_in_order(backward)
         if unit.frees_parameters:
             self._release(unit)
-            self._release_frozen(self._group_of[id(unit)])
+            group = self._group_of[id(unit)]
+            if group.has_frozen:
+                self._release_frozen(group, backward)
 
     def inputs_done(self, group: UnitGroup) -> None:
         """The gradients of one call's inputs are there: nothing before them needs frozen
@@ -205,12 +202,10 @@ class Runtime:
         """
         group.open_inputs -= 1
         if self._backward is not None:
-            self._release_frozen(group)
+            self._release_frozen(group, self._backward)
 
-    def _release_frozen(self, group: UnitGroup) -> None:
-        backward = self._backward
-        assert backward is not None
-        if group.open_inputs or not group.has_frozen:
+    def _release_frozen(self, group: UnitGroup, backward: _Backward) -> None:
+        if group.open_inputs:
             return
         if all(unit.spec.index in backward.ready for unit in group.units if unit.needs_reduction):
             for unit in group.units:
@@ -272,12 +267,11 @@ class Runtime:
         self.rest()
         self.pool.trim()
         if backward.sync and not self._order_agreed:
-            self._agree_exchange_order(backward.ready_order)
+            self._agree_exchange_order(backward.ready)
 
-    def _agree_exchange_order(self, ready_order: list[int]) -> None:
-        ready = set(ready_order)
+    def _agree_exchange_order(self, ready: dict[int, None]) -> None:
         rest = [index for index in self._exchange_order if index not in ready]
-        order = torch.tensor(ready_order + rest, dtype=torch.int64, device=self.pool.device)
+        order = torch.tensor([*ready, *rest], dtype=torch.int64, device=self.pool.device)
         self.collectives.broadcast(order, "agreement on the order of exchanges")
         self._exchange_order = order.tolist()
         self._order_agreed = True

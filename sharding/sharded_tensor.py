@@ -44,6 +44,9 @@ class GradSource(Protocol):
     def set_grad(self, parameter: ShardedTensor, value: ShardedTensor | None) -> None:
         """Replace the gradient of `parameter`; None drops it."""
 
+    def requires_grad_changed(self) -> None:
+        """A parameter was frozen or unfrozen."""
+
 
 class ShardedTensor(torch.Tensor):
     """Elements [start, start + local.numel()) of a tensor of `shape`, as a tensor of that shape.
@@ -210,6 +213,22 @@ class ShardedTensor(torch.Tensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained: a change counts from the next forward on."""
+        return bool(super().requires_grad)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        if self.grad_source is not None:
+            self.grad_source.requires_grad_changed()
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+        """Set `requires_grad`; returns self."""
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def data(self) -> ShardedTensor:

@@ -41,13 +41,6 @@ class UnitState(Enum):
     GATHERED = "gathered"
 
 
-_TRANSITIONS = {
-    (UnitState.SHARDED, UnitState.GATHERING),
-    (UnitState.GATHERING, UnitState.GATHERED),
-    (UnitState.GATHERED, UnitState.SHARDED),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
     """What a unit is, decided before anything is allocated. `names` are parameter FQNs, in layout
@@ -102,6 +95,7 @@ class Unit:
         self._gather_event: Event = DONE
         self.gradients = UnitGradients(spec, self.main_span, collectives, pool)
         self._grad_views: dict[int, ShardedTensor] = {}
+        self._flags_changed = True
 
     # ---- construction
 
@@ -190,15 +184,25 @@ class Unit:
                 start, stop, indices, nn.Parameter(self.main[start:stop], requires_grad=trainable)
             )
 
-    def show_full(self) -> None:
+    def show_full(self) -> bool:
         """Put the full parameters into the modules, frozen or trainable as the sharded ones are.
+
+        Returns whether some may have been frozen or unfrozen since the forward before.
 
         Raises:
             RuntimeError: somebody replaced a parameter of a module, or froze some of those that
                 share one flat optimizer parameter.
         """
-        if self.faces.show_full():
-            self._follow_requires_grad()
+        self.faces.show_full()
+        if not self._flags_changed:
+            return False
+        self._follow_requires_grad()
+        self._flags_changed = False
+        return True
+
+    def requires_grad_changed(self) -> None:
+        """A sharded parameter was frozen or unfrozen, which counts from the next forward on."""
+        self._flags_changed = True
 
     def _follow_requires_grad(self) -> None:
         sharded, names = self.faces.sharded, self.spec.names
@@ -219,13 +223,13 @@ class Unit:
 
     # ---- gather and release
 
-    def _move(self, state: UnitState) -> None:
-        if (self.state, state) not in _TRANSITIONS:
+    def _move(self, before: UnitState, after: UnitState) -> None:
+        if self.state is not before:
             raise RuntimeError(
-                f"unit '{self.spec.name}': expected a state that can go to {state.value}, it is "
-                f"{self.state.value}"
+                f"unit '{self.spec.name}': expected state {before.value}, to go to {after.value}, "
+                f"it is {self.state.value}"
             )
-        self.state = state
+        self.state = after
 
     def mark_stale(self) -> None:
         """The main parameters changed in a way their version counter does not show."""
@@ -244,7 +248,7 @@ class Unit:
     def gather(self, lane: Lane) -> bool:
         """Start to bring the full parameters in, on `lane`. False when nothing has to move."""
         if not self._frees and self.is_fresh:
-            self._move(UnitState.GATHERING)
+            self._move(UnitState.SHARDED, UnitState.GATHERING)
             return False
         version = self.main._version
         if self._frees:
@@ -258,7 +262,7 @@ class Unit:
             raise
         self._gathered_version = version
         self._stale = False
-        self._move(UnitState.GATHERING)
+        self._move(UnitState.SHARDED, UnitState.GATHERING)
         return True
 
     def _fill(self) -> list[Pending]:
@@ -278,11 +282,11 @@ class Unit:
         """Order the following compute after the gather."""
         self._gather_event.wait()
         self._gather_event = DONE
-        self._move(UnitState.GATHERED)
+        self._move(UnitState.GATHERING, UnitState.GATHERED)
 
     def release(self) -> None:
         """The full parameters are not needed any more: back to rest."""
-        self._move(UnitState.SHARDED)
+        self._move(UnitState.GATHERED, UnitState.SHARDED)
         if self._frees:
             self._pool.shrink(self._storage, self._storage_bytes)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..sharding import CommunicationError
+from ..sharding import CommunicationError, shorten_flight_record
 from .errors import OptionsError
 
 INIT_METHOD_VARIABLE = "SIDESTREAM_INIT_METHOD"
@@ -120,6 +120,8 @@ def joined_group(place: Place, choice: DeviceChoice) -> Iterator[torch.device]:
     if place.init_method is None:
         yield device
         return
+    if choice.backend == "gloo":
+        shorten_flight_record()
     dist.init_process_group(
         choice.backend,
         init_method=place.init_method,

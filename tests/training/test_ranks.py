@@ -1,9 +1,18 @@
+import os
+
 import pytest
 import torch
 
 from sidestream.training import ranks
 from sidestream.training.errors import OptionsError
-from sidestream.training.ranks import Place, choose_device, default_num_ranks, place_from
+from sidestream.training.ranks import (
+    DeviceChoice,
+    Place,
+    choose_device,
+    default_num_ranks,
+    joined_group,
+    place_from,
+)
 
 
 @pytest.fixture
@@ -56,3 +65,23 @@ def test_cpu_is_used_where_there_is_no_gpu():
     assert default_num_ranks("auto") == 1
     with pytest.raises(OptionsError, match="pass --device cpu"):
         choose_device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "64"),
+        ({"TORCH_FR_BUFFER_SIZE": "500"}, "500"),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "500"}, None),
+    ],
+    ids=["ours", "the user's", "the user's, by its old name"],
+)
+def test_a_gloo_group_keeps_a_short_flight_record(monkeypatch, tmp_path, before, after):
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what the test leaves behind is undone
+        monkeypatch.delenv(name)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    place = Place(init_method=f"file://{tmp_path}/meet")
+    with joined_group(place, DeviceChoice("cpu", "gloo", "")):
+        assert os.environ.get("TORCH_FR_BUFFER_SIZE") == after
