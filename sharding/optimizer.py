@@ -8,6 +8,7 @@ share a group. State of single tensors, if there is any, is laid into flat state
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,13 @@ _NOT_ELEMENTWISE = {
     "LAMB": "it scales by the norm of each tensor",
     "SparseAdam": "it needs sparse gradients",
 }
+
+
+CACHED_RUN_NUMEL = 256 * 1024
+"""On a CPU an optimizer passes over each parameter some ten times, so a flat parameter takes no
+more tensors once it has this many elements: what it holds stays in the caches. Counted over all
+ranks, so that flat parameters are cut alike on each.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +205,19 @@ def _regroup(unit: Unit, position: int, keys: Mapping[Location, _RunKey]) -> lis
     stay.
     """
     old_runs = {index: run for run in unit.gradients.runs for index in run.indices}
+    limit = CACHED_RUN_NUMEL if unit.main.is_cpu else math.inf
     stretches: list[list[int]] = []
     previous: object = None
+    numel = 0
     for index in unit.spec.layout.order:
         key: object = keys.get(Location(position, index), id(old_runs[index]))
-        if stretches and key == previous:
+        if stretches and key == previous and numel < limit:
             stretches[-1].append(index)
         else:
             stretches.append([index])
+            numel = 0
         previous = key
+        numel += unit.spec.layout.segments[index].numel
     had_grad = unit.gradients.has_grad
     runs = [
         old

@@ -4,13 +4,17 @@ numbers.
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import sidestream as ss
+from sidestream.sharding import optimizer as optimizer_module
+from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import Block, Transformer, batch, full_params, loss_of
 
@@ -72,6 +76,36 @@ def test_flat_parameters_are_few() -> None:
     ss.fully_shard(model, optimizer, fsdp_unit_modules=[Block])
     counts = [len(group["params"]) for group in optimizer.param_groups]
     assert counts == [4, 4], "one flat parameter per unit and group: matrices are laid out together"
+
+
+def cut_runs(rank: int, world_size: int, path: str) -> None:
+    """Flat parameters of one tensor each train, save and load like one flat parameter a unit."""
+    outcomes: list[dict[str, torch.Tensor]] = []
+    for name in ("whole", "cut"):
+        torch.manual_seed(0)
+        model = Transformer()
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with mock.patch.object(optimizer_module, "CACHED_RUN_NUMEL", 1 if name == "cut" else 2**30):
+            ss.fully_shard(model, opt, fsdp_unit_modules=[Block])
+        units = runtime_of(model).units
+        runs = [run for unit in units for run in unit.gradients.runs]
+        tensors = sum(len(unit.spec.names) for unit in units)
+        assert len(runs) == len(opt.param_groups[0]["params"])
+        assert len(runs) == (tensors if name == "cut" else len(units))
+        assert name == "whole" or any(run.start == run.stop for run in runs), "no empty part"
+        step_all(model, opt, range(2))
+        if name == "whole":
+            ss.save_checkpoint(path, model, opt)
+        else:
+            ss.load_checkpoint(path, model, opt)
+        step_all(model, opt, range(2, 4))
+        outcomes.append(full_params(model))
+    for name, value in outcomes[0].items():
+        assert torch.equal(value, outcomes[1][name]), name
+
+
+def test_runs_cut_for_the_cache_change_nothing(tmp_path: Path) -> None:
+    run_on_ranks(cut_runs, 3, str(tmp_path / "checkpoint"))
 
 
 def test_a_schedule_and_an_unowned_part_of_the_model() -> None:
