@@ -47,8 +47,9 @@ class BufferPool:
         else:
             self.trim()
             if trimmed := self._trimmed[size]:
-                tensor = trimmed.pop()
+                tensor = trimmed[-1]
                 self.grow(tensor.untyped_storage(), numel * dtype.itemsize)
+                trimmed.pop()
             else:
                 tensor = torch.empty(numel, dtype=dtype, device=self.device)
                 self._count(tensor.untyped_storage().nbytes())
@@ -72,7 +73,7 @@ class BufferPool:
     def views(
         self, tensor: Tensor, key: Hashable, make: Callable[[Tensor], list[Tensor]]
     ) -> list[Tensor]:
-        """`make(tensor)` for a leased tensor, made once per `key`: it outlives the lease."""
+        """`make(tensor)` for a leased tensor, made once per `key`; the views outlive the lease."""
         known = self._views.setdefault(id(tensor), {})
         views = known.get(key)
         if views is None:

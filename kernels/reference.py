@@ -120,6 +120,8 @@ def move_(
 
 def _factor(scale: float) -> torch.Tensor:
     """`scale` in FP32, as a tensor: a Python number would be wrapped anew at every use."""
+    if torch._C._len_torch_dispatch_stack():
+        return _signed_factor.__wrapped__(scale, 1.0)  # a mode's own kind of tensor: not to be kept
     # Zeros of both signs are equal, so a cache needs the sign to tell them apart.
     return _signed_factor(scale, math.copysign(1.0, scale))
 

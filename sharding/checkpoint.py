@@ -245,7 +245,7 @@ def _prepare(target: Path) -> None:
 
 
 def _make_room(target: Path) -> str | None:
-    """`_prepare`, but if there is something at `target` that is no checkpoint, returns what."""
+    """Make `target`'s partial folder; returns what stands at `target` that is no checkpoint."""
     replaced, partial = _sibling(target, "replaced"), _sibling(target, "partial")
     if not target.exists() and replaced.exists():
         replaced.rename(target)

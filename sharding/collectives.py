@@ -12,7 +12,7 @@ in rank order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -28,12 +28,15 @@ _TAG = 0x51DE
 
 
 # A method of the group: the functions around it cost as much host time again.
-start_all_gather: Callable[[dist.ProcessGroup, Tensor, Tensor], dist.Work] = getattr(
-    dist.ProcessGroup, "all_gather_single", dist.ProcessGroup._allgather_base
-)
-"""Start the backend's all-gather: every rank's `source` [n] into `flat` [world * n], group first.
-`_allgather_base` is its name before torch 2.13.
-"""
+_ALL_GATHER = (
+    "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+)  # the name before torch 2.13
+
+
+def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> dist.Work:
+    """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
+    work: dist.Work = getattr(group, _ALL_GATHER)(flat, source)
+    return work
 
 
 class CommunicationError(RuntimeError):

@@ -278,7 +278,7 @@ def _refuse(
 def _refuse_tensor(like: ShardedTensor, operator: OpOverload) -> NoReturn:
     fix = "call the unit's module itself (not its .forward or another method)"
     if operator._schema.name.removeprefix("aten::") in _NORMS:
-        fix = "clip gradients with sidestream.clip_grad_norm_(module, max_norm)"
+        fix = "to clip gradients, call sidestream.clip_grad_norm_(module, max_norm)"
     raise RuntimeError(
         f"{operator} is not elementwise, so it cannot run on one rank's part of {like.describe()}: "
         f"{fix}, or take the whole value with full_tensor() or full_state_dict()"

@@ -26,12 +26,12 @@ class GradientWatch:
         self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:
-        """Some parameters were frozen or unfrozen; no backward is under way."""
+        """Some parameters may have been frozen or unfrozen."""
         self.trainable = [param for param in self._params if param.requires_grad]
         self.rearm()
 
     def rearm(self) -> None:
-        """Start over: no parameter has a gradient."""
+        """Start over, once nobody holds a gradient any more."""
         self._awaited = 0
         if self.trainable:
             self._hook(self.trainable[0])

@@ -41,8 +41,8 @@ class FlatRun:
     indices: tuple[int, ...]
     param: nn.Parameter
     cleared: set[int] = field(default_factory=set)
-    grad: Tensor | None = None
-    """Its elements of `main_grad`, once that exists."""
+    stretch: int = 0
+    """Runs of one stretch, cut to fit caches, are frozen and unfrozen together."""
 
 
 @dataclass(slots=True)
@@ -317,9 +317,7 @@ class UnitGradients:
 
     def _show(self, run: FlatRun) -> None:
         assert self.main_grad is not None
-        grad = run.grad
-        if grad is None:
-            grad = run.grad = self.main_grad[run.start : run.stop]
+        grad = self.main_grad[run.start : run.stop]
         run.param.grad = grad if grad.dtype == run.param.dtype else grad.to(run.param.dtype)
 
     def _run_of(self, index: int) -> FlatRun:

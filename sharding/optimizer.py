@@ -2,7 +2,8 @@
 state.
 
 Its `param_groups` are re-pointed at flat 1-D parameters, one per unit and stretch of tensors that
-share a group. State of single tensors, if there is any, is laid into flat state in the same places.
+share a group (on a CPU, a long stretch is cut into several). State of single tensors, if there is
+any, is laid into flat state in the same places.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ _NOT_ELEMENTWISE = {
 
 CACHED_RUN_NUMEL = 256 * 1024
 """On a CPU an optimizer passes over each parameter some ten times, so a flat parameter takes no
-more tensors once it has this many elements: what it holds stays in the caches. Counted over all
-ranks, so that flat parameters are cut alike on each.
+more tensors once it has this many elements: what it holds stays in the caches. A step of AdamW over
+26 M elements on one core of an AMD EPYC: 262 ms with a parameter per unit of 3.2 M elements, 159 ms
+cut like this. A rank's part of a unit is contiguous, so a run lies in one or two ranks as a whole;
+the count is that of all ranks, so that all cut alike.
 """
 
 
@@ -65,7 +68,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class _RunKey:
-    """Tensors next to each other share a flat parameter when they agree in this."""
+    """Tensors next to each other can share a flat parameter when they agree in this."""
 
     group: int
     scalar_state: tuple[object, ...]
@@ -201,30 +204,31 @@ def describe_options(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 def _regroup(unit: Unit, position: int, keys: Mapping[Location, _RunKey]) -> list[FlatRun]:
-    """Cut the unit into runs of equal key; returns those that have one. Other optimizers' runs
-    stay.
+    """Cut the unit into stretches of equal key, on a CPU each into runs of about
+    `CACHED_RUN_NUMEL`; returns those that have a key. Other optimizers' runs stay.
     """
     old_runs = {index: run for run in unit.gradients.runs for index in run.indices}
     limit = CACHED_RUN_NUMEL if unit.main.is_cpu else math.inf
-    stretches: list[list[int]] = []
+    cuts: list[tuple[int, list[int]]] = []
     previous: object = None
-    numel = 0
+    stretch = numel = 0
     for index in unit.spec.layout.order:
-        key: object = keys.get(Location(position, index), id(old_runs[index]))
-        if stretches and key == previous and numel < limit:
-            stretches[-1].append(index)
+        key: object = keys.get(Location(position, index), old_runs[index].stretch)
+        if cuts and key == previous and numel < limit:
+            cuts[-1][1].append(index)
         else:
-            stretches.append([index])
+            stretch += key != previous
+            cuts.append((stretch, [index]))
             numel = 0
         previous = key
         numel += unit.spec.layout.segments[index].numel
     had_grad = unit.gradients.has_grad
-    runs = [
-        old
-        if (old := old_runs[stretch[0]]).indices == tuple(stretch)
-        else unit.make_run(tuple(stretch))
-        for stretch in stretches
-    ]
+    runs = []
+    for stretch, indices in cuts:
+        old = old_runs[indices[0]]
+        run = old if old.indices == tuple(indices) else unit.make_run(tuple(indices))
+        run.stretch = stretch
+        runs.append(run)
     unit.gradients.runs = runs
     if had_grad:
         unit.gradients.publish()

@@ -126,15 +126,15 @@ class Runtime:
     def _plan_prefetch(self) -> None:
         """For every group, the units to gather when its forward or its backward begins."""
         order = [self.groups[index] for index in self._forward_order]
-        self._after: dict[int, list[Unit]] = {}
-        self._before: dict[int, list[Unit]] = {}
+        self._gathers_with_forward: dict[int, list[Unit]] = {}
+        self._gathers_with_backward: dict[int, list[Unit]] = {}
         for place, group in enumerate(order):
             after = order[place + 1 : place + 1 + self.prefetch]
             # The root's backward comes first: what follows is the last unit of the forward.
             end = len(order) if group.is_root else place
             before = order[max(end - self.prefetch, 0) : end][::-1]
-            self._after[group.index] = _units_that_move(after)
-            self._before[group.index] = _units_that_move(before)
+            self._gathers_with_forward[group.index] = _units_that_move(after)
+            self._gathers_with_backward[group.index] = _units_that_move(before)
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
@@ -143,7 +143,7 @@ class Runtime:
             self._start_gather(unit)
         if not recompute:
             self._seen.setdefault(group.index)
-            for unit in self._after[group.index]:
+            for unit in self._gathers_with_forward[group.index]:
                 self._start_gather(unit)
         for unit in group.units:
             self._finish_gather(unit)
@@ -175,7 +175,7 @@ class Runtime:
         backward = self._enter_backward()
         for unit in group.units:
             self._start_gather(unit)
-        for unit in self._before[group.index]:
+        for unit in self._gathers_with_backward[group.index]:
             if unit.spec.index not in backward.ready:
                 self._start_gather(unit)
         for unit in group.units:

@@ -13,6 +13,7 @@ boxes (`buffers/boxes.py`), `full_tensor` gathers.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
@@ -223,12 +224,17 @@ class ShardedTensor(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         if self.grad_source is not None:
-            self.grad_source.requires_grad_changed()
+            with contextlib.suppress(ReferenceError):  # the model is gone: nobody has to know
+                self.grad_source.requires_grad_changed()
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
         """Set `requires_grad`; returns self."""
         self.requires_grad = requires_grad
         return self
+
+    def detach_(self) -> ShardedTensor:
+        """Freeze the parameter; returns self."""
+        return self.requires_grad_(False)
 
     @property
     def data(self) -> ShardedTensor:

@@ -193,12 +193,13 @@ class Unit:
             RuntimeError: somebody replaced a parameter of a module, or froze some of those that
                 share one flat optimizer parameter.
         """
+        changed = self._flags_changed
+        if changed:
+            # First, so that after an error the modules still show what the user can mend.
+            self._follow_requires_grad()
+            self._flags_changed = False
         self.faces.show_full()
-        if not self._flags_changed:
-            return False
-        self._follow_requires_grad()
-        self._flags_changed = False
-        return True
+        return changed
 
     def requires_grad_changed(self) -> None:
         """A sharded parameter was frozen or unfrozen, which counts from the next forward on."""
@@ -206,16 +207,19 @@ class Unit:
 
     def _follow_requires_grad(self) -> None:
         sharded, names = self.faces.sharded, self.spec.names
+        stretches: dict[int, list[int]] = {}
         for run in self.gradients.runs:
-            flags = {sharded[index].requires_grad for index in run.indices}
-            if len(flags) > 1:
-                frozen = [names[i] for i in run.indices if not sharded[i].requires_grad]
+            stretches.setdefault(run.stretch, []).extend(run.indices)
+        for indices in stretches.values():
+            frozen = [names[i] for i in indices if not sharded[i].requires_grad]
+            if 0 < len(frozen) < len(indices):
                 raise RuntimeError(
-                    f"unit '{self.spec.name}': expected all parameters that share one flat "
-                    "optimizer parameter to be trainable or all frozen, got frozen "
-                    f"{frozen} beside trainable ones; freeze them before fully_shard"
+                    f"unit '{self.spec.name}': expected all parameters of one optimizer group that "
+                    f"lie together to be trainable or all frozen, got frozen {frozen} beside "
+                    "trainable ones; freeze them before fully_shard"
                 )
-            run.param.requires_grad_(flags.pop())
+        for run in self.gradients.runs:
+            run.param.requires_grad_(sharded[run.indices[0]].requires_grad)
             if not run.param.requires_grad:
                 run.param.grad = None
         self.faces.follow_requires_grad()
@@ -224,11 +228,9 @@ class Unit:
     # ---- gather and release
 
     def _move(self, before: UnitState, after: UnitState) -> None:
-        if self.state is not before:
-            raise RuntimeError(
-                f"unit '{self.spec.name}': expected state {before.value}, to go to {after.value}, "
-                f"it is {self.state.value}"
-            )
+        assert self.state is before, (
+            f"unit '{self.spec.name}' is {self.state.value}, which does not go to {after.value}"
+        )
         self.state = after
 
     def mark_stale(self) -> None:

@@ -142,7 +142,8 @@ def test_gate_fails_without_the_hints(tmp_path):
     unhinted = _without_hints(reduce, tmp_path)
     compiled = compile_reduce("sm_90", "*bf16", "*fp32", 8, accumulate=True, module=unhinted)
     found = faults(compiled, unhinted, MAX_REGISTERS["reduce"])
-    assert any("load of 16 bits" in fault for fault in found), found
+    # Triton 3.8 makes vector loads of rows without the hints, but not vector stores.
+    assert any("of 16 bits" in fault or "store of 32 bits" in fault for fault in found), found
 
 
 def test_gate_fails_on_registers_spills_and_blindness():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sidestream.kernels import pack_, reduce_, unpack_
+from sidestream.kernels import pack_, reduce_, reference, unpack_
 from sidestream.tests.kernels import oracle
 
 SHAPES = [(3, 5), (), (0,), (128,), (7, 1, 3)]
@@ -144,6 +144,23 @@ def test_fake_tensors_run_and_write_nothing(device):
         unpack_(tensors, flat, [0, 128], accumulate=True)
         reduce_(flat, torch.empty(2, 256, device=device))
     assert flat.shape == (256,)
+
+
+def test_trusted_views_do_not_hide_the_ops_from_a_mode():
+    flat, parts = torch.zeros(256), torch.ones(2, 256)
+    with Seen() as seen:
+        pack_(flat, [torch.ones(4)], [0], scale=0.25, slots=[flat[:4]])
+        reduce_(flat, parts, scale=0.25, rows=list(parts))
+    assert {"sidestream::pack_", "sidestream::reduce_"} <= set(seen.names)
+    assert torch.equal(flat, torch.full((256,), 0.5))
+
+
+def test_what_a_fake_mode_saw_is_not_kept():
+    with FakeTensorMode():
+        reference.reduce_(torch.empty(8), torch.empty(2, 8), scale=0.4375)
+    out = torch.empty(8)
+    reference.reduce_(out, torch.ones(2, 8), scale=0.4375)
+    assert torch.equal(out, torch.full((8,), 0.875))
 
 
 def test_meta_tensors_without_a_mode_are_checked_and_stay_as_they_are():

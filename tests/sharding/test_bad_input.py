@@ -14,6 +14,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream as ss
+from sidestream.sharding import optimizer as sharding_optimizer
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 from sidestream.tests.sharding.trainer import Block, Transformer
 
@@ -257,7 +258,7 @@ def test_torch_clipping_is_refused_with_ours_in_its_place(foreach: bool | None) 
     model = Transformer()
     ss.fully_shard(model, fsdp_unit_modules=[Block])
     model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
-    fix = re.escape("clip gradients with sidestream.clip_grad_norm_(module, max_norm)")
+    fix = re.escape("to clip gradients, call sidestream.clip_grad_norm_(module, max_norm)")
     with pytest.raises(RuntimeError, match=rf"sharded parameter 'embedding.weight' .*: {fix}"):
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=foreach)
     assert ss.clip_grad_norm_(model, 1e-3) > 1e-3
@@ -280,12 +281,20 @@ def test_refuses_a_forward_that_bypasses_the_unit() -> None:
         model.blocks[0].forward(torch.zeros(2, 3, 12))
 
 
-def test_refuses_freezing_beside_trainable_ones() -> None:
+@pytest.mark.parametrize("run_numel", [1, 2**30], ids=["cut", "whole"])
+def test_refuses_freezing_beside_trainable_ones(run_numel: int) -> None:
     model = Transformer()
-    ss.fully_shard(model, adamw(model), fsdp_unit_modules=[Block])
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    with mock.patch.object(sharding_optimizer, "CACHED_RUN_NUMEL", run_numel):
+        ss.fully_shard(model, adamw(model), fsdp_unit_modules=[Block])
+    with torch.no_grad():
+        model(tokens)
     model.head.weight.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"frozen \['head.weight'\] beside trainable ones"):
-        model(torch.zeros(2, 3, dtype=torch.int64))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"frozen \['head.weight'\] beside trainable ones"):
+            model(tokens)
+    model.head.weight.requires_grad = True
+    assert model(tokens).requires_grad
 
 
 @pytest.mark.parametrize("call", [ss.save_checkpoint, ss.load_checkpoint], ids=["save", "load"])
