@@ -25,9 +25,6 @@ from .formats import WIRE_FORMATS, wire_format_of
 
 _OPTIONS = "float scale=1.0, bool accumulate=False"
 _library = torch.library.Library("sidestream", "DEF")
-_library.define(f"pack_(Tensor(a!) flat, Tensor[] tensors, SymInt[] offsets, {_OPTIONS}) -> ()")
-_library.define(f"unpack_(Tensor(a!)[] tensors, Tensor flat, SymInt[] offsets, {_OPTIONS}) -> ()")
-_library.define(f"reduce_(Tensor(a!) out, Tensor parts, {_OPTIONS}) -> ()")
 
 _DTYPES = frozenset(wire_format.dtype for wire_format in WIRE_FORMATS)
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -57,12 +54,12 @@ def pack_(
     into the same memory again and again. They are trusted, so that a CPU neither makes the views
     nor checks the arguments anew; other devices need no views and pay no attention.
     """
-    if slots is not None and flat.is_cpu:
+    if slots is not None and flat.is_cpu and _runs_directly(flat):
         reference.move_(slots, tensors, scale, accumulate)
         return
     _check_flat(flat)
     _check_tensors(flat, tensors, offsets, disjoint=True)
-    _call(_PACK, flat, flat, tensors, offsets, scale, accumulate)
+    call(_PACK, flat, flat, tensors, offsets, scale, accumulate)
 
 
 def unpack_(
@@ -79,7 +76,7 @@ def unpack_(
     """
     _check_flat(flat)
     _check_tensors(flat, tensors, offsets, disjoint=False)
-    _call(_UNPACK, flat, tensors, flat, offsets, scale, accumulate)
+    call(_UNPACK, flat, tensors, flat, offsets, scale, accumulate)
 
 
 def reduce_(
@@ -98,11 +95,11 @@ def reduce_(
 
     rows: the rows of `parts`, where the caller has them at hand; trusted like `pack_`'s slots.
     """
-    if rows is not None and out.is_cpu:
+    if rows is not None and out.is_cpu and _runs_directly(out):
         reference.sum_rows_(out, rows, scale, accumulate)
         return
     _check_reduce(out, parts)
-    _call(_REDUCE, out, out, parts, scale, accumulate)
+    call(_REDUCE, out, out, parts, scale, accumulate)
 
 
 def _without_autograd(function: Callable[..., None]) -> Callable[..., None]:
@@ -117,7 +114,7 @@ def _without_autograd(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _on_first_use(module: str, name: str) -> Callable[..., None]:
+def on_first_use(module: str, name: str) -> Callable[..., None]:
     """Our `module`'s function `name`, imported when it is first called: CPUs need no Triton."""
     found: Callable[..., None] | None = None
 
@@ -130,10 +127,16 @@ def _on_first_use(module: str, name: str) -> Callable[..., None]:
     return call
 
 
-class _Op:
-    """One op: its overload and its implementation by device type."""
+class Op:
+    """One op of ours: its overload and its implementation by device type.
 
-    def __init__(self, name: str, cpu: Callable[..., None], cuda: Callable[..., None]) -> None:
+    `schema` is without the namespace: "reduce_(Tensor(a!) out, Tensor parts) -> ()". An op writes
+    into its arguments and returns nothing.
+    """
+
+    def __init__(self, schema: str, cpu: Callable[..., None], cuda: Callable[..., None]) -> None:
+        _library.define(schema)
+        name = schema.partition("(")[0]
         self.overload = getattr(torch.ops.sidestream, name).default
         self.by_device: Mapping[str, Callable[..., None]] = {
             "cpu": _without_autograd(cpu),
@@ -149,9 +152,21 @@ def _writes_in_place(*arguments: Any) -> None:
     """What the ops return on tensors without data: nothing."""
 
 
-_PACK = _Op("pack_", reference.pack_, _on_first_use("pack", "pack_"))
-_UNPACK = _Op("unpack_", reference.unpack_, _on_first_use("pack", "unpack_"))
-_REDUCE = _Op("reduce_", reference.reduce_, _on_first_use("reduce", "reduce_"))
+_PACK = Op(
+    f"pack_(Tensor(a!) flat, Tensor[] tensors, SymInt[] offsets, {_OPTIONS}) -> ()",
+    reference.pack_,
+    on_first_use("pack", "pack_"),
+)
+_UNPACK = Op(
+    f"unpack_(Tensor(a!)[] tensors, Tensor flat, SymInt[] offsets, {_OPTIONS}) -> ()",
+    reference.unpack_,
+    on_first_use("pack", "unpack_"),
+)
+_REDUCE = Op(
+    f"reduce_(Tensor(a!) out, Tensor parts, {_OPTIONS}) -> ()",
+    reference.reduce_,
+    on_first_use("reduce", "reduce_"),
+)
 
 
 def _runs_directly(anchor: torch.Tensor) -> bool:
@@ -163,7 +178,7 @@ def _runs_directly(anchor: torch.Tensor) -> bool:
     )
 
 
-def _call(op: _Op, anchor: torch.Tensor, *arguments: Any) -> None:
+def call(op: Op, anchor: torch.Tensor, *arguments: Any) -> None:
     """Run `op` on the device of `anchor`.
 
     The dispatcher costs 9 us of host time for nine tensors, so it is left out where nobody watches.
