@@ -47,8 +47,7 @@ def install_root_hooks(
     """What only the root has: state dicts see parameters at rest, and the output is cast."""
 
     def to_rest(*_: object) -> None:
-        if not runtime.in_backward:
-            runtime.rest()
+        runtime.settle()
 
     for submodule in module.modules():
         submodule.register_state_dict_pre_hook(to_rest)

@@ -93,11 +93,6 @@ class Runtime:
         """How many units ahead are gathered."""
         return self._options.prefetch if self._options.overlap_param_gather else 0
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is under way."""
-        return self._backward is not None
-
     # ---- forward
 
     def root_pre_forward(self) -> None:
@@ -111,11 +106,11 @@ class Runtime:
             self._adopt_forward_order(seen)
         self._seen.clear()
         if self._options.overlap_param_gather:
-            # Replicated parameters stay: all gathers can be on their way at once.
-            for index in self._forward_order:
-                for unit in self.groups[index].units:
-                    if not unit.frees_parameters:
-                        self._start_gather(unit)
+            # Replicated parameters stay: all gathers can be on their way at once. In the order of
+            # registration, since ranks may have used the units in different orders.
+            for unit in self.units:
+                if not unit.frees_parameters:
+                    self._start_gather(unit)
 
     def _adopt_forward_order(self, seen: list[int]) -> None:
         known = set(seen)
@@ -285,6 +280,15 @@ class Runtime:
                 self._finish_gather(unit)
             self._release(unit)
             unit.faces.show_sharded()
+
+    def settle(self) -> None:
+        """Bring every unit to rest for somebody who looks from outside. A backward that failed is
+        forgotten, one that runs goes on undisturbed.
+        """
+        if self._backward is None:
+            self.rest()
+        elif torch._C._current_graph_task_id() == -1:
+            self.recover()
 
     def recover(self) -> None:
         """Forget a backward that an exception ended: its gradients, its exchanges, what it
