@@ -1,0 +1,233 @@
+"""Owns how the kernels of FP8 scaling are launched: shapes to lines, blocks and warps.
+
+A program has `BLOCK` elements, 32 a thread: two accesses of 16 bytes to the codes. Rows of up to
+`MAX_LINE` elements stay in registers, by up to 16 warps, and are read once; longer ones, and whole
+tensors, are read twice, by as many programs as they have blocks. The kernels are in
+`fp8_kernels` and `fp8_two_pass`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from . import fp8_kernels, fp8_two_pass
+from .device_codes import has_hardware_fp8
+from .launch import ACCESS_BYTES, on_device_of
+from .reference_fp8 import BY_DTYPE, ELEMENTS, SQUARE
+
+BLOCK = 4096
+NUM_WARPS = 4
+MAX_LINE = 16384
+SQUARE_WARPS = 8
+MIN_LINE = 16  # elements: one access of 16 bytes to the codes
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """How rows are cut into lines, and lines dealt to programs; see `fp8_kernels`."""
+
+    rows: int
+    columns: int
+    line: int
+    count: int
+    contiguous: bool
+    wide: bool
+
+    @property
+    def lines(self) -> int:
+        """Lines of a row."""
+        return triton.cdiv(self.columns, self.line)
+
+    @property
+    def programs(self) -> int:
+        """Programs for all rows."""
+        return triton.cdiv(self.rows * self.lines, self.count)
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of a program, so that each thread has as many elements."""
+        return NUM_WARPS * max(1, self.line // BLOCK)
+
+
+def lines_of(shape: torch.Size, scaling: str, *, aligned: bool, max_line: int) -> Lines:
+    """The lines of a tensor that has elements; aligned: it, and what it becomes, by 16 bytes."""
+    if scaling == "tensor":
+        rows, columns = 1, shape.numel()
+    else:
+        rows, columns = shape[:-1].numel(), shape[-1]
+    line = SQUARE
+    if scaling in ("tensor", "row"):
+        line = min(max(triton.next_power_of_2(columns), MIN_LINE), max_line)
+    return Lines(
+        rows=rows,
+        columns=columns,
+        line=line,
+        count=max(1, BLOCK // line),
+        contiguous=aligned and (rows == 1 or columns % line == 0),
+        wide=aligned and columns % MIN_LINE == 0,
+    )
+
+
+def quantize_fp8_(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    x: torch.Tensor,
+    scaling: str,
+    power_of_2: bool,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+) -> None:
+    """`reference_fp8.quantize_fp8_` in one launch, or in two where a block exceeds a program."""
+    element = BY_DTYPE[codes.dtype].name
+    codes = codes.view(torch.uint8)
+    with on_device_of(x):
+        if scaling == "128x128":
+            _quantize_squares(codes, scale_inv, x, element, power_of_2)
+        elif scaling == "tensor" or (scaling == "row" and x.shape[-1] > MAX_LINE):
+            _quantize_known(codes, scale_inv, x, element, power_of_2, scale, amax)
+        else:
+            _quantize_lines(codes, scale_inv, x, scaling, element, power_of_2)
+
+
+def _quantize_lines(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    x: torch.Tensor,
+    scaling: str,
+    element: str,
+    power_of_2: bool,
+) -> None:
+    plan = lines_of(x.shape, scaling, aligned=_aligned(codes, x), max_line=MAX_LINE)
+    fp8_kernels._lines_kernel[(plan.programs,)](
+        codes,
+        scale_inv,
+        x,
+        plan.rows,
+        plan.columns,
+        plan.lines,
+        ELEMENT=element,
+        POWER_OF_2=power_of_2,
+        LINE=plan.line,
+        COUNT=plan.count,
+        SINGLE=plan.lines == 1,
+        CONTIGUOUS=plan.contiguous,
+        WIDE=plan.wide,
+        HARDWARE=has_hardware_fp8(x.device),
+        num_warps=plan.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+def _quantize_squares(
+    codes: torch.Tensor, scale_inv: torch.Tensor, x: torch.Tensor, element: str, power_of_2: bool
+) -> None:
+    rows, columns = x.shape[-2:]
+    fp8_kernels._square_kernel[(scale_inv.numel(),)](
+        codes,
+        scale_inv,
+        x,
+        rows,
+        columns,
+        ELEMENT=element,
+        POWER_OF_2=power_of_2,
+        WIDE=_aligned(codes, x) and columns % MIN_LINE == 0,
+        HARDWARE=has_hardware_fp8(x.device),
+        num_warps=SQUARE_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def _quantize_known(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    x: torch.Tensor,
+    element: str,
+    power_of_2: bool,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+) -> None:
+    """Rows, or the tensor as one: amax first, unless the scale is given, then the codes."""
+    columns = x.numel() // scale_inv.numel()
+    parts = triton.cdiv(columns, BLOCK)
+    grid = (scale_inv.numel() * parts,)
+    wide = _aligned(codes, x) and columns % MIN_LINE == 0
+    aligned = wide or (_aligned(codes, x) and scale_inv.numel() == 1)
+    bits: torch.Tensor | None
+    if scale is None:
+        bits = torch.zeros(scale_inv.numel(), dtype=torch.int32, device=x.device)
+        fp8_two_pass._amax_kernel[grid](
+            bits, x, columns, parts, ALIGNED=aligned, WIDE=wide, BLOCK=BLOCK, num_warps=NUM_WARPS
+        )
+    else:
+        bits = None if amax is None else amax.view(torch.int32)
+    fp8_two_pass._known_kernel[grid](
+        codes,
+        scale_inv,
+        x,
+        bits,
+        scale,
+        columns,
+        parts,
+        ELEMENT=element,
+        POWER_OF_2=power_of_2,
+        ALIGNED=aligned,
+        WIDE=wide,
+        HARDWARE=has_hardware_fp8(x.device),
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def dequantize_fp8_(
+    out: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, scaling: str
+) -> None:
+    """`reference_fp8.dequantize_fp8_` in one launch."""
+    plan = lines_of(codes.shape, scaling, aligned=_aligned(codes, out), max_line=BLOCK)
+    matrix_rows = codes.shape[-2] if scaling == "128x128" else plan.rows
+    with on_device_of(codes):
+        fp8_kernels._dequantize_kernel[(plan.programs,)](
+            out,
+            codes.view(torch.uint8),
+            scale_inv,
+            plan.rows,
+            plan.columns,
+            plan.lines,
+            matrix_rows,
+            SCALING=scaling,
+            MATRICES=matrix_rows < plan.rows,
+            ELEMENT=BY_DTYPE[codes.dtype].name,
+            LINE=plan.line,
+            COUNT=plan.count,
+            SINGLE=plan.lines == 1,
+            CONTIGUOUS=plan.contiguous,
+            WIDE=plan.wide,
+            HARDWARE=has_hardware_fp8(codes.device),
+            num_warps=plan.num_warps,
+            enable_fp_fusion=False,
+        )
+
+
+def update_scales_(
+    amax_history: torch.Tensor, scales: torch.Tensor, element: str, margin: int, algorithm: str
+) -> None:
+    """`reference_fp8.update_scales_` in one launch, a program a tensor."""
+    length = amax_history.shape[1]
+    with on_device_of(scales):
+        fp8_two_pass._update_kernel[(scales.numel(),)](
+            amax_history,
+            scales,
+            ELEMENTS[element].max_finite * 2.0**-margin,
+            length,
+            MOST_RECENT=algorithm == "most_recent",
+            BLOCK=triton.next_power_of_2(length),
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def _aligned(*tensors: torch.Tensor) -> bool:
+    return not any(tensor.data_ptr() % ACCESS_BYTES for tensor in tensors)

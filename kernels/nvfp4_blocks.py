@@ -1,0 +1,206 @@
+"""Owns how NVFP4's kernels cut tensors, and what they do with blocks: `reference_nvfp4` exactly.
+
+Blocks come as halves of eight elements, as `hadamard` makes them: then a thread has a block's
+elements, its amax and its scale, and none of them is found twice.
+"""
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from . import device_codes as device
+from . import reference_nvfp4 as reference
+from .formats import E2M1, E4M3, FP32
+from .hadamard import (
+    aligned_halves,
+    masked_halves,
+    shape_in_rows,
+    transform_halves,
+    transform_whole,
+)
+from .launch import ACCESS_BYTES
+from .portable import INTERPRETED, round_to, to_fp32
+from .reference_nvfp4 import BLOCK_NUMEL
+
+_MAX_FP32 = tl.constexpr(FP32.max_finite)
+_MAX_PRODUCT = tl.constexpr(reference.MAX_PRODUCT)
+_ONE_OVER_PRODUCT = tl.constexpr(1.0 / reference.MAX_PRODUCT)
+_LEAST_AMAX = tl.constexpr(reference.MAX_PRODUCT / FP32.max_finite)
+_LARGE_AMAX = tl.constexpr(reference.LARGE_AMAX)
+_DOWN, _UP = tl.constexpr(reference.DOWN), tl.constexpr(reference.UP)
+_MAX_E2M1, _MAX_E4M3 = tl.constexpr(E2M1.max_finite), tl.constexpr(E4M3.max_finite)
+_ONE_SIXTH = tl.constexpr(1.0 / E2M1.max_finite)
+_TORCHAO_MIN_SCALE = tl.constexpr(reference.TORCHAO_MIN_SCALE)
+_TORCHAO_MIN_TENSOR_SCALE = tl.constexpr(reference.TORCHAO_MIN_TENSOR_SCALE)
+
+
+@triton.jit
+def _is_usable(amax):
+    return (amax > 0.0) & (amax < float("inf"))
+
+
+@triton.jit
+def tensor_scale_of(amax, TORCHAO: tl.constexpr) -> tl.tensor:
+    """FP32 scalar: torchao's P, else E."""
+    if TORCHAO:
+        scale = tl.div_rn(amax, tl.full((), _MAX_PRODUCT, tl.float32))
+        scale = tl.maximum(scale, _TORCHAO_MIN_TENSOR_SCALE)
+    else:
+        scale = tl.div_rn(tl.full((), _MAX_PRODUCT, tl.float32), amax)
+        scale = tl.minimum(scale, _MAX_FP32)
+    return tl.where(_is_usable(amax), scale, 1.0)
+
+
+@triton.jit
+def _block_scales(block_amax, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.constexpr):
+    """(scale bytes, FP32 factors of the elements), for amax >= 0 without NaN."""
+    one = tl.full((), 1.0, tl.float32)
+    if TORCHAO:
+        wanted = tl.div_rn(block_amax, tl.full(block_amax.shape, _MAX_E2M1, tl.float32))
+        wanted = tl.div_rn(wanted, tensor_scale + tl.zeros_like(wanted))
+        wanted = tl.minimum(tl.maximum(wanted, _TORCHAO_MIN_SCALE), _MAX_E4M3)
+        scale_bytes = device.encode_e4m3(wanted, HARDWARE)
+        encode = tl.div_rn(one, tensor_scale)
+        decoded = device.decode_e4m3(scale_bytes, HARDWARE)
+        factors = tl.div_rn(encode + tl.zeros_like(decoded), decoded)
+    else:
+        scale_bytes = device.encode_e4m3(block_amax * (tensor_scale * _ONE_SIXTH), HARDWARE)
+        decoded = device.decode_e4m3(scale_bytes, HARDWARE) * tl.div_rn(one, tensor_scale)
+        factors = tl.div_rn(tl.full(decoded.shape, 1.0, tl.float32), decoded)
+    return scale_bytes, tl.minimum(factors, _MAX_FP32)
+
+
+@triton.jit
+def decode_factors(scale_bytes, amax, TORCHAO: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """What the blocks' elements are multiplied by."""
+    if TORCHAO:
+        return device.decode_e4m3(scale_bytes, HARDWARE) * tensor_scale_of(amax, True)
+    is_large = amax > _LARGE_AMAX
+    usable = _is_usable(amax)
+    multiplier = tl.maximum(amax, _LEAST_AMAX)
+    multiplier = tl.where(is_large, multiplier * _DOWN, multiplier)
+    multiplier = tl.where(usable, multiplier, 1.0)
+    divisor = tl.where(is_large, _ONE_OVER_PRODUCT * _UP, _ONE_OVER_PRODUCT)
+    divisor = tl.where(usable, divisor, 1.0)
+    return (device.decode_e4m3(scale_bytes, HARDWARE) * multiplier) * divisor
+
+
+@triton.jit
+def magnitudes(x) -> tl.tensor:
+    """|x|; where Triton interprets, 0 for a NaN, as its maxima would keep it."""
+    if INTERPRETED:
+        x = tl.where(x == x, x, 0.0)
+    return tl.abs(x)
+
+
+@triton.jit
+def largest_of(magnitude, axis: tl.constexpr) -> tl.tensor:
+    """The maximum of `magnitudes`. Compiled maxima prefer a number: only all NaNs make one."""
+    largest = tl.max(magnitude, axis)
+    return tl.where(largest == largest, largest, 0.0)
+
+
+@triton.jit
+def quantize_halves(
+    low,
+    high,
+    low_bits,
+    high_bits,
+    tensor_scale,
+    STOCHASTIC: tl.constexpr,
+    TORCHAO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """FP32 [blocks, 8] twice -> (bytes of codes [blocks, 4] twice, scale bytes [blocks])."""
+    largest = largest_of(tl.maximum(magnitudes(low), magnitudes(high)), 1)
+    scale_bytes, factors = _block_scales(largest, tensor_scale, TORCHAO, HARDWARE)
+    low, high = low * factors[:, None], high * factors[:, None]
+    if STOCHASTIC:
+        low_code = device.encode_e2m1_stochastic(low, low_bits)
+        high_code = device.encode_e2m1_stochastic(high, high_bits)
+    else:
+        low_code, high_code = device.encode_e2m1(low), device.encode_e2m1(high)
+    return device.pack_nibbles(low_code), device.pack_nibbles(high_code), scale_bytes
+
+
+@triton.jit
+def full_halves(source, HADAMARD: tl.constexpr, TILE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """TILE elements from aligned memory as halves of blocks in FP32, transformed with HADAMARD."""
+    low, high = aligned_halves(source, TILE)
+    if HADAMARD:
+        dtype: tl.constexpr = source.dtype.element_ty
+        low, high = transform_halves(low, high, False)
+        low, high = to_fp32(round_to(low, dtype)), to_fp32(round_to(high, dtype))
+    return low, high
+
+
+@triton.jit
+def prepared_halves(
+    source, blocks, num_blocks, row_blocks, row_numel, HADAMARD: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """`hadamard.masked_halves`, transformed with HADAMARD, and where the low ones lie."""
+    low, high, places, columns = masked_halves(source, blocks, num_blocks, row_blocks, row_numel)
+    if HADAMARD:
+        dtype: tl.constexpr = source.dtype.element_ty
+        low, high = transform_whole(low, high, columns, row_numel, False, dtype)
+    return low, high, places
+
+
+@triton.jit
+def scale_pointers(
+    scales,
+    first_block,
+    columns,
+    SWIZZLED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> tl.tensor:
+    """Pointers to the scales of BLOCKS blocks, of rows of `columns`, in either layout.
+
+    64 bits are divided once, not once a block. Swizzled: see `swizzle.swizzled_index`.
+    """
+    lanes = tl.arange(0, BLOCKS)
+    if SWIZZLED:
+        width = columns.to(tl.int32)
+        beyond = (first_block % columns).to(tl.int32) + lanes
+        row = first_block // columns + beyond // width
+        column = beyond % width
+        tile = (row >> 7) * ((width + 3) >> 2) + (column >> 2)
+        pointers = scales + (tile * 512 + (row & 31) * 16 + ((row >> 5) & 3) * 4 + (column & 3))
+    else:
+        pointers = scales + first_block + lanes
+        if ALIGNED:
+            pointers = tl.multiple_of(pointers, 16)
+    return pointers
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the elements of a contiguous tensor fall into rows, blocks and tiles."""
+
+    num_blocks: int
+    row_blocks: int
+    row_numel: int
+    num_tiles: int
+    is_flat: bool
+
+
+def cut_of(x: torch.Tensor, tile_numel: int) -> Cut:
+    """How programs of `tile_numel` elements share the contiguous `x`; one row where that may be."""
+    rows, row_numel = shape_in_rows(x)
+    row_blocks = triton.cdiv(row_numel, BLOCK_NUMEL)
+    num_blocks = rows * row_blocks
+    num_tiles = triton.cdiv(num_blocks, tile_numel // BLOCK_NUMEL)
+    return Cut(num_blocks, row_blocks, row_numel, num_tiles, rows == 1)
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all start where 16 bytes may be accessed at once."""
+    return all(tensor.data_ptr() % ACCESS_BYTES == 0 for tensor in tensors)

@@ -1,0 +1,139 @@
+"""Owns decoding NVFP4 on the GPU: codes, scales and the amax of a tensor back to its values.
+
+Formula and rounding are those of `reference_nvfp4.dequantize_`. Bytes moved an element, to BF16:
+2 + 1/2 + 1/16. Blocks that are full and 16-byte aligned take the unmasked path, 16 bytes an access
+on the side of the values; the others take the masked one.
+"""
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import device_codes as device
+from .launch import on_device_of
+from .nvfp4_blocks import cut_of, decode_factors, is_aligned, scale_pointers
+from .portable import covered, round_to
+from .reference_nvfp4 import BLOCK_NUMEL
+
+TILE_NUMEL = 4096
+NUM_WARPS = 4
+
+
+@triton.jit
+def _dequantize_full_tile(
+    destination,
+    data,
+    scales,
+    amax,
+    TORCHAO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    packed = tl.load(tl.multiple_of(data + tl.arange(0, TILE // 2), 16))
+    factors = decode_factors(tl.load(scales), amax, TORCHAO, HARDWARE)
+    values = device.decode_e2m1(device.unpack_nibbles(tl.reshape(packed, [TILE // 16, 8])))
+    decoded = tl.reshape(values * factors[:, None], [TILE])
+    rounded = round_to(decoded, destination.dtype.element_ty)
+    tl.store(tl.multiple_of(destination + tl.arange(0, TILE), 16), rounded)
+
+
+@triton.jit
+def _dequantize_masked_blocks(
+    destination, data, blocks, num_blocks, row_blocks, row_numel, factors
+):
+    row, block_column = (blocks // row_blocks)[:, None], (blocks % row_blocks)[:, None]
+    exists = (blocks < num_blocks)[:, None]
+    row_bytes = (row_numel + 1) // 2
+    columns = block_column * 8 + tl.arange(0, 8)[None, :]
+    mask = exists & (columns < row_bytes)
+    packed = tl.load(data + row * row_bytes + columns, mask=mask, other=0)
+    decoded = device.decode_e2m1(device.unpack_nibbles(packed)) * factors[:, None]
+    rounded = round_to(decoded, destination.dtype.element_ty)
+    columns = block_column * 16 + tl.arange(0, 16)[None, :]
+    mask = exists & (columns < row_numel)
+    tl.store(destination + row * row_numel + columns, rounded, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_blocks", "row_blocks", "row_numel", "scale_columns"],
+    do_not_specialize_on_alignment=["destination", "data", "scales", "amax"],
+)
+def _dequantize_kernel(
+    destination,
+    data,
+    scales,
+    amax,
+    num_blocks,
+    row_blocks,
+    row_numel,
+    scale_columns,
+    TORCHAO: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    FLAT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """TILE / 16 blocks, cut as `nvfp4`'s quantisation cuts them."""
+    BLOCKS: tl.constexpr = TILE // 16
+    first_block = tl.program_id(0).to(tl.int64) * BLOCKS
+    start = first_block * 16
+    largest = tl.load(amax)
+    if FLAT and start + TILE <= row_numel:
+        _dequantize_full_tile(
+            destination + start,
+            data + first_block * 8,
+            scale_pointers(scales, first_block, scale_columns, SWIZZLED, True, BLOCKS),
+            largest,
+            TORCHAO,
+            HARDWARE,
+            TILE,
+        )
+    else:
+        for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
+            blocks = first_block + first + tl.arange(0, BLOCKS // 4)
+            pointers = scale_pointers(
+                scales, first_block + first, scale_columns, SWIZZLED, False, BLOCKS // 4
+            )
+            scale_bytes = tl.load(pointers, mask=blocks < num_blocks, other=0)
+            factors = decode_factors(scale_bytes, largest, TORCHAO, HARDWARE)
+            _dequantize_masked_blocks(
+                destination, data, blocks, num_blocks, row_blocks, row_numel, factors
+            )
+
+
+def dequantize_(
+    out: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    global_amax: torch.Tensor,
+    torchao: bool = False,
+    swizzled: bool = False,
+) -> None:
+    """`reference_nvfp4.dequantize_` in one launch."""
+    cut = cut_of(out, TILE_NUMEL)
+    if cut.num_blocks == 0:
+        return
+    scale_bytes = scales.view(torch.uint8)
+    with on_device_of(out):
+        _dequantize_kernel[(cut.num_tiles,)](
+            out,
+            data,
+            scale_bytes,
+            global_amax,
+            cut.num_blocks,
+            cut.row_blocks,
+            cut.row_numel,
+            triton.cdiv(out.shape[-1], BLOCK_NUMEL),
+            TORCHAO=torchao,
+            SWIZZLED=swizzled,
+            HARDWARE=device.has_hardware_fp8(out.device),
+            FLAT=cut.is_flat and is_aligned(out, data, scale_bytes),
+            TILE=TILE_NUMEL,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )

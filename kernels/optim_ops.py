@@ -1,0 +1,367 @@
+"""Owns the ops `sidestream::flat_adamw_`, `flat_sgd_`, `l2_norm_`: schemas, devices, checks.
+
+| op          | reads               | writes                            | cuda                     |
+|-------------|---------------------|-----------------------------------|--------------------------|
+| flat_adamw_ | grad, scalars       | param, moments, compute, amax     | `flat_adamw.flat_adamw_` |
+| flat_sgd_   | grad, scalars       | param, momentum, compute, amax    | `flat_sgd.flat_sgd_`     |
+| l2_norm_    | tensors             | norm, found_inf                   | `norm.l2_norm_`          |
+
+On CPUs each is its definition in `reference_optim`. The ops write in place, return nothing and are
+not differentiable; what they write must not overlap. No host waits for a device: numbers that
+change from step to step are read from it, so a captured CUDA graph follows them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import reference_optim
+from .formats import WIRE_FORMATS
+
+_SHARED_OPTIONS = (
+    "float weight_decay, bool maximize, SymInt[] starts, Tensor? lr_scales, Tensor? weight_decays, "
+    "Tensor? factor, Tensor? found_inf, Tensor(y!)? compute, Tensor? compute_scale, "
+    "Tensor(z!)? amax"
+)
+_library = torch.library.Library("sidestream", "FRAGMENT")
+_library.define(
+    "flat_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
+    f"Tensor lr, Tensor step, *, float beta1, float beta2, float eps, {_SHARED_OPTIONS}) -> ()"
+)
+_library.define(
+    "flat_sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? step,"
+    f" *, float momentum, float dampening, bool nesterov, {_SHARED_OPTIONS}) -> ()"
+)
+_library.define(
+    "l2_norm_(Tensor(a!) norm, Tensor[] tensors, *, Tensor(b!)? found_inf, bool squared) -> ()"
+)
+
+_GRADIENTS = tuple(wire_format.dtype for wire_format in WIRE_FORMATS)
+_MASTER = (torch.float32,)
+_PRECISE = (torch.float32, torch.float64)
+_COUNTS = (torch.int32, torch.int64, torch.float32)
+_FLAGS = (torch.bool, torch.int32, torch.float32)
+_CODES = (torch.float8_e4m3fn, torch.uint8)
+_COMPUTE = (torch.bfloat16, torch.float16, *_CODES)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Stretches of a flat shard, each with its own learning rate and weight decay.
+
+    starts: the first element of each, ascending from 0; one ends where the next starts, the last
+    with the shard. Multiples of 16 give 16-byte accesses. lr_scales, weight_decays: 1-D, FP32 or
+    FP64, one a segment, on the shard's device, read anew at every step: lr * lr_scale is a
+    segment's learning rate. On a GPU each new `starts` makes a table that is kept for good.
+    """
+
+    starts: Sequence[int]
+    lr_scales: torch.Tensor
+    weight_decays: torch.Tensor
+
+
+def flat_adamw_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    lr: torch.Tensor,
+    step: torch.Tensor,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    maximize: bool = False,
+    segments: Segments | None = None,
+    factor: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+    compute: torch.Tensor | None = None,
+    compute_scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """One step of AdamW for a flat shard, in one pass; `reference_optim` has formula and rounding.
+
+    Within 1 ulp a step of torch.optim.AdamW (single-tensor, not capturable, no amsgrad): see
+    tests/kernels/test_flat_adamw.py for what of. Bytes moved an element: 24 + those of a gradient
+    + those of a compute element.
+
+    param, exp_avg, exp_avg_sq: [n], contiguous, FP32, updated. grad: [n], contiguous, FP32, BF16 or
+    FP16. What follows has one element, lies on the same device and is read there: lr, FP32 or FP64;
+    step, int32, int64 or FP32: the number of this step, from 1 to 2**33 - 1, counted by the caller;
+    factor, FP32: multiplied into the gradient (clipping, loss scale); found_inf, bool, int32 or
+    FP32: unless it is 0, nothing at all is written.
+
+    segments: learning rates and weight decays by segment, in place of `weight_decay`.
+    compute: [n], contiguous: the new parameters rounded to BF16 or FP16, or to E4M3
+    (float8_e4m3fn, or its codes as uint8) after a product with `compute_scale`, FP32. amax, FP32,
+    with E4M3 only: raised to the largest |parameter| if that is larger or NaN; set it to 0 first.
+
+    Raises `ValueError` before anything is written.
+    """
+    for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
+        _check_range(name, beta, below_one=True)
+    _check_range("eps", eps)
+    _check_param(param)
+    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        _check_shard(name, moment, param, _MASTER)
+    _check_scalar("step", step, param.device, _COUNTS)
+    torch.ops.sidestream.flat_adamw_(
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        lr,
+        step,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        **_shared(
+            param, grad, lr, weight_decay, maximize, segments=segments, factor=factor,
+            found_inf=found_inf, compute=compute, compute_scale=compute_scale, amax=amax,
+        ),
+    )  # fmt: skip
+
+
+def flat_sgd_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    lr: torch.Tensor,
+    step: torch.Tensor | None = None,
+    *,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    segments: Segments | None = None,
+    factor: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+    compute: torch.Tensor | None = None,
+    compute_scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """One step of SGD for a flat shard, in one pass: torch.optim.SGD's formula, see `flat_adamw_`.
+
+    Bytes moved an element: 8, or 16 with momentum, + those of a gradient + of a compute element.
+
+    momentum_buffer: [n], contiguous, FP32, updated; given if `momentum` is not 0, and `step` with
+    it: at step 1 the gradient fills it and what was in it does not count. All else is as for
+    `flat_adamw_`. Raises `ValueError` before anything is written.
+    """
+    _check_range("momentum", momentum)
+    _check_param(param)
+    has_momentum = momentum != 0.0
+    for name, tensor in (("momentum_buffer", momentum_buffer), ("step", step)):
+        if (tensor is not None) != has_momentum:
+            raise ValueError(
+                f"{name}: expected {'a tensor' if has_momentum else 'None'} with a momentum of "
+                f"{momentum}, got {'None' if tensor is None else 'a tensor'}; they go together"
+            )
+    if nesterov and (not has_momentum or dampening != 0.0):
+        raise ValueError(
+            f"nesterov: expected a momentum above 0 and no dampening, got {momentum} and "
+            f"{dampening}; change them, or set it to False"
+        )
+    if momentum_buffer is not None and step is not None:
+        _check_shard("momentum_buffer", momentum_buffer, param, _MASTER)
+        _check_scalar("step", step, param.device, _COUNTS)
+    torch.ops.sidestream.flat_sgd_(
+        param,
+        grad,
+        momentum_buffer,
+        lr,
+        step,
+        momentum=momentum,
+        dampening=dampening,
+        nesterov=nesterov,
+        **_shared(
+            param, grad, lr, weight_decay, maximize, segments=segments, factor=factor,
+            found_inf=found_inf, compute=compute, compute_scale=compute_scale, amax=amax,
+        ),
+    )  # fmt: skip
+
+
+def l2_norm_(
+    norm: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    *,
+    found_inf: torch.Tensor | None = None,
+    squared: bool = False,
+) -> None:
+    """norm = root of the sum of all elements' squares; found_inf = is any of them NaN or infinite.
+
+    norm: one element, FP32 or FP64; with `squared` the sum itself, for a sum over ranks. tensors:
+    any number, shapes and strides, FP32, BF16 and FP16 mixed; none at all have norm 0. found_inf:
+    one element, bool, int32 or FP32. All on one device, none of it waited for.
+
+    The same bits for the same list of tensors on any device and at any launch configuration: FP32
+    sums of fixed chunks, summed in FP64 in fixed order, see `reference_optim`. Relative error below
+    31 * 2^-24 unless squares leave FP32's normal range. Bytes moved: the tensors', once.
+
+    Raises `ValueError` before anything is written.
+    """
+    _check_scalar("norm", norm, norm.device, _PRECISE)
+    if found_inf is not None:
+        _check_scalar("found_inf", found_inf, norm.device, _FLAGS)
+    for index, tensor in enumerate(tensors):
+        _check_device_and_dtype(f"tensors[{index}]", tensor, norm.device, _GRADIENTS)
+    torch.ops.sidestream.l2_norm_(norm, tensors, found_inf=found_inf, squared=squared)
+
+
+def _shared(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    lr: torch.Tensor,
+    weight_decay: float,
+    maximize: bool,
+    *,
+    segments: Segments | None,
+    factor: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    compute: torch.Tensor | None,
+    compute_scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+) -> dict[str, Any]:
+    """The ops' options that both optimizers have, checked together with what they read."""
+    device = param.device
+    _check_shard("grad", grad, param, _GRADIENTS)
+    _check_scalar("lr", lr, device, _PRECISE)
+    _check_range("weight_decay", weight_decay)
+    if factor is not None:
+        _check_scalar("factor", factor, device, _MASTER)
+    if found_inf is not None:
+        _check_scalar("found_inf", found_inf, device, _FLAGS)
+    if segments is not None:
+        _check_segments(segments, param)
+    _check_compute(param, compute, compute_scale, amax)
+    if compute is not None and compute.dtype in _CODES:
+        compute = compute.view(torch.uint8)
+    return {
+        "weight_decay": weight_decay,
+        "maximize": maximize,
+        "starts": [] if segments is None else list(segments.starts),
+        "lr_scales": None if segments is None else segments.lr_scales,
+        "weight_decays": None if segments is None else segments.weight_decays,
+        "factor": factor,
+        "found_inf": found_inf,
+        "compute": compute,
+        "compute_scale": compute_scale,
+        "amax": amax,
+    }
+
+
+def _check_range(name: str, value: float, *, below_one: bool = False) -> None:
+    if not 0.0 <= value < (1.0 if below_one else float("inf")):
+        limit = "0 or more and below 1" if below_one else "a finite number of 0 or more"
+        raise ValueError(f"{name}: expected {limit}, got {value}; correct the setting")
+
+
+def _check_param(param: torch.Tensor) -> None:
+    _check_shard("param", param, param, _MASTER)
+
+
+def _check_shard(
+    name: str, shard: torch.Tensor, param: torch.Tensor, dtypes: Sequence[torch.dtype]
+) -> None:
+    expected = (param.numel(),)
+    if tuple(shard.shape) != expected or not shard.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous 1-D tensor of {expected[0]} elements, got shape "
+            f"{tuple(shard.shape)} with strides {shard.stride()}; pass a flat shard like param"
+        )
+    _check_device_and_dtype(name, shard, param.device, dtypes)
+
+
+def _check_scalar(
+    name: str, scalar: torch.Tensor, device: torch.device, dtypes: Sequence[torch.dtype]
+) -> None:
+    if scalar.numel() != 1:
+        raise ValueError(
+            f"{name}: expected one element, got shape {tuple(scalar.shape)}; pass a 0-d tensor"
+        )
+    _check_device_and_dtype(name, scalar, device, dtypes)
+
+
+def _check_device_and_dtype(
+    name: str, tensor: torch.Tensor, device: torch.device, dtypes: Sequence[torch.dtype]
+) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}; move the tensor")
+    if tensor.dtype not in dtypes:
+        known = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name}: expected {known}, got {tensor.dtype}; cast the tensor first")
+
+
+def _check_segments(segments: Segments, param: torch.Tensor) -> None:
+    starts = list(segments.starts)
+    in_order = all(left <= right for left, right in itertools.pairwise([*starts, param.numel()]))
+    if not starts or starts[0] != 0 or not in_order:
+        raise ValueError(
+            f"segments.starts: expected ascending numbers from 0 to at most {param.numel()}, got "
+            f"{starts}; start the first segment at 0 and sort them"
+        )
+    for name, values in (
+        ("segments.lr_scales", segments.lr_scales),
+        ("segments.weight_decays", segments.weight_decays),
+    ):
+        if tuple(values.shape) != (len(starts),) or not values.is_contiguous():
+            raise ValueError(
+                f"{name}: expected shape ({len(starts)},) and contiguous, got "
+                f"{tuple(values.shape)}; pass one number a segment"
+            )
+        _check_device_and_dtype(name, values, param.device, _PRECISE)
+
+
+def _check_compute(
+    param: torch.Tensor,
+    compute: torch.Tensor | None,
+    compute_scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+) -> None:
+    if compute is not None:
+        _check_shard("compute", compute, param, _COMPUTE)
+    is_fp8 = compute is not None and compute.dtype in _CODES
+    if (compute_scale is not None) != is_fp8:
+        raise ValueError(
+            f"compute_scale: expected {'a tensor' if is_fp8 else 'None'}, got "
+            f"{'None' if compute_scale is None else 'a tensor'}; it goes with an E4M3 compute shard"
+        )
+    if amax is not None and not is_fp8:
+        raise ValueError("amax: expected None, got a tensor; it goes with an E4M3 compute shard")
+    for name, scalar in (("compute_scale", compute_scale), ("amax", amax)):
+        if scalar is not None:
+            _check_scalar(name, scalar, param.device, _MASTER)
+
+
+def _register(name: str, cpu: Callable[..., None], module: str) -> None:
+    """`cpu` on CPUs, our `module`'s function `name` on GPUs, nothing on tensors without data."""
+
+    def cuda(*arguments: Any, **options: Any) -> None:
+        # Imported when first called: CPUs need no Triton.
+        function = getattr(importlib.import_module(f".{module}", __package__), name)
+        with torch.no_grad():
+            function(*arguments, **options)
+
+    def on_cpu(*arguments: Any, **options: Any) -> None:
+        with torch.no_grad():
+            cpu(*arguments, **options)
+
+    def fake(*arguments: Any, **options: Any) -> None:
+        return None
+
+    _library.impl(name, on_cpu, "CPU")
+    _library.impl(name, cuda, "CUDA")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"sidestream::{name}", fake, lib=_library)
+
+
+_register("flat_adamw_", reference_optim.flat_adamw_, "flat_adamw")
+_register("flat_sgd_", reference_optim.flat_sgd_, "flat_sgd")
+_register("l2_norm_", reference_optim.l2_norm_, "norm")

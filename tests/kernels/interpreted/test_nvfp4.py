@@ -1,0 +1,136 @@
+"""The interpreted NVFP4 and Hadamard kernels against their definitions, bit for bit."""
+
+import math
+
+import pytest
+import torch
+
+from sidestream.kernels import (
+    hadamard,
+    nvfp4,
+    nvfp4_decode,
+    reference_hadamard,
+    reference_nvfp4,
+    swizzle,
+)
+from sidestream.tests.kernels import nvfp4_cases, oracle
+
+POISON = 0xAB
+AROUND_BYTES = 64
+DTYPES = pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+VARIANTS = pytest.mark.parametrize("torchao", [False, True], ids=["te", "torchao"])
+AMAXES = (0.0, 7e-36, 0.7, 3e38, math.inf, math.nan, -1.0)
+
+
+class Poisoned:
+    """A tensor full of poison in memory that goes on on both sides, where nobody may write."""
+
+    def __init__(self, shape, dtype, late_bytes=0):
+        self.numel_bytes = math.prod(shape) * dtype.itemsize
+        self.start = AROUND_BYTES + late_bytes
+        self.memory = torch.full((self.start + self.numel_bytes + AROUND_BYTES,), POISON).byte()
+        self.bytes = self.memory[self.start : self.start + self.numel_bytes]
+        self.tensor = self.bytes.view(dtype).view(shape)
+
+    def assert_same(self, expected):
+        assert torch.equal(self.bytes, expected.contiguous().view(-1).view(torch.uint8))
+        assert self.memory[: self.start].eq(POISON).all()
+        assert self.memory[self.start + self.numel_bytes :].eq(POISON).all()
+
+
+def scale_shape(x, swizzled):
+    columns = -(-x.shape[-1] // 16)
+    if swizzled:
+        return (swizzle.swizzled_numel(x.shape[:-1].numel(), columns),)
+    return (*x.shape[:-1], columns)
+
+
+def check(x, amax=None, *, dtype=torch.float32, **options):
+    """Amax, codes and scales, and the way back, of the kernels and of the definition."""
+    cast = reference_nvfp4.Nvfp4Cast(**options)
+    fields = (cast.seed, cast.first_index, cast.torchao, cast.hadamard, cast.swizzled)
+    if amax is None:
+        amax = torch.tensor(math.nan)
+        reference_nvfp4.amax_(amax, x, cast.hadamard)
+        found = Poisoned((), torch.float32)
+        nvfp4.amax_(found.tensor, x, cast.hadamard)
+        found.assert_same(amax)
+
+    data_shape = (*x.shape[:-1], -(-x.shape[-1] // 2))
+    data, scales = (
+        Poisoned(shape, torch.uint8) for shape in (data_shape, scale_shape(x, cast.swizzled))
+    )
+    nvfp4.quantize_(data.tensor, scales.tensor, x, amax, *fields)
+    expected_data, expected_scales = (torch.full_like(p.tensor, 1) for p in (data, scales))
+    reference_nvfp4.quantize_(expected_data, expected_scales, x, amax, *fields)
+    scales.assert_same(expected_scales)
+    data.assert_same(expected_data)
+
+    out = Poisoned(x.shape, dtype)
+    arguments = (expected_data, expected_scales, amax, cast.torchao, cast.swizzled)
+    nvfp4_decode.dequantize_(out.tensor, *arguments)
+    expected_out = torch.full_like(out.tensor, 1.5)
+    reference_nvfp4.dequantize_(expected_out, *arguments)
+    oracle.assert_same_bits(out.tensor, expected_out)
+    out.assert_same(out.tensor.clone())
+
+
+@pytest.mark.parametrize("shape", nvfp4_cases.SHAPES, ids=str)
+def test_shapes(shape):
+    check(nvfp4_cases.spread(shape), torchao=len(shape) == 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "transformed"),
+    [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)],
+    ids=str,
+)
+def test_stochastic(dtype, transformed):
+    """Noise of whole groups in full tiles, then of what does not start with one."""
+    options = {"seed": nvfp4_cases.SEED, "hadamard": transformed, "dtype": dtype}
+    x = nvfp4_cases.spread((4096 + 50,), dtype)
+    for first_index in (2**33, 5):
+        check(x, first_index=first_index, **options)
+    if transformed:
+        check(nvfp4_cases.spread((4, 39), dtype), first_index=7, **options)
+
+
+@pytest.mark.parametrize(("torchao", "seed"), [(False, 1), (True, None)], ids=str)
+def test_special_values(torchao, seed):
+    x = nvfp4_cases.special()
+    nans = torch.full((33,), math.nan)
+    tiny = x * 1e-37
+    check(torch.cat((x, nans)), torchao=torchao, seed=seed)
+    check(tiny, torchao=torchao, seed=seed)
+
+
+@VARIANTS
+def test_amaxes_beyond_use(torchao):
+    x = nvfp4_cases.special(4096)
+    for amax in AMAXES:
+        check(x, torch.tensor(amax), torchao=torchao)
+
+
+@pytest.mark.parametrize("shape", [(3, 16 * 128), (2, 65, 100), (130, 64)], ids=str)
+def test_swizzled_scales(shape):
+    """Rows across tiles of 128 x 4 scales: a full tile of elements and more, short blocks."""
+    check(nvfp4_cases.spread(shape), swizzled=True)
+
+
+def test_unaligned_memory():
+    x = nvfp4_cases.spread((4096 + 17,))[1:]
+    check(x)
+    check(x, hadamard=True)
+
+
+@DTYPES
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
+def test_hadamard(dtype, inverse):
+    inputs = [nvfp4_cases.spread(shape, dtype) for shape in ((4096 + 33,), (5, 37), (2, 0))]
+    for x in (*inputs[: 1 if inverse else 3], nvfp4_cases.special().to(dtype)):
+        found = Poisoned(x.shape, dtype)
+        hadamard.hadamard16_(found.tensor, x, inverse)
+        expected = torch.full_like(x, 1.5)
+        reference_hadamard.hadamard16_(expected, x, inverse)
+        oracle.assert_same_bits(found.tensor, expected)
+        found.assert_same(found.tensor.clone())

@@ -1,0 +1,76 @@
+"""Kernels that consist of NVFP4's and the transform's paths for full tiles alone, to be counted."""
+
+import triton
+import triton.language as tl
+
+from sidestream.kernels import hadamard, nvfp4, nvfp4_blocks, nvfp4_decode
+
+
+@triton.jit
+def quantize_probe(
+    source,
+    data,
+    scales,
+    amax,
+    columns,
+    seed,
+    first_index,
+    HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TORCHAO: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    first_block = tl.program_id(0).to(tl.int64) * (TILE // 16)
+    start = first_block * 16
+    nvfp4._quantize_full_tile(
+        source + start,
+        data + first_block * 8,
+        nvfp4_blocks.scale_pointers(scales, first_block, columns, SWIZZLED, True, TILE // 16),
+        nvfp4_blocks.tensor_scale_of(tl.load(amax), TORCHAO),
+        seed,
+        (first_index + start) >> 4,
+        HADAMARD,
+        STOCHASTIC,
+        TORCHAO,
+        HARDWARE,
+        TILE,
+    )
+
+
+@triton.jit
+def dequantize_probe(
+    destination,
+    data,
+    scales,
+    amax,
+    TORCHAO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    first_block = tl.program_id(0).to(tl.int64) * (TILE // 16)
+    nvfp4_decode._dequantize_full_tile(
+        destination + first_block * 16,
+        data + first_block * 8,
+        nvfp4_blocks.scale_pointers(scales, first_block, first_block, False, True, TILE // 16),
+        tl.load(amax),
+        TORCHAO,
+        HARDWARE,
+        TILE,
+    )
+
+
+@triton.jit
+def amax_probe(source, amax, HADAMARD: tl.constexpr, TILE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    low, high = nvfp4_blocks.full_halves(source + start, HADAMARD, TILE)
+    found = tl.maximum(nvfp4_blocks.magnitudes(low), nvfp4_blocks.magnitudes(high))
+    largest = nvfp4_blocks.largest_of(tl.reshape(found, [TILE // 2]), 0)
+    tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def hadamard_probe(source, destination, INVERSE: tl.constexpr, TILE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    hadamard._transform_full_block(source + start, destination + start, INVERSE, TILE)
