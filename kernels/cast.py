@@ -28,6 +28,7 @@ from .checks import (
     check_like,
 )
 from .formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS
+from .noise import signed_seed
 from .ops import Op, call, on_first_use
 
 DTYPES = {
@@ -72,7 +73,7 @@ def cast(
         out = torch.empty(shape, dtype=DTYPES[to], device=x.device)
     check_like("out", out, shape, DTYPES[to], x.device)
     if x.numel():
-        call(_CAST, out, out, x, to, seed is not None, _signed(seed or 0), first_index)
+        call(_CAST, out, out, x, to, seed is not None, signed_seed(seed or 0), first_index)
     return out
 
 
@@ -111,11 +112,6 @@ def cast_back(
 def _packed_shape(shape: torch.Size) -> torch.Size:
     """Two elements of a row a byte; a single number makes a byte of its own."""
     return torch.Size((*shape[:-1], -(-shape[-1] // 2))) if shape else torch.Size((1,))
-
-
-def _signed(seed: int) -> int:
-    """The same 64 bits from -2^63 to 2^63 - 1, as ops take integers."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _check_cast(

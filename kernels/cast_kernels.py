@@ -16,7 +16,7 @@ import triton.language as tl
 
 from . import device_codes as device
 from .formats import E2M1
-from .launch import ACCESS_BYTES, THREADS_PER_WARP, on_device_of
+from .launch import ACCESS_BYTES, THREADS_PER_WARP, is_aligned, on_device_of
 from .noise import GROUP_NUMEL
 from .portable import covered, round_to, to_fp32
 from .reference_cast import odd_row
@@ -50,15 +50,10 @@ def _encode(x, HARDWARE: tl.constexpr, TO: tl.constexpr):
         return round_to(x, tl.bfloat16)
     elif TO == "fp16":
         return round_to(x, tl.float16)
-    elif TO == "e4m3":
-        return device.encode_e4m3(x, HARDWARE)
-    elif TO == "e5m2":
-        return device.encode_e5m2(x, HARDWARE)
-    elif TO == "e2m1":
-        return device.encode_e2m1(x)
-    else:
-        tl.static_assert(TO == "e8m0")
+    elif TO == "e8m0":
         return _encode_e8m0(x)
+    else:
+        return device.encode(x, TO, HARDWARE)
 
 
 @triton.jit
@@ -66,28 +61,19 @@ def _encode_stochastic(x, bits, TO: tl.constexpr):
     """FP32 `x` in the format TO with the noise `bits`, one code an element."""
     if TO == "bf16":
         return device.round_bf16_stochastic(x, bits)
-    elif TO == "e4m3":
-        return device.encode_e4m3_stochastic(x, bits)
-    elif TO == "e5m2":
-        return device.encode_e5m2_stochastic(x, bits)
     else:
-        tl.static_assert(TO == "e2m1")
-        return device.encode_e2m1_stochastic(x, bits)
+        return device.encode_stochastic(x, bits, TO)
 
 
 @triton.jit
 def _decode(codes, HARDWARE: tl.constexpr, FROM: tl.constexpr):
     """FP32 values of codes in the format FROM, one an element."""
-    if FROM == "e4m3":
-        return device.decode_e4m3(codes, HARDWARE)
-    elif FROM == "e5m2":
-        return device.decode_e5m2(codes)
-    elif FROM == "e2m1":
-        return device.decode_e2m1(codes)
+    if FROM == "bf16" or FROM == "fp16":
+        return to_fp32(codes)
     elif FROM == "e8m0":
         return device.decode_e8m0(codes)
     else:
-        return to_fp32(codes)
+        return device.decode(codes, FROM, HARDWARE)
 
 
 @triton.jit
@@ -284,7 +270,7 @@ def cast_(
             STOCHASTIC=stochastic,
             GROUPED=first_index % GROUP_NUMEL == 0,
             ODD_ROWS=row > 0,
-            ALIGNED=row == 0 and (x.data_ptr() | out.data_ptr()) % ACCESS_BYTES == 0,
+            ALIGNED=row == 0 and is_aligned(x, out),
             HARDWARE=device.has_hardware_fp8(x.device),
             BLOCK=block,
             num_warps=NUM_WARPS,
@@ -302,7 +288,7 @@ def cast_back_(out: torch.Tensor, codes: torch.Tensor, from_: str) -> None:
             codes.view(torch.uint8) if codes.element_size() == 1 else codes,
             out.numel(),
             FROM=from_,
-            ALIGNED=(out.data_ptr() | codes.data_ptr()) % ACCESS_BYTES == 0,
+            ALIGNED=is_aligned(out, codes),
             HARDWARE=device.has_hardware_fp8(codes.device),
             BLOCK=block,
             num_warps=NUM_WARPS,

@@ -8,6 +8,7 @@
 | decode_e4m3            | uint8 -> fp32          | by way of fp16 (sm_89 and on)    | arithmetic  |
 | decode_e5m2            | uint8 -> fp32          |                                  | by fp16     |
 | decode_e2m1, _e8m0     | uint8 -> fp32          |                                  | arithmetic  |
+| encode, decode         | those of ELEMENT; encode_stochastic likewise                           |
 
 HARDWARE is a constexpr, the launcher's `has_hardware_fp8(device)`; where Triton interprets there is
 arithmetic alone. Kernels must be launched with `enable_fp_fusion=False`. ELEMENT and RULE are
@@ -135,6 +136,42 @@ def decode_e2m1(codes) -> tl.tensor:
     word = codes.to(tl.int32)
     placed = ((word & 7) << 22) | ((word & 8) << 28)
     return placed.to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def encode(x, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """Codes of FP32 `x` in the format ELEMENT to nearest, one a byte."""
+    if ELEMENT == "e4m3":
+        return encode_e4m3(x, HARDWARE)
+    elif ELEMENT == "e5m2":
+        return encode_e5m2(x, HARDWARE)
+    else:
+        tl.static_assert(ELEMENT == "e2m1")
+        return encode_e2m1(x)
+
+
+@triton.jit
+def encode_stochastic(x, bits, ELEMENT: tl.constexpr) -> tl.tensor:
+    """Codes of FP32 `x` in the format ELEMENT with the noise `bits`, one a byte."""
+    if ELEMENT == "e4m3":
+        return encode_e4m3_stochastic(x, bits)
+    elif ELEMENT == "e5m2":
+        return encode_e5m2_stochastic(x, bits)
+    else:
+        tl.static_assert(ELEMENT == "e2m1")
+        return encode_e2m1_stochastic(x, bits)
+
+
+@triton.jit
+def decode(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """FP32 values of codes in the format ELEMENT, one a byte."""
+    if ELEMENT == "e4m3":
+        return decode_e4m3(codes, HARDWARE)
+    elif ELEMENT == "e5m2":
+        return decode_e5m2(codes)
+    else:
+        tl.static_assert(ELEMENT == "e2m1")
+        return decode_e2m1(codes)
 
 
 @triton.jit

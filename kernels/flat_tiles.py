@@ -24,7 +24,7 @@ import triton.language as tl
 
 from . import tables
 from .device_codes import encode_e4m3, has_hardware_fp8
-from .launch import ACCESS_BYTES, THREADS_PER_WARP
+from .launch import ACCESS_BYTES, THREADS_PER_WARP, is_aligned
 from .portable import round_to
 from .reference_optim import BASE, DIGITS, bias_powers
 
@@ -139,9 +139,7 @@ def plan(shards: Sequence[torch.Tensor | None], starts: Sequence[int]) -> Plan:
     given = [shard for shard in shards if shard is not None]
     numel, device = given[0].numel(), given[0].device
     block = block_numel(min(shard.element_size() for shard in given))
-    aligned = not any(shard.data_ptr() % ACCESS_BYTES for shard in given) and not any(
-        start % SEGMENT_MULTIPLE for start in starts
-    )
+    aligned = is_aligned(*given) and not any(start % SEGMENT_MULTIPLE for start in starts)
     hardware = has_hardware_fp8(device)
     if not starts or numel == 0:
         return Plan(block, triton.cdiv(numel, block), 0, None, aligned, hardware)

@@ -51,17 +51,13 @@ def inverse_of(scale) -> tl.tensor:
 def encode(x, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
     """`codes.encode(x, element)`."""
     tl.static_assert(ELEMENT == "e4m3" or ELEMENT == "e5m2")
-    if ELEMENT == "e4m3":
-        return device.encode_e4m3(x, HARDWARE)
-    return device.encode_e5m2(x, HARDWARE)
+    return device.encode(x, ELEMENT, HARDWARE)
 
 
 @triton.jit
 def _decode(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
     tl.static_assert(ELEMENT == "e4m3" or ELEMENT == "e5m2")
-    if ELEMENT == "e4m3":
-        return device.decode_e4m3(codes, HARDWARE)
-    return device.decode_e5m2(codes)
+    return device.decode(codes, ELEMENT, HARDWARE)
 
 
 @triton.jit

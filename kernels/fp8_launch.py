@@ -15,7 +15,7 @@ import triton
 
 from . import fp8_kernels, fp8_two_pass
 from .device_codes import has_hardware_fp8
-from .launch import ACCESS_BYTES, on_device_of
+from .launch import is_aligned, on_device_of
 from .reference_fp8 import BY_DTYPE, ELEMENTS, SQUARE
 
 BLOCK = 4096
@@ -100,7 +100,7 @@ def _quantize_lines(
     element: str,
     power_of_2: bool,
 ) -> None:
-    plan = lines_of(x.shape, scaling, aligned=_aligned(codes, x), max_line=MAX_LINE)
+    plan = lines_of(x.shape, scaling, aligned=is_aligned(codes, x), max_line=MAX_LINE)
     fp8_kernels._lines_kernel[(plan.programs,)](
         codes,
         scale_inv,
@@ -133,7 +133,7 @@ def _quantize_squares(
         columns,
         ELEMENT=element,
         POWER_OF_2=power_of_2,
-        WIDE=_aligned(codes, x) and columns % MIN_LINE == 0,
+        WIDE=is_aligned(codes, x) and columns % MIN_LINE == 0,
         HARDWARE=has_hardware_fp8(x.device),
         num_warps=SQUARE_WARPS,
         enable_fp_fusion=False,
@@ -153,8 +153,8 @@ def _quantize_known(
     columns = x.numel() // scale_inv.numel()
     parts = triton.cdiv(columns, BLOCK)
     grid = (scale_inv.numel() * parts,)
-    wide = _aligned(codes, x) and columns % MIN_LINE == 0
-    aligned = wide or (_aligned(codes, x) and scale_inv.numel() == 1)
+    wide = is_aligned(codes, x) and columns % MIN_LINE == 0
+    aligned = wide or (is_aligned(codes, x) and scale_inv.numel() == 1)
     bits: torch.Tensor | None
     if scale is None:
         bits = torch.zeros(scale_inv.numel(), dtype=torch.int32, device=x.device)
@@ -186,7 +186,7 @@ def dequantize_fp8_(
     out: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, scaling: str
 ) -> None:
     """`reference_fp8.dequantize_fp8_` in one launch."""
-    plan = lines_of(codes.shape, scaling, aligned=_aligned(codes, out), max_line=BLOCK)
+    plan = lines_of(codes.shape, scaling, aligned=is_aligned(codes, out), max_line=BLOCK)
     matrix_rows = codes.shape[-2] if scaling == "128x128" else plan.rows
     with on_device_of(codes):
         fp8_kernels._dequantize_kernel[(plan.programs,)](
@@ -227,7 +227,3 @@ def update_scales_(
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )
-
-
-def _aligned(*tensors: torch.Tensor) -> bool:
-    return not any(tensor.data_ptr() % ACCESS_BYTES for tensor in tensors)

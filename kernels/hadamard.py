@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import ACCESS_BYTES, on_device_of
+from .launch import is_aligned, on_device_of
 from .portable import covered, round_to, to_fp32
 from .reference_hadamard import GROUP_NUMEL, NORM, SIGNS
 
@@ -179,7 +179,7 @@ def hadamard16_(out: torch.Tensor, x: torch.Tensor, inverse: bool = False) -> No
             row_groups,
             row_numel,
             INVERSE=inverse,
-            FLAT=rows == 1 and (x.data_ptr() | out.data_ptr()) % ACCESS_BYTES == 0,
+            FLAT=rows == 1 and is_aligned(x, out),
             BLOCK=BLOCK_NUMEL,
             num_warps=NUM_WARPS,
             # A contracted multiply-add rounds once where the definition rounds twice.

@@ -50,6 +50,11 @@ def _config(num_warps: int, accesses: int) -> LaunchConfig:
     return LaunchConfig(num_warps * THREADS_PER_WARP * ACCESS_BYTES * accesses, num_warps)
 
 
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all start where 16 bytes may be accessed at once."""
+    return not any(tensor.data_ptr() % ACCESS_BYTES for tensor in tensors)
+
+
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Makes the GPU of `tensor` the current one, where Triton launches; nothing for CPU tensors."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():

@@ -40,32 +40,10 @@ PIECES = tl.constexpr(1 if INTERPRETED else 4)
 
 @triton.jit
 def _encode(x, bits, ELEMENT: tl.constexpr, STOCHASTIC: tl.constexpr, HARDWARE: tl.constexpr):
-    """uint8 codes, e2m1's one a byte."""
-    if ELEMENT == "e2m1":
-        code = device.encode_e2m1_stochastic(x, bits) if STOCHASTIC else device.encode_e2m1(x)
-    elif ELEMENT == "e4m3":
-        if STOCHASTIC:
-            code = device.encode_e4m3_stochastic(x, bits)
-        else:
-            code = device.encode_e4m3(x, HARDWARE)
+    if STOCHASTIC:
+        return device.encode_stochastic(x, bits, ELEMENT)
     else:
-        tl.static_assert(ELEMENT == "e5m2")
-        if STOCHASTIC:
-            code = device.encode_e5m2_stochastic(x, bits)
-        else:
-            code = device.encode_e5m2(x, HARDWARE)
-    return code
-
-
-@triton.jit
-def _decode(code, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
-    if ELEMENT == "e2m1":
-        return device.decode_e2m1(code)
-    elif ELEMENT == "e4m3":
-        return device.decode_e4m3(code, HARDWARE)
-    else:
-        tl.static_assert(ELEMENT == "e5m2")
-        return device.decode_e5m2(code)
+        return device.encode(x, ELEMENT, HARDWARE)
 
 
 @triton.jit
@@ -229,7 +207,7 @@ def _dequantize_full_tile(
     else:
         code = tl.load(aligned_pointers(data, starts, 32))
     scale = device.decode_e8m0(tl.load(tl.multiple_of(scales + tl.arange(0, BLOCKS), 16)))
-    value = _decode(code, ELEMENT, HARDWARE) * scale[:, None]
+    value = device.decode(code, ELEMENT, HARDWARE) * scale[:, None]
     tl.store(aligned_pointers(out, starts, 32), round_to(value, out.dtype.element_ty))
 
 
@@ -254,7 +232,7 @@ def _dequantize_masked_piece(
     if ELEMENT == "e2m1":
         code = device.unpack_nibbles(code)
     scale = tl.load(scales + first + tl.arange(0, BLOCKS), mask=begins, other=0)
-    value = _decode(code, ELEMENT, HARDWARE) * device.decode_e8m0(scale)[:, None]
+    value = device.decode(code, ELEMENT, HARDWARE) * device.decode_e8m0(scale)[:, None]
     at = (column * 32)[:, None] + tl.arange(0, 32)[None, :]
     exists = begins[:, None] & (at < row_numel)
     index = row[:, None] * row_numel + at

@@ -15,6 +15,7 @@ import torch
 
 from . import ops, reference_mx, swizzle
 from .formats import E2M1, E8M0, wire_format_of
+from .noise import signed_seed
 from .reference_mx import BLOCK_NUMEL, ELEMENTS, MxCast, row_blocks, row_bytes
 
 _QUANTIZE = ops.Op(
@@ -125,7 +126,7 @@ def _signed(seed: int | None) -> int | None:
         return None
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed: expected -2^63 to 2^64 - 1, got {seed}; take the low 64 bits")
-    return seed - 2**64 if seed >= 2**63 else seed
+    return signed_seed(seed)
 
 
 def _check_source(name: str, tensor: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from . import swizzle
-from .launch import ACCESS_BYTES
+from .launch import is_aligned
 from .reference_mx import BLOCK_NUMEL, row_blocks
 
 # Sixteen bytes of MXFP4's codes a thread: a block each of 32 threads * 4 warps.
@@ -117,8 +117,7 @@ def plan_launch(tensors: Sequence[torch.Tensor], shape: torch.Size, swizzled: bo
         rows, row_numel = rows * (row_numel // BLOCK_NUMEL), BLOCK_NUMEL
     columns = row_blocks(row_numel)
     num_blocks = swizzle.swizzled_numel(rows, columns) if swizzled else rows * columns
-    aligned = all(tensor.data_ptr() % ACCESS_BYTES == 0 for tensor in tensors)
-    full = aligned and row_numel % BLOCK_NUMEL == 0
+    full = is_aligned(*tensors) and row_numel % BLOCK_NUMEL == 0
     if swizzled:
         no_tail = rows % swizzle.TILE_ROWS == 0 and columns % swizzle.TILE_COLUMNS == 0
     else:

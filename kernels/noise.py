@@ -26,6 +26,11 @@ _KEY_STEPS = (0x9E37_79B9, 0xBB67_AE85)
 _MULTIPLIERS = (0xD251_1F53, 0xCD9E_8D57)
 
 
+def signed_seed(seed: int) -> int:
+    """The same 64 bits from -2^63 to 2^63 - 1, as the schemas of ops and kernels take integers."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 def noise_bits(
     seed: int, first_index: int, numel: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:

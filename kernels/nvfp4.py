@@ -21,11 +21,10 @@ import triton.language as tl
 
 from . import device_codes as device
 from .hadamard import joined
-from .launch import on_device_of
+from .launch import is_aligned, on_device_of
 from .nvfp4_blocks import (
     cut_of,
     full_halves,
-    is_aligned,
     largest_of,
     magnitudes,
     prepared_halves,

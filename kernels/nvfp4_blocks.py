@@ -25,7 +25,6 @@ from .hadamard import (
     transform_halves,
     transform_whole,
 )
-from .launch import ACCESS_BYTES
 from .portable import INTERPRETED, round_to, to_fp32
 from .reference_nvfp4 import BLOCK_NUMEL
 
@@ -199,8 +198,3 @@ def cut_of(x: torch.Tensor, tile_numel: int) -> Cut:
     num_blocks = rows * row_blocks
     num_tiles = triton.cdiv(num_blocks, tile_numel // BLOCK_NUMEL)
     return Cut(num_blocks, row_blocks, row_numel, num_tiles, rows == 1)
-
-
-def is_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all start where 16 bytes may be accessed at once."""
-    return all(tensor.data_ptr() % ACCESS_BYTES == 0 for tensor in tensors)

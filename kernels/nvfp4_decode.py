@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from . import device_codes as device
-from .launch import on_device_of
-from .nvfp4_blocks import cut_of, decode_factors, is_aligned, scale_pointers
+from .launch import is_aligned, on_device_of
+from .nvfp4_blocks import cut_of, decode_factors, scale_pointers
 from .portable import covered, round_to
 from .reference_nvfp4 import BLOCK_NUMEL
 

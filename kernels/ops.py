@@ -104,12 +104,12 @@ def reduce_(
 
 def _without_autograd(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any, **options: Any) -> None:
         if torch.is_grad_enabled():
             with torch.no_grad():
-                function(*arguments)
+                function(*arguments, **options)
         else:
-            function(*arguments)
+            function(*arguments, **options)
 
     return call
 
@@ -118,11 +118,11 @@ def on_first_use(module: str, name: str) -> Callable[..., None]:
     """Our `module`'s function `name`, imported when it is first called: CPUs need no Triton."""
     found: Callable[..., None] | None = None
 
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any, **options: Any) -> None:
         nonlocal found
         if found is None:
             found = getattr(importlib.import_module(f".{module}", __package__), name)
-        found(*arguments)
+        found(*arguments, **options)
 
     return call
 
@@ -148,7 +148,7 @@ class Op:
         torch.library.register_fake(f"sidestream::{name}", _writes_in_place, lib=_library)
 
 
-def _writes_in_place(*arguments: Any) -> None:
+def _writes_in_place(*arguments: Any, **options: Any) -> None:
     """What the ops return on tensors without data: nothing."""
 
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 import torch
 
 from . import ops, reference_hadamard, reference_nvfp4, swizzle
+from .checks import check_choice
 from .formats import E4M3, NVFP4, WIRE_FORMATS
+from .noise import signed_seed
 
 _DTYPES = tuple(wire_format.dtype for wire_format in WIRE_FORMATS)
 _ROUNDINGS = ("nearest", "stochastic")
@@ -76,8 +78,8 @@ def quantize_nvfp4(
     Raises `ValueError` for a bad argument.
     """
     _check_input(x)
-    _check_choice("rounding", rounding, _ROUNDINGS)
-    _check_choice("variant", variant, _VARIANTS)
+    check_choice("rounding", rounding, _ROUNDINGS)
+    check_choice("variant", variant, _VARIANTS)
     _check_seed(rounding, seed, first_index)
     columns = NVFP4.num_blocks(x.shape[-1])
     if global_amax is None:
@@ -86,7 +88,8 @@ def quantize_nvfp4(
         _check_amax(global_amax, x.device)
     data = x.new_empty((*x.shape[:-1], -(-x.shape[-1] // 2)), dtype=torch.uint8)
     scales = x.new_empty(_scale_shape(x.shape[:-1], columns, swizzled), dtype=E4M3.dtype)
-    options = (_signed(seed), first_index, variant == "torchao", hadamard, swizzled)
+    noise_seed = None if seed is None else signed_seed(seed)
+    options = (noise_seed, first_index, variant == "torchao", hadamard, swizzled)
     ops.call(_QUANTIZE, x, data, scales, x, global_amax, *options)
     return data, scales, global_amax
 
@@ -119,7 +122,7 @@ def dequantize_nvfp4(
     transform is not undone: `hadamard16` with `inverse` does, after a sum over ranks, say.
     Raises `ValueError` for a bad argument.
     """
-    _check_choice("variant", variant, _VARIANTS)
+    check_choice("variant", variant, _VARIANTS)
     row_numel = _checked_row_numel(data, row_numel)
     _check_scales(scales, data, row_numel, swizzled)
     _check_amax(global_amax, data.device)
@@ -175,11 +178,6 @@ def _scale_shape(shape: torch.Size, columns: int, swizzled: bool) -> tuple[int, 
     return (swizzle.swizzled_numel(shape.numel(), columns),)
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {_listed(choices)}, got {value!r}; choose one")
-
-
 def _check_seed(rounding: str, seed: int | None, first_index: int) -> None:
     if (seed is None) is (rounding == "stochastic"):
         wanted = "an integer" if rounding == "stochastic" else "None"
@@ -190,12 +188,6 @@ def _check_seed(rounding: str, seed: int | None, first_index: int) -> None:
         raise ValueError(f"seed: expected -2^63 to 2^64 - 1, got {seed}; take its low 64 bits")
     if first_index < 0:
         raise ValueError(f"first_index: expected 0 or more, got {first_index}; count from 0")
-
-
-def _signed(seed: int | None) -> int | None:
-    """The same 64 bits as a schema's integer takes them."""
-    half = 2 ** (_SEED_BITS - 1)
-    return seed if seed is None or seed < half else seed - 2 * half
 
 
 def _check_amax(global_amax: torch.Tensor, device: torch.device) -> None:

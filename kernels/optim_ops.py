@@ -13,33 +13,39 @@ change from step to step are read from it, so a captured CUDA graph follows them
 
 from __future__ import annotations
 
-import importlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import reference_optim
+from .checks import check_device
 from .formats import WIRE_FORMATS
+from .ops import Op, on_first_use
 
 _SHARED_OPTIONS = (
     "float weight_decay, bool maximize, SymInt[] starts, Tensor? lr_scales, Tensor? weight_decays, "
     "Tensor? factor, Tensor? found_inf, Tensor(y!)? compute, Tensor? compute_scale, "
     "Tensor(z!)? amax"
 )
-_library = torch.library.Library("sidestream", "FRAGMENT")
-_library.define(
+_FLAT_ADAMW = Op(
     "flat_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
-    f"Tensor lr, Tensor step, *, float beta1, float beta2, float eps, {_SHARED_OPTIONS}) -> ()"
+    f"Tensor lr, Tensor step, *, float beta1, float beta2, float eps, {_SHARED_OPTIONS}) -> ()",
+    reference_optim.flat_adamw_,
+    on_first_use("flat_adamw", "flat_adamw_"),
 )
-_library.define(
+_FLAT_SGD = Op(
     "flat_sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? step,"
-    f" *, float momentum, float dampening, bool nesterov, {_SHARED_OPTIONS}) -> ()"
+    f" *, float momentum, float dampening, bool nesterov, {_SHARED_OPTIONS}) -> ()",
+    reference_optim.flat_sgd_,
+    on_first_use("flat_sgd", "flat_sgd_"),
 )
-_library.define(
-    "l2_norm_(Tensor(a!) norm, Tensor[] tensors, *, Tensor(b!)? found_inf, bool squared) -> ()"
+_L2_NORM = Op(
+    "l2_norm_(Tensor(a!) norm, Tensor[] tensors, *, Tensor(b!)? found_inf, bool squared) -> ()",
+    reference_optim.l2_norm_,
+    on_first_use("norm", "l2_norm_"),
 )
 
 _GRADIENTS = tuple(wire_format.dtype for wire_format in WIRE_FORMATS)
@@ -111,7 +117,7 @@ def flat_adamw_(
     for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         _check_shard(name, moment, param, _MASTER)
     _check_scalar("step", step, param.device, _COUNTS)
-    torch.ops.sidestream.flat_adamw_(
+    _FLAT_ADAMW.overload(
         param,
         grad,
         exp_avg,
@@ -172,7 +178,7 @@ def flat_sgd_(
     if momentum_buffer is not None and step is not None:
         _check_shard("momentum_buffer", momentum_buffer, param, _MASTER)
         _check_scalar("step", step, param.device, _COUNTS)
-    torch.ops.sidestream.flat_sgd_(
+    _FLAT_SGD.overload(
         param,
         grad,
         momentum_buffer,
@@ -212,7 +218,7 @@ def l2_norm_(
         _check_scalar("found_inf", found_inf, norm.device, _FLAGS)
     for index, tensor in enumerate(tensors):
         _check_device_and_dtype(f"tensors[{index}]", tensor, norm.device, _GRADIENTS)
-    torch.ops.sidestream.l2_norm_(norm, tensors, found_inf=found_inf, squared=squared)
+    _L2_NORM.overload(norm, tensors, found_inf=found_inf, squared=squared)
 
 
 def _shared(
@@ -292,8 +298,7 @@ def _check_scalar(
 def _check_device_and_dtype(
     name: str, tensor: torch.Tensor, device: torch.device, dtypes: Sequence[torch.dtype]
 ) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected device {device}, got {tensor.device}; move the tensor")
+    check_device(name, tensor, device)
     if tensor.dtype not in dtypes:
         known = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name}: expected {known}, got {tensor.dtype}; cast the tensor first")
@@ -338,30 +343,3 @@ def _check_compute(
     for name, scalar in (("compute_scale", compute_scale), ("amax", amax)):
         if scalar is not None:
             _check_scalar(name, scalar, param.device, _MASTER)
-
-
-def _register(name: str, cpu: Callable[..., None], module: str) -> None:
-    """`cpu` on CPUs, our `module`'s function `name` on GPUs, nothing on tensors without data."""
-
-    def cuda(*arguments: Any, **options: Any) -> None:
-        # Imported when first called: CPUs need no Triton.
-        function = getattr(importlib.import_module(f".{module}", __package__), name)
-        with torch.no_grad():
-            function(*arguments, **options)
-
-    def on_cpu(*arguments: Any, **options: Any) -> None:
-        with torch.no_grad():
-            cpu(*arguments, **options)
-
-    def fake(*arguments: Any, **options: Any) -> None:
-        return None
-
-    _library.impl(name, on_cpu, "CPU")
-    _library.impl(name, cuda, "CUDA")
-    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"sidestream::{name}", fake, lib=_library)
-
-
-_register("flat_adamw_", reference_optim.flat_adamw_, "flat_adamw")
-_register("flat_sgd_", reference_optim.flat_sgd_, "flat_sgd")
-_register("l2_norm_", reference_optim.l2_norm_, "norm")

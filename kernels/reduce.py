@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import ACCESS_BYTES, on_device_of, reduce_config
+from .launch import ACCESS_BYTES, is_aligned, on_device_of, reduce_config
 from .portable import covered, round_to, to_fp32
 
 _GROUP = tl.constexpr(7)  # rows loaded before the first of them is added
@@ -119,7 +119,7 @@ def reduce_(
     config = reduce_config(world)
     part_bytes, out_bytes = parts.element_size(), out.element_size()
     block = config.block_bytes // min(part_bytes, out_bytes)
-    aligned = (out.data_ptr() | parts.data_ptr() | (shard * part_bytes)) % ACCESS_BYTES == 0
+    aligned = is_aligned(out, parts) and (shard * part_bytes) % ACCESS_BYTES == 0
     with on_device_of(out):
         _reduce_kernel[(triton.cdiv(shard, block),)](
             out,
