@@ -18,8 +18,9 @@ from .param_faces import ParamSlot
 from .partition import GroupPlan, ParamEntry
 from .placements import Placement
 from .precision import resolve_dtypes
-from .runtime import Runtime, UnitGroup
+from .runtime import Runtime
 from .unit import Unit, UnitSpec
+from .use_order import UnitGroup
 
 
 @torch.no_grad()

@@ -161,7 +161,8 @@ def fully_shard_optimizer(
 
     Raises:
         ValueError: it holds parameters that are not one sharded module's (for example the ones
-            from before `fully_shard`), it is bound already, or it is not elementwise.
+            from before `fully_shard`), it is bound already, it takes only some of the parameters
+            of another bound optimizer, or it is not elementwise.
     """
     check_elementwise(optimizer, declared=elementwise)
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -53,13 +53,15 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: bad `max_norm` or `norm_type`; a module that is not sharded.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; gradients that were
+            accumulated under `no_sync` wait for their exchange.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
     if not norm_type >= 1:
         raise ValueError(f"norm_type: expected at least 1 or inf, got {norm_type!r}")
     runtime = runtime_of(module)
+    runtime.check_reduced("clip_grad_norm_")
     norm = _norm(runtime, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(

@@ -8,12 +8,13 @@ optimizer.
     main_grad     grad    as `main`             from the first exchange on
 
 The visible gradient (`run.param.grad`) is what says that a gradient exists: once it is cleared, the
-next exchange overwrites `main_grad` and whatever was accumulated is dropped.
+next exchange overwrites `main_grad` and whatever was accumulated is dropped. An edit in place
+cannot reach what was accumulated, so it is refused: zeros would not clear the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,10 @@ class FlatRun:
     cleared: set[int] = field(default_factory=set)
     stretch: int = 0
     """Runs of one stretch, cut to fit caches, are frozen and unfrozen together."""
+    owner: Callable[[], object] | None = None
+    """A weak reference to the optimizer that updates it."""
+    version: int = 0
+    """Version of the gradient when it was last shown, while a sum waits for its exchange."""
 
 
 @dataclass(slots=True)
@@ -52,7 +57,6 @@ class Exchange:
     event: Event
     leases: list[Tensor]
     grads: list[Tensor | None]
-    publishes: bool = False
 
 
 class UnitGradients:
@@ -142,24 +146,25 @@ class UnitGradients:
         table = received.view(layout.world_size, layout.shard_numel)
         return [table, *FlatBuffer(received, layout).shards()]
 
-    def _cleared_runs(self, lane: Lane) -> list[FlatRun]:
-        """Allocate `main_grad` on first use; returns the runs whose gradient does not exist."""
-        if self.main_grad is None:
-            with lane.allocating():
-                self.main_grad = self._pool.lease(
-                    self._span[1] - self._span[0], self._spec.dtypes.grad
-                )
+    def _cleared_runs(self) -> list[FlatRun]:
+        """The runs whose gradient does not exist."""
         return [run for run in self.runs if run.param.grad is None]
+
+    def _own_main_grad(self) -> Tensor:
+        """`main_grad`, allocated on first use."""
+        if self.main_grad is None:
+            self.main_grad = self._pool.lease(self._span[1] - self._span[0], self._spec.dtypes.grad)
+        return self.main_grad
 
     def _make_current(self, cleared: Sequence[FlatRun], kept: Sequence[FlatRun]) -> None:
         """Bring `main_grad` up to what the runs show: zero what was cleared, take edits."""
-        assert self.main_grad is not None
+        main_grad = self._own_main_grad()
         for run in cleared:
-            self.main_grad[run.start : run.stop].zero_()
+            main_grad[run.start : run.stop].zero_()
         for run in kept:
             grad = run.param.grad
-            if grad is not None and grad.dtype != self.main_grad.dtype:
-                self.main_grad[run.start : run.stop].copy_(grad)
+            if grad is not None and grad.dtype != main_grad.dtype:
+                main_grad[run.start : run.stop].copy_(grad)
 
     def _forget_sums(self, accumulated: Tensor, cleared: Sequence[FlatRun]) -> None:
         for run in cleared:
@@ -167,49 +172,71 @@ class UnitGradients:
                 segment = self._spec.layout.segments[index]
                 accumulated[segment.start : segment.stop].zero_()
 
+    def _check_unedited(self) -> None:
+        """Refuse to go on from a sum whose visible mark was changed in place."""
+        if self._accumulated is None:
+            return
+        for run in self.runs:
+            if run.param.grad is not None and run.param.grad._version != run.version:
+                raise RuntimeError(
+                    f"unit '{self._spec.name}': expected gradients that were accumulated under "
+                    "no_sync to be exchanged or cleared, got ones that were changed in place, "
+                    "which does not reach the rank's own sum; clear with "
+                    "zero_grad(set_to_none=True), and scale, clip or edit after the exchange"
+                )
+
     def accumulate(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
-        """Add this backward's gradients to the rank's own sum, without communication."""
+        """Add this backward's gradients to the rank's own sum, without communication.
+
+        Raises:
+            RuntimeError: the visible gradients of an earlier sum were changed in place.
+        """
+        self._check_unedited()
         grads = self._take(params)
-        cleared = self._cleared_runs(lane)
+        cleared = self._cleared_runs()
         if len(cleared) == len(self.runs):
             self._drop_accumulated()
         kept = [run for run in self.runs if run not in cleared]
         first = self._accumulated is None
-        if self._accumulated is None:
-            with lane.allocating():
-                self._accumulated = self._pool.lease(
-                    self._spec.layout.numel, self._spec.dtypes.grad
-                )
-        target = self._accumulated
 
         def start() -> list[Pending]:
             self._make_current(cleared, kept)
-            if not first:
+            target = self._accumulated
+            if target is None:
+                target = self._pool.lease(self._spec.layout.numel, self._spec.dtypes.grad)
+                self._accumulated = target
+            else:
                 self._forget_sums(target, cleared)
             self._pack(target, grads, accumulate=not first)
             return []
 
         # The visible gradient marks that a sum exists: when it is cleared, so is the sum.
-        return Exchange(lane.submit(start), [], grads, publishes=True)
+        return Exchange(lane.submit(start), [], grads)
 
     def exchange(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
-        """Start to reduce this backward's gradients, and what was accumulated, into `main_grad`."""
+        """Start to reduce this backward's gradients, and what was accumulated, into `main_grad`.
+
+        Raises:
+            RuntimeError: the visible gradients of that sum were changed in place.
+        """
+        self._check_unedited()
         grads = self._take(params)
-        cleared = self._cleared_runs(lane)
+        cleared = self._cleared_runs()
         into_existing = len(cleared) < len(self.runs)
         kept = [run for run in self.runs if run not in cleared] if into_existing else []
         if not into_existing:
             self._drop_accumulated()
         accumulated, self._accumulated = self._accumulated, None
         leases: list[Tensor] = [] if accumulated is None else [accumulated]
-        with lane.allocating():
-            sent = self._lease_sent(leases)
-            received = sent
+        received: Tensor
+
+        def start() -> list[Pending]:
+            nonlocal received
+            self._own_main_grad()
+            sent = received = self._lease_sent(leases)
             if self._spec.layout.world_size > 1:
                 received = self._pool.lease(self._spec.layout.numel, self._spec.dtypes.wire)
                 leases.append(received)
-
-        def start() -> list[Pending]:
             if accumulated is None:
                 self._pack(sent, grads)
             else:
@@ -241,8 +268,7 @@ class UnitGradients:
         return sent
 
     def _reduce(self, received: Tensor, into_existing: bool) -> list[Pending]:
-        layout, main_grad = self._spec.layout, self.main_grad
-        assert main_grad is not None
+        layout, main_grad = self._spec.layout, self._own_main_grad()
         world_size, rank = layout.world_size, self._collectives.rank
         own = main_grad
         if self._replicates:
@@ -263,8 +289,6 @@ class UnitGradients:
         for lease in exchange.leases:
             self._pool.release(lease)
         exchange.grads.clear()
-        if exchange.publishes:
-            self.publish()
 
     def publish(self) -> None:
         """Show the reduced gradient to the optimizer."""
@@ -273,6 +297,19 @@ class UnitGradients:
             if run.param.requires_grad:
                 self._show(run)
                 run.cleared.clear()
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """What the visible gradients are now, they are on purpose."""
+        if self._accumulated is not None:
+            for run in self.runs:
+                if run.param.grad is not None:
+                    run.version = run.param.grad._version
+
+    def _forget_sum_of(self, index: int) -> None:
+        if self._accumulated is not None:
+            segment = self._spec.layout.segments[index]
+            self._accumulated[segment.start : segment.stop].zero_()
 
     def has_tensor(self, index: int) -> bool:
         """Whether tensor `index` has a reduced gradient."""
@@ -284,12 +321,11 @@ class UnitGradients:
         run = self._run_of(index)
         run.cleared.add(index)
         view.zero_()
-        if self._accumulated is not None:
-            segment = self._spec.layout.segments[index]
-            self._accumulated[segment.start : segment.stop].zero_()
+        self._forget_sum_of(index)
         if len(run.cleared) == len(run.indices):
             run.param.grad = None
             run.cleared.clear()
+        self.note_versions()
 
     @property
     def has_unreduced_sum(self) -> bool:
@@ -297,15 +333,15 @@ class UnitGradients:
         return self._accumulated is not None and self.has_grad
 
     def show_tensor(self, index: int) -> None:
-        """Make room to write the gradient of tensor `index` by hand."""
-        if self.main_grad is None:
-            self.main_grad = self._pool.lease(self._span[1] - self._span[0], self._spec.dtypes.grad)
+        """Make room to write the gradient of tensor `index` by hand, in place of its sum."""
+        main_grad = self._own_main_grad()
         run = self._run_of(index)
         if run.param.grad is None:
-            self.main_grad[run.start : run.stop].zero_()
+            main_grad[run.start : run.stop].zero_()
             self._show(run)
             run.cleared = set(run.indices)
         run.cleared.discard(index)
+        self._forget_sum_of(index)
 
     def copy_of(self, index: int) -> tuple[Tensor, int] | None:
         """The flat gradient shown for tensor `index` and its start in `main`, if it is a copy."""

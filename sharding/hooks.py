@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .runtime import Runtime, UnitGroup
+from .runtime import Runtime
 from .structures import map_tensors, tensors_in
+from .use_order import UnitGroup
 
 
 def install_hooks(

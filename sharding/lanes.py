@@ -11,13 +11,13 @@ A work is `start`, which begins operations, and `complete`, which needs them to 
 begin more. Each lane runs its work in order of submission, after all compute the caller had
 enqueued. On CPU there is no worker thread: with as many compute threads as cores it has no core to
 run on, and handing over a job costs more than packing a small unit. Buffers that a work writes are
-allocated inside `allocating()`; tensors from other streams that it reads must stay referenced until
-its event advanced, or the caching allocator hands their memory to the compute stream too early.
+allocated inside it: then their memory is the lane's own, and whatever fills it at once comes after
+its last owner. Tensors from other streams that it reads must stay referenced until its event
+advanced, or the caching allocator hands their memory to the compute stream too early.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -43,12 +43,6 @@ class Lane(Protocol):
 
     def submit(self, start: Work, complete: Work | None = None) -> Event:
         """Run the work after the compute enqueued so far; returns its end."""
-
-    def allocating(self) -> contextlib.AbstractContextManager[object]:
-        """A context whose allocations belong to this lane."""
-
-
-_NO_CONTEXT = contextlib.nullcontext()
 
 
 class _Deferred:
@@ -87,10 +81,6 @@ class DeferredLane:
         """Run `start` now."""
         return _Deferred(start(), complete)
 
-    def allocating(self) -> contextlib.AbstractContextManager[object]:
-        """No special context."""
-        return _NO_CONTEXT
-
 
 class SerialLane(DeferredLane):
     """Runs work in the caller to its end: no overlap at all."""
@@ -128,10 +118,6 @@ class StreamLane:
         with torch.cuda.stream(self._stream):
             _Deferred(start(), complete).wait()
             return _StreamEvent(self._stream.record_event(), self._stream.device)
-
-    def allocating(self) -> contextlib.AbstractContextManager[object]:
-        """Allocations belong to this lane's stream."""
-        return torch.cuda.stream(self._stream)
 
 
 def make_lane(device: torch.device, overlap: bool) -> Lane:

@@ -48,6 +48,8 @@ _NOT_ELEMENTWISE = {
     "SparseAdam": "it needs sparse gradients",
 }
 
+_NAMED = 4
+"""Parameters that an error names."""
 
 CACHED_RUN_NUMEL = 256 * 1024
 """On a CPU an optimizer passes over each parameter some ten times, so a flat parameter takes no
@@ -132,7 +134,7 @@ def locate_params(
                     "make the optimizer "
                     "from module.parameters() and pass both to fully_shard, or make it after "
                     "fully_shard. The "
-                    f"module has {len(names)} parameters: {', '.join(names[:4])}, ..."
+                    f"module has {len(names)} parameters: {', '.join(names[:_NAMED])}, ..."
                 )
             located[-1].append(location)
     return located
@@ -141,7 +143,13 @@ def locate_params(
 def rebind(
     optimizer: torch.optim.Optimizer, runtime: Runtime, located: list[list[Location | None]]
 ) -> None:
-    """Point `optimizer` at flat runs of the runtime's units, and carry its state over."""
+    """Point `optimizer` at flat runs of the runtime's units, and carry its state over.
+
+    Raises:
+        ValueError: another optimizer, still alive, updates some of these parameters and others
+            besides.
+    """
+    _check_owners(runtime, located)
     old_state: dict[Location, dict[str, Any]] = {}
     keys: dict[Location, _RunKey] = {}
     flat_params: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
@@ -158,6 +166,7 @@ def rebind(
         for run in _regroup(unit, position, keys):
             states = [old_state[Location(position, index)] for index in run.indices]
             flat_params[keys[Location(position, run.indices[0])].group].append(run.param)
+            run.owner = weakref.ref(optimizer)
             if states[0]:
                 optimizer.state[run.param] = flat_state(unit, run, states)
     for group, params in zip(optimizer.param_groups, flat_params, strict=True):
@@ -165,6 +174,27 @@ def rebind(
         if "param_names" in group:
             group["param_names"] = [f"flat_{place}" for place in range(len(params))]
     _watch_steps(optimizer, runtime)
+
+
+def _check_owners(runtime: Runtime, located: list[list[Location | None]]) -> None:
+    wanted = {location for places in located for location in places}
+    held: dict[int, list[Location]] = {}
+    for position, unit in enumerate(runtime.units):
+        for run in unit.gradients.runs:
+            owner = None if run.owner is None else run.owner()
+            if owner is not None:
+                places = [Location(position, index) for index in run.indices]
+                held.setdefault(id(owner), []).extend(places)
+    for places in held.values():
+        taken = [place for place in places if place in wanted]
+        if 0 < len(taken) < len(places):
+            names = [runtime.units[place.unit].spec.names[place.index] for place in taken]
+            raise ValueError(
+                "optimizer: expected parameters that no other optimizer updates, got "
+                f"{', '.join(names[:_NAMED])}, which another one holds together with "
+                f"{len(places) - len(taken)} more and would lose without notice; give each "
+                "parameter to one optimizer, or replace the other one as a whole"
+            )
 
 
 def _watch_steps(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:

@@ -133,7 +133,10 @@ def _problem(param: nn.Parameter) -> str | None:
     if param.is_meta:
         return "is on the meta device: materialise it first (module.to_empty, reset_parameters)"
     if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-        return "has gradient hooks, which its sharded form would lose: register them afterwards"
+        return (
+            "has gradient hooks, which autograd would not call on its sharded form: remove them, "
+            "and change p.grad between backward and optimizer.step instead"
+        )
     if not param.is_floating_point():
         if param.requires_grad:
             return f"has dtype {param.dtype} and requires grad: expected requires_grad=False"

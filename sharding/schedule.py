@@ -180,9 +180,13 @@ class _Planner:
         waiting = list(self.options.exchange_order)
         for place in roots:
             self.enter(self.groups[place], len(self.groups), done)
+        spent: Sequence[int] = ()
         for place in rest:
+            self.release_all(spent)
             self.enter(self.groups[place], place, done)
             self.leave(self.groups[place], done, waiting)
+            # The root contains every other module, so its own units stay to the end.
+            spent = self.groups[place].units if self.frees else ()
         for place in roots:
             self.leave(self.groups[place], done, waiting)
         while self.in_flight:
@@ -202,8 +206,6 @@ class _Planner:
             self.add(Kind.BACKWARD, unit, [f"params {unit}"], [f"grads {unit}"])
             while waiting and waiting[0] in done:
                 self.exchange(waiting.pop(0))
-            if self.frees:
-                self.release(unit)
 
 
 def plan_step(groups: Sequence[PlanGroup], options: PlanOptions) -> tuple[Step, ...]:

@@ -217,7 +217,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter is trained: a change counts from the next forward on."""
+        """Whether the parameter is trained: a change counts from its unit's next use on."""
         return bool(super().requires_grad)
 
     @requires_grad.setter
@@ -235,6 +235,21 @@ class ShardedTensor(torch.Tensor):
     def detach_(self) -> ShardedTensor:
         """Freeze the parameter; returns self."""
         return self.requires_grad_(False)
+
+    def register_hook(self, hook: object) -> NoReturn:
+        """Refused: autograd never sees a sharded parameter."""
+        raise RuntimeError(self._no_hooks("register_hook"))
+
+    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        """Refused: autograd never sees a sharded parameter."""
+        raise RuntimeError(self._no_hooks("register_post_accumulate_grad_hook"))
+
+    def _no_hooks(self, method: str) -> str:
+        return (
+            f"{method}: {self.describe()} gets its gradient from its unit's exchange, not from "
+            "autograd, so the hook would never be called; change p.grad between backward and "
+            "optimizer.step, or use optimizer.register_step_pre_hook"
+        )
 
     @property
     def data(self) -> ShardedTensor:

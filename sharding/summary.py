@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .backward_pass import MAX_EXCHANGES_IN_FLIGHT
 from .fully_shard import runtime_of
 from .placements import Placement
-from .runtime import MAX_EXCHANGES_IN_FLIGHT, Runtime, UnitGroup
+from .runtime import Runtime
 from .unit import Unit
+from .use_order import UnitGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,25 +184,21 @@ class Unit:
                 start, stop, indices, nn.Parameter(self.main[start:stop], requires_grad=trainable)
             )
 
-    def show_full(self) -> bool:
+    def show_full(self) -> None:
         """Put the full parameters into the modules, frozen or trainable as the sharded ones are.
-
-        Returns whether some may have been frozen or unfrozen since the forward before.
 
         Raises:
             RuntimeError: somebody replaced a parameter of a module, or froze some of those that
                 share one flat optimizer parameter.
         """
-        changed = self._flags_changed
-        if changed:
+        if self._flags_changed:
             # First, so that after an error the modules still show what the user can mend.
             self._follow_requires_grad()
             self._flags_changed = False
         self.faces.show_full()
-        return changed
 
     def requires_grad_changed(self) -> None:
-        """A sharded parameter was frozen or unfrozen, which counts from the next forward on."""
+        """A sharded parameter was frozen or unfrozen, which counts from its next use on."""
         self._flags_changed = True
 
     def _follow_requires_grad(self) -> None:
@@ -253,13 +249,10 @@ class Unit:
             self._move(UnitState.SHARDED, UnitState.GATHERING)
             return False
         version = self.main._version
-        if self._frees:
-            with lane.allocating():
-                self._pool.grow(self._storage, self._storage_bytes)
         try:
             self._gather_event = lane.submit(self._fill)
         except BaseException:
-            if self._frees:
+            if self._frees and self._storage.nbytes():
                 self._pool.shrink(self._storage, self._storage_bytes)
             raise
         self._gathered_version = version
@@ -268,6 +261,8 @@ class Unit:
         return True
 
     def _fill(self) -> list[Pending]:
+        if self._frees:
+            self._pool.grow(self._storage, self._storage_bytes)
         if self._replicates_main:
             self._target.data.copy_(self.main)
             return []
@@ -298,6 +293,11 @@ class Unit:
     def needs_reduction(self) -> bool:
         """Whether any parameter is trainable."""
         return bool(self._watch.trainable)
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether a parameter has a gradient that no exchange has taken."""
+        return any(param.grad is not None for param in self._watch.trainable)
 
     def reduce(self, lane: Lane, *, sync: bool) -> Exchange:
         """Start to reduce this backward's gradients over the ranks, or (not `sync`) to add them up
@@ -334,5 +334,6 @@ class Unit:
         if value is not None:
             self.gradients.show_tensor(index)
             self._grad_view(index).copy_(value)
+            self.gradients.note_versions()
         elif self.gradients.has_tensor(index):
             self.gradients.clear_tensor(index, self._grad_view(index))

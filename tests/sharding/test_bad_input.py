@@ -200,6 +200,43 @@ def test_refuses_to_bind_an_optimizer_twice() -> None:
         ss.fully_shard_optimizer(optimizer)
 
 
+def test_refuses_an_optimizer_over_part_of_another_ones_parameters() -> None:
+    model = Transformer()
+    _, first = ss.fully_shard(model, adamw(model), fsdp_unit_modules=[Block])
+    before = [id(param) for group in first.param_groups for param in group["params"]]
+    with pytest.raises(
+        ValueError, match=r"no other optimizer updates, got head.weight, which another one holds"
+    ):
+        ss.fully_shard_optimizer(torch.optim.SGD([model.head.weight], lr=0.1))
+    assert [id(param) for group in first.param_groups for param in group["params"]] == before
+    # One that takes over everything is no mistake, nor is one after the other is gone.
+    ss.fully_shard_optimizer(adamw(model))
+    del first
+    ss.fully_shard_optimizer(torch.optim.SGD([model.head.weight], lr=0.1))
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_refuses_gradient_hooks_on_sharded_parameters(method: str) -> None:
+    model = Transformer()
+    ss.fully_shard(model)
+    with pytest.raises(
+        RuntimeError, match=rf"{method}: sharded parameter 'head.weight'.*would never be called"
+    ):
+        getattr(model.head.weight, method)(print)
+
+
+def test_refuses_to_clip_what_was_only_accumulated() -> None:
+    model = Transformer()
+    ss.fully_shard(model, fsdp_unit_modules=[Block])
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    with ss.no_sync(model):
+        model(tokens).sum().backward()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_: expected exchanged gradients, unit"):
+        ss.clip_grad_norm_(model, 1.0)
+    model(tokens).sum().backward()
+    assert ss.clip_grad_norm_(model, 1.0) > 0
+
+
 NOT_ELEMENTWISE: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "LBFGS": (
         lambda model: torch.optim.LBFGS(model.parameters()),

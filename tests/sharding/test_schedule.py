@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 import sidestream as ss
+from sidestream.sharding.backward_pass import MAX_EXCHANGES_IN_FLIGHT
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.placements import STRATEGIES
-from sidestream.sharding.runtime import MAX_EXCHANGES_IN_FLIGHT
 from sidestream.sharding.schedule import Kind, PlanGroup, PlanOptions, Step, find_hazards, plan_step
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import Job, build, run_step

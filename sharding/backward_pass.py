@@ -1,0 +1,140 @@
+"""One backward on this rank: which units have their gradients, and the exchanges of them.
+
+The gradients of a unit say when to exchange them, not when its parameters have done their work:
+what is used detached, or recomputed, may be read later. A unit whose gradients are complete is
+spent, and may be released once the backward of another module begins that is not part of its own:
+by then the engine has run all of the unit's graph that does not lie beyond that module.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .gradients import Exchange
+from .lanes import Lane
+from .schedule import Kind, Trace
+from .unit import Unit
+from .use_order import UnitGroup
+
+MAX_EXCHANGES_IN_FLIGHT = 2
+"""Exchanges whose buffers may be alive at once: one on the wire while the next unit is packed."""
+
+
+@dataclass(eq=False, slots=True)
+class BackwardPass:
+    """The state of one backward, from its first hook to the engine's callback.
+
+    `order`: indices of all units, as their exchanges follow each other on every rank. `sync`:
+    whether gradients are exchanged, or only added up on this rank. `callback`: refers to what the
+    engine alone holds, so it is dead once the backward has ended, with an exception too.
+    """
+
+    units: Sequence[Unit]
+    order: Sequence[int]
+    lane: Lane
+    trace: Trace
+    sync: bool
+    callback: weakref.ref[Callable[[], None]]
+    creates_graph: bool
+    current: UnitGroup | None = None
+    # Indices of units whose gradients are complete, in the order in which they became so.
+    ready: dict[int, None] = field(default_factory=dict)
+    _spent: dict[int, tuple[UnitGroup, Unit]] = field(default_factory=dict)
+    _next_in_order: int = 0
+    _in_flight: deque[tuple[Unit, Exchange]] = field(default_factory=deque)
+    _ending: list[tuple[Unit, Exchange]] = field(default_factory=list)
+
+    # ---- exchanges
+
+    def unit_ready(self, unit: Unit) -> None:
+        """All trainable parameters of `unit` have their gradients."""
+        self.trace.add(Kind.BACKWARD, unit.spec.index)
+        is_first = unit.spec.index not in self.ready
+        self.ready[unit.spec.index] = None
+        if self.sync:
+            self._launch_in_order()
+        elif is_first:
+            self._launch(unit)
+
+    def finish(self) -> None:
+        """The engine is done: reduce what is left, and show all gradients to the optimizer."""
+        if self.sync:
+            self._launch_in_order(all_of_them=True)
+        else:
+            for unit in self.units:
+                if unit.needs_reduction and unit.spec.index not in self.ready:
+                    self._launch(unit)
+        self._publish()
+        # A parameter in several reentrant checkpoints gets gradients after its unit's exchange.
+        late = [unit for unit in self.units if unit.holds_grads]
+        for unit in late:
+            self._launch(unit)
+        self._publish()
+
+    def finish_exchanges(self) -> None:
+        """Order the following compute after all exchanges so far."""
+        while self._in_flight:
+            self._finish_exchange()
+        for _, exchange in self._ending:
+            exchange.event.wait()
+
+    def _launch_in_order(self, *, all_of_them: bool = False) -> None:
+        # One order on every rank, whichever gradients exist: otherwise exchanges would pair up
+        # wrongly.
+        while self._next_in_order < len(self.order):
+            unit = self.units[self.order[self._next_in_order]]
+            if unit.needs_reduction:
+                if not all_of_them and unit.spec.index not in self.ready:
+                    return
+                self._launch(unit)
+            self._next_in_order += 1
+
+    def _launch(self, unit: Unit) -> None:
+        with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled
+            if len(self._in_flight) >= MAX_EXCHANGES_IN_FLIGHT:
+                self._finish_exchange()
+            self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
+            self._in_flight.append((unit, unit.reduce(self.lane, sync=self.sync)))
+
+    def _finish_exchange(self) -> None:
+        unit, exchange = self._in_flight.popleft()
+        unit.gradients.finish(exchange)
+        self._ending.append((unit, exchange))
+        self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
+
+    def _publish(self) -> None:
+        self.finish_exchanges()
+        for unit, _ in self._ending:
+            unit.gradients.publish()
+        self._ending.clear()
+
+    # ---- what has done its work
+
+    def spend(self, group: UnitGroup) -> None:
+        """Note which units of `group` nothing needs any more, once another module's turn comes."""
+        all_ready = True
+        for unit in group.units:
+            if unit.needs_reduction:
+                if unit.spec.index not in self.ready:
+                    all_ready = False
+                elif unit.frees_parameters:
+                    self._spent[unit.spec.index] = group, unit
+        if group.has_frozen and all_ready and not group.open_inputs:
+            for unit in group.units:
+                if unit.frees_parameters:
+                    self._spent[unit.spec.index] = group, unit
+
+    def take_spent(self) -> list[Unit]:
+        """The spent units that are not part of the module whose backward began last."""
+        current, taken = self.current, []
+        if current is not None and self._spent:
+            for index, (group, unit) in list(self._spent.items()):
+                if group is not current and group.index not in current.ancestors:
+                    del self._spent[index]
+                    taken.append(unit)
+        return taken

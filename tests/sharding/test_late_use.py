@@ -1,0 +1,231 @@
+"""Parameters that backward still reads once their gradients are complete, and gradients that come
+after their unit's exchange: each equals a plain model at every ZeRO level.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+import sidestream as ss
+from sidestream.sharding.schedule import Kind
+from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.twins import Twins, square_loss
+
+WIDTH = 6
+
+
+class Unit(nn.Module):
+    """What `fully_shard` takes as a unit here, in several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class ScalesDetached(Unit):
+    """The bias's gradient comes first; the product needs its values after that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.linear.bias.detach() + self.linear.bias
+
+
+class MultipliesDetached(Unit):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(linear(x, self.linear.weight.detach())))
+
+
+class Around(Unit):
+    """Another unit lies between the use that gives the gradient and the detached one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Unit()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.inner(linear(x, self.linear.weight.detach())))
+
+
+class Switched(Unit):
+    detached = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.detached:
+            return torch.tanh(linear(x, self.linear.weight.detach()))
+        return torch.tanh(self.linear(x))
+
+
+class CalledTwice(nn.Module):
+    """The unit's gradient is complete before the backward of its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unit, self.between = nn.Linear(WIDTH, WIDTH), Switched(), Unit()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unit.detached = True
+        x = self.between(self.unit(self.first(x)))
+        self.unit.detached = False
+        return self.unit(x)
+
+
+class ChecksItsPart(Unit):
+    """Recomputes a part of itself, `times` times over: a unit's hooks do not see it."""
+
+    def __init__(self, reentrant: bool, times: int) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.reentrant, self.times = reentrant, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = checkpoint(self.part, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+    def part(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class ChecksUnitsTwice(nn.Module):
+    """Every unit runs in two checkpoints of one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.units = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Unit(), Unit()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for unit in [*self.units, *self.units]:
+            x = checkpoint(unit, x, use_reentrant=True)
+        return x
+
+
+def in_a_stack(*units: Unit) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *units, nn.Linear(WIDTH, 3))
+
+
+def detached_uses(rank: int, world_size: int, zero: int) -> None:
+    for model in (
+        in_a_stack(ScalesDetached(), ScalesDetached()),
+        in_a_stack(MultipliesDetached(), MultipliesDetached()),
+        in_a_stack(Around(), Unit()),
+        CalledTwice(),
+    ):
+        Twins(rank, world_size, model, zero, [Unit]).train(square_loss, (4, WIDTH))
+
+
+def checkpoints_inside_units(rank: int, world_size: int, zero: int) -> None:
+    for reentrant in (False, True):
+        for times in (1, 2):
+            units = [ChecksItsPart(reentrant, times) for _ in range(2)]
+            Twins(rank, world_size, in_a_stack(*units), zero, [Unit]).train(square_loss, (4, WIDTH))
+
+
+def units_in_two_reentrant_checkpoints(rank: int, world_size: int, zero: int) -> None:
+    twins = Twins(rank, world_size, ChecksUnitsTwice(), zero, [Unit])
+    twins.train(square_loss, (4, WIDTH))
+    for step in range(2):
+        with ss.no_sync(twins.sharded):
+            twins.backward(square_loss, twins.data(10 + step, 4, WIDTH))
+        twins.backward(square_loss, twins.data(20 + step, 4, WIDTH))
+        twins.check_grads()
+        twins.step()
+    twins.check_params()
+
+
+def gradient_penalties(rank: int, world_size: int, zero: int) -> None:
+    """Second derivatives; `after` comes between the first backward and the second."""
+
+    def penalised(model: nn.Module, x: Tensor, after: str) -> Tensor:
+        x = x.clone().requires_grad_()
+        output = model(x)
+        (grad,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        if after == "no_grad":
+            with torch.no_grad():
+                model(x)
+        elif after == "state_dict":
+            model.state_dict()
+        second = model(x * 2).abs().mean() if after == "forward" else 0.0
+        return output.square().mean() + grad.square().sum(1).mean() + second
+
+    twins = Twins(rank, world_size, in_a_stack(Unit(), Unit(), Unit()), zero, [Unit])
+    resident = twins.runtime.pool.live_bytes
+    for step, after in enumerate(("nothing", "forward", "no_grad", "state_dict")):
+        twins.backward(lambda m, x, a=after: penalised(m, x, a), twins.data(step, 4, WIDTH))
+        twins.check_grads(rtol=1e-4)
+        twins.step()
+        grown = twins.runtime.pool.live_bytes - resident
+        if step:
+            assert grown == 0, "what the graph needed is kept no longer than the graph"
+        resident += grown
+    twins.check_params(rtol=1e-4)
+
+
+def a_graph_that_nobody_uses(rank: int, world_size: int, zero: int) -> None:
+    twins = Twins(rank, world_size, in_a_stack(Unit(), Unit()), zero, [Unit])
+    twins.train(square_loss, (4, WIDTH), steps=1)
+    x = twins.data(5, 4, WIDTH)[rank].requires_grad_()
+    torch.autograd.grad(square_loss(twins.sharded, x), x, create_graph=True)
+    twins.optimizer.zero_grad()
+    for creates_graph in (True, True, False):
+        for value in twins.data(6, 4, WIDTH):
+            (square_loss(twins.plain, value) / world_size).backward()
+        own = twins.data(6, 4, WIDTH)[rank]
+        square_loss(twins.sharded, own).backward(create_graph=creates_graph)
+    twins.check_grads()
+    for unit in twins.runtime.units:
+        assert unit.gradients.main_grad is not None
+        assert unit.gradients.main_grad.grad_fn is None, "the sum is no part of the graph"
+    twins.step()
+    twins.train(square_loss, (4, WIDTH))
+
+
+def run_case(rank: int, world_size: int, name: str) -> None:
+    for zero in range(4):
+        torch.manual_seed(0)
+        globals()[name](rank, world_size, zero)
+
+
+CASES = [
+    detached_uses,
+    checkpoints_inside_units,
+    units_in_two_reentrant_checkpoints,
+    gradient_penalties,
+    a_graph_that_nobody_uses,
+]
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_equals_a_plain_model(case: str) -> None:
+    run_on_ranks(run_case, 2, case)
+
+
+def trace(model: nn.Module) -> list[tuple[Kind, int]]:
+    """What the second of two steps of `model` does at ZeRO-3 in this process."""
+    twins = Twins(0, 1, model, 3, [Unit])
+    twins.train(square_loss, (4, WIDTH), steps=1)
+    steps: list[tuple[Kind, int]] = []
+    twins.runtime.trace.steps = steps
+    twins.train(square_loss, (4, WIDTH), steps=1)
+    return steps
+
+
+def exchanges(model: nn.Module) -> int:
+    return [kind for kind, _ in trace(model)].count(Kind.EXCHANGE)
+
+
+def test_only_gradients_that_come_late_cost_another_exchange() -> None:
+    assert exchanges(in_a_stack(ChecksItsPart(True, 1), ChecksItsPart(False, 2))) == 3
+    assert exchanges(ChecksUnitsTwice()) == 3 + 2
+
+
+def test_a_unit_used_again_after_its_gradients_is_released_again() -> None:
+    first, used_twice = 1, 2
+    steps = trace(nn.Sequential(Unit(), CalledTwice()))
+    before = steps[: steps.index((Kind.BACKWARD, first))]
+    assert before.count((Kind.GATHER, used_twice)) == 4
+    assert before.count((Kind.RELEASE, used_twice)) == 4
