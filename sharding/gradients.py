@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, FlatBuffer
 from ..kernels import pack_, reduce_
 from .collectives import Collectives, Pending
+from .grad_packing import GradientPacker, Gradients
 from .lanes import Event, Lane
 from .placements import Placement
 
@@ -56,7 +56,7 @@ class Exchange:
 
     event: Event
     leases: list[Tensor]
-    grads: list[Tensor | None]
+    grads: Gradients
 
 
 class UnitGradients:
@@ -71,21 +71,8 @@ class UnitGradients:
         self._pool = pool
         self._keeps_sent = spec.placements.grads is not Placement.SHARD
         self._replicates = spec.placements.optimizer is Placement.REPLICATE
-        # In ascending order, gaps included: the order in which `pack_` checks its arguments
-        # fastest.
-        self._order = spec.layout.order
-        self._offsets = [spec.layout.segments[index].start for index in self._order]
-        gaps = spec.layout.gaps()
-        zeros = torch.zeros(
-            max((stop - start for start, stop in gaps), default=0), dtype=spec.dtypes.wire
-        )
-        zeros = zeros.to(pool.device)
-        self._covering_offsets = sorted([*self._offsets, *(start for start, _ in gaps)])
-        self._gap_inserts = [
-            (self._covering_offsets.index(start), zeros[: stop - start]) for start, stop in gaps
-        ]
+        self._packer = GradientPacker(spec.layout, spec.dtypes.wire, pool)
         # Units of one layout share these views of the buffers that they take turns with.
-        self._slots_key = ("slots", id(spec.layout))
         self._rows_key = ("rows", id(spec.layout))
         self._exchange_name = f"gradient exchange of unit '{spec.name}'"
         self._sent: Tensor | None = None
@@ -100,46 +87,13 @@ class UnitGradients:
 
     def drop(self, params: Sequence[nn.Parameter]) -> None:
         """Forget what `params` and the local sum hold, after a step that failed."""
-        self._take(params)
+        self._packer.take(params)
         self._drop_accumulated()
-
-    def _take(self, params: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """Every parameter's gradient, in ascending order of offset; the parameters lose theirs."""
-        grads = [params[index].grad for index in self._order]
-        for param in params:
-            param.grad = None
-        return grads
 
     def _drop_accumulated(self) -> None:
         if self._accumulated is not None:
             self._pool.release(self._accumulated)
             self._accumulated = None
-
-    def _pack(self, flat: Tensor, grads: list[Tensor | None], *, accumulate: bool = False) -> None:
-        present = [grad for grad in grads if grad is not None]
-        if accumulate or len(present) < len(grads):
-            if not accumulate:
-                # What no gradient covers counts as zero, padding too: the optimizer sees all of it.
-                flat.zero_()
-            offsets = [
-                offset
-                for grad, offset in zip(grads, self._offsets, strict=True)
-                if grad is not None
-            ]
-            pack_(flat, present, offsets, accumulate=accumulate)
-            return
-        for position, zeros in self._gap_inserts:
-            present.insert(position, zeros)
-        slots = self._pool.views(flat, self._slots_key, self._make_slots)
-        pack_(flat, present, self._covering_offsets, slots=slots)
-
-    def _make_slots(self, flat: Tensor) -> list[Tensor]:
-        views = FlatBuffer(flat, self._spec.layout).views()
-        slots = [views[index] for index in self._order]
-        for position, zeros in self._gap_inserts:
-            start = self._covering_offsets[position]
-            slots.insert(position, flat[start : start + zeros.numel()])
-        return slots
 
     def _make_rows(self, received: Tensor) -> list[Tensor]:
         layout = self._spec.layout
@@ -192,7 +146,7 @@ class UnitGradients:
             RuntimeError: the visible gradients of an earlier sum were changed in place.
         """
         self._check_unedited()
-        grads = self._take(params)
+        grads = self._packer.take(params)
         cleared = self._cleared_runs()
         if len(cleared) == len(self.runs):
             self._drop_accumulated()
@@ -207,7 +161,7 @@ class UnitGradients:
                 self._accumulated = target
             else:
                 self._forget_sums(target, cleared)
-            self._pack(target, grads, accumulate=not first)
+            self._packer.pack(target, grads, accumulate=not first)
             return []
 
         # The visible gradient marks that a sum exists: when it is cleared, so is the sum.
@@ -220,7 +174,7 @@ class UnitGradients:
             RuntimeError: the visible gradients of that sum were changed in place.
         """
         self._check_unedited()
-        grads = self._take(params)
+        grads = self._packer.take(params)
         cleared = self._cleared_runs()
         into_existing = len(cleared) < len(self.runs)
         kept = [run for run in self.runs if run not in cleared] if into_existing else []
@@ -238,10 +192,10 @@ class UnitGradients:
                 received = self._pool.lease(self._spec.layout.numel, self._spec.dtypes.wire)
                 leases.append(received)
             if accumulated is None:
-                self._pack(sent, grads)
+                self._packer.pack(sent, grads)
             else:
                 self._forget_sums(accumulated, cleared)
-                self._pack(accumulated, grads, accumulate=True)
+                self._packer.pack(accumulated, grads, accumulate=True)
                 pack_(sent, [accumulated], [0])
             if sent.device.type == "cpu":
                 # On a GPU the pack is only enqueued: the gradients live until the event advances.

@@ -22,7 +22,7 @@ from sidestream.buffers import BufferPool
 from sidestream.sharding import build, collectives
 from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.gradients import UnitGradients
+from sidestream.sharding.grad_packing import GradientPacker
 from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
 from sidestream.sharding.process_groups import DataParallelGroups
 from sidestream.sharding.runtime import Runtime
@@ -79,14 +79,14 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def hold_until_advance(machine: Machine) -> Any:
     """Gradients that only the compute stream lets go of, as on a GPU, and not the pack itself."""
-    take = UnitGradients._take
+    take = GradientPacker.take
 
     class Held(list[Tensor | None]):
         def clear(self) -> None:
             if machine.current is machine.streams[0]:
                 super().clear()
 
-    return mock.patch.object(UnitGradients, "_take", lambda *args: Held(take(*args)))
+    return mock.patch.object(GradientPacker, "take", lambda *args: Held(take(*args)))
 
 
 @contextlib.contextmanager
