@@ -9,12 +9,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test test-kernels lint gpu-check clean
+.PHONY: help demo test docs lint gpu-check clean
 
 help:
 	@echo "make demo       train a small GPT on two ranks, kill it, resume it, compare the bits"
 	@echo "make test       lint, types and every test"
-	@echo "make test-kernels   the low-precision and optimizer kernels, which make test leaves out"
+	@echo "make docs       write docs/kernels.md anew from the registry"
 	@echo "make lint       lint and types only"
 	@echo "make gpu-check  kernels against the reference, and their speed, on this machine's GPU"
 	@echo "make clean      remove the virtual environment and all caches"
@@ -39,12 +39,8 @@ lint: $(INSTALLED)
 test: lint
 	$(BIN)/pytest $(ARGS)
 
-# torchao without what it depends on: its reference casts need torch alone.
-test-kernels: export SIDESTREAM_KERNEL_SUITE := 1
-test-kernels: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet ml_dtypes==0.6.0
-	$(BIN)/python -m pip install --quiet --no-deps torchao==0.18.0
-	$(BIN)/pytest tests/kernels $(ARGS)
+docs: $(INSTALLED)
+	$(BIN)/python -m sidestream.kernels.registry > docs/kernels.md
 
 gpu-check: export OUT := $(OUT)
 gpu-check:

@@ -105,6 +105,11 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def _percent(row: dict[str, Any]) -> str:
+    target = row["target_percent"]
+    return "" if target is None else f"{target:.0f}"
+
+
 def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -122,13 +127,13 @@ def _print(report: dict[str, Any]) -> None:
     if report["kernels"]:
         print(
             f"\n{'case':<34} {'candidate':<16} {'ms':>8} {'95 % interval':>19} "
-            f"{'GB/s':>8} {'% copy':>7}   {report['label']}"
+            f"{'GB/s':>8} {'% copy':>7} {'target':>7}   {report['label']}"
         )
     for row in report["kernels"]:
         interval = f"[{row['low_ms']:.3f}, {row['high_ms']:.3f}]"
         print(
             f"{row['case']:<34} {row['candidate']:<16} {row['median_ms']:8.3f} {interval:>19} "
-            f"{row['gb_per_s']:8.1f} {row['percent_of_copy']:7.1f}"
+            f"{row['gb_per_s']:8.1f} {row['percent_of_copy']:7.1f} {_percent(row):>7}"
         )
     if report["pack_host_us"] is not None:
         print(f"\nhost time of pack_ for nine tiny tensors: {report['pack_host_us']:.1f} us a call")

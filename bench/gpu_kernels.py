@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from ..kernels import pack_, reduce_, unpack_
+from ..kernels import pack_, reduce_, registry, unpack_
+from . import gpu_casts, gpu_messages, gpu_optimizers
+from .gpu_case import ALIGNMENT_NUMEL, OURS, Case, offsets_of
 from .timing import alternating_order, estimate_median
 
 # Meta, Llama 3 8B: hidden size 4096, 8 key/value heads of 128, intermediate size 14336.
@@ -28,24 +30,14 @@ LLAMA_BLOCK: tuple[tuple[int, ...], ...] = (
 TINY_BLOCK: tuple[tuple[int, ...], ...] = tuple(
     tuple(max(1, size // 64) for size in shape) for shape in LLAMA_BLOCK
 )
-ALIGNMENT_NUMEL = 128
 FLUSH_BYTES = 256 * 1024 * 1024  # more than the second-level cache of any GPU we know
 COPY = "copy"
 
 
 @dataclass(frozen=True)
-class Case:
-    """One row group of the table: what runs, how many bytes it must move, and if results agree."""
-
-    name: str
-    num_bytes: int
-    candidates: dict[str, Callable[[], object]]
-    agrees: Callable[[], bool]
-
-
-@dataclass(frozen=True)
 class Timing:
-    """One candidate of one case. `percent_of_copy` is its rate by that of `copy_` in this run."""
+    """One candidate of one case. `percent_of_copy` is its rate by that of `copy_` in this run, and
+    `target_percent` what that is to be, `None` where it is not ours or nobody said."""
 
     case: str
     candidate: str
@@ -54,6 +46,7 @@ class Timing:
     high_ms: float
     gb_per_s: float
     percent_of_copy: float
+    target_percent: float | None
 
 
 def measure_all(device: torch.device, *, rounds: int, tiny: bool) -> tuple[list[Timing], list[str]]:
@@ -140,6 +133,7 @@ def _timing(case: Case, name: str, times: Sequence[float], copy_rate: float) -> 
         high_ms=found.high * 1e3,
         gb_per_s=rate / 1e9,
         percent_of_copy=100.0 * rate / copy_rate,
+        target_percent=100.0 * case.target if name == OURS and case.target else None,
     )
 
 
@@ -163,6 +157,9 @@ def _cases(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> Iterator[
     yield _unpack_case(device, shapes, bf16)
     for world, part, accumulate in ((2, bf16, False), (8, bf16, False), (8, bf16, True)):
         yield _reduce_case(device, world, numel // 8 * 8 // world, part, accumulate=accumulate)
+    yield from gpu_casts.cases(device, numel)
+    yield from gpu_messages.cases(device, shapes, numel)
+    yield from gpu_optimizers.cases(device, shapes, numel)
 
 
 def _copy_case(device: torch.device, numel: int) -> Case:
@@ -180,11 +177,7 @@ def _block(
     device: torch.device, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[int], int]:
     tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
-    offsets, end = [], 0
-    for tensor in tensors:
-        offsets.append(end)
-        end += -(-tensor.numel() // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
-    return tensors, offsets, end
+    return tensors, *offsets_of(tensors)
 
 
 def _views(
@@ -208,7 +201,7 @@ def _pack_case(
     flat = torch.zeros(end, device=device, dtype=flat_dtype)
     views = _views(flat, tensors, offsets)
     candidates: dict[str, Callable[[], object]] = {
-        "sidestream": lambda: pack_(flat, tensors, offsets, accumulate=accumulate)
+        OURS: lambda: pack_(flat, tensors, offsets, accumulate=accumulate)
     }
     if accumulate:
         candidates["_foreach_add_"] = lambda: torch._foreach_add_(views, tensors)
@@ -233,9 +226,9 @@ def _pack_case(
     numel = sum(tensor.numel() for tensor in tensors)
     per_element = source_dtype.itemsize + flat_dtype.itemsize * (2 if accumulate else 1)
     name = f"pack {_short(source_dtype)} -> {_short(flat_dtype)}"
-    return Case(
-        name + (" accumulate" if accumulate else ""), numel * per_element, candidates, agrees
-    )
+    name += " accumulate" if accumulate else ""
+    target = registry.target_share("pack_")
+    return Case(name, numel * per_element, candidates, agrees, target)
 
 
 def _chunk_cat(flats: list[torch.Tensor], out: torch.Tensor) -> object:
@@ -257,10 +250,11 @@ def _unpack_case(
         name=f"unpack {_short(dtype)} -> {_short(dtype)}",
         num_bytes=2 * dtype.itemsize * sum(tensor.numel() for tensor in tensors),
         candidates={
-            "sidestream": lambda: unpack_(tensors, flat, offsets),
+            OURS: lambda: unpack_(tensors, flat, offsets),
             "_foreach_copy_": lambda: torch._foreach_copy_(tensors, views),
         },
         agrees=agrees,
+        target=registry.target_share("unpack_"),
     )
 
 
@@ -270,7 +264,7 @@ def _reduce_case(
     parts = torch.randn(world, shard, device=device).to(dtype)
     out = torch.zeros(shard, device=device)
     candidates: dict[str, Callable[[], object]] = {
-        "sidestream": lambda: reduce_(out, parts, accumulate=accumulate)
+        OURS: lambda: reduce_(out, parts, accumulate=accumulate)
     }
     if accumulate:
         candidates["torch.sum, add_"] = lambda: out.add_(parts.sum(0, dtype=torch.float32))
@@ -287,7 +281,8 @@ def _reduce_case(
 
     per_element = world * dtype.itemsize + out.element_size() * (2 if accumulate else 1)
     name = f"reduce world {world} {_short(dtype)} -> fp32" + (" accumulate" if accumulate else "")
-    return Case(name, shard * per_element, candidates, agrees)
+    target = registry.target_share("reduce_")
+    return Case(name, shard * per_element, candidates, agrees, target)
 
 
 def _short(dtype: torch.dtype) -> str:

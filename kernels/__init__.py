@@ -1,19 +1,105 @@
-"""Tensors in, tensors out: pack, unpack and reduce on CPU and GPU, and the number formats."""
+"""Tensors in, tensors out, on CPU and GPU: pack and sum, casts, wire messages, flat optimizers.
 
-from .formats import BF16, FP16, FP32, WIRE_FORMATS, WireFormat, wire_format_named, wire_format_of
+| group           | functions                                                                      |
+|-----------------|--------------------------------------------------------------------------------|
+| many tensors    | pack_, unpack_, reduce_                                                        |
+| element formats | cast, cast_back                                                                |
+| FP8 with scales | quantize_fp8, dequantize_fp8, update_fp8_scales_                               |
+| MXFP8, MXFP4    | quantize_mx, dequantize_mx                                                     |
+| NVFP4           | quantize_nvfp4, dequantize_nvfp4, amax_nvfp4, hadamard16                       |
+| scale layout    | swizzle_scales, unswizzle_scales                                               |
+| wire messages   | message_layout, pack_message_, unpack_message_, read_header,                   |
+|                 | reduce_messages_, reduce_peer_messages_                                        |
+| optimizers      | flat_adamw_, flat_sgd_ (both with Segments), l2_norm_                          |
+
+A name that ends in an underscore writes into its arguments; the others return new tensors, or fill
+`out`. `docs/kernels.md`, made from `registry`, tells what each moves, how it rounds and what it is
+held to. Importing this imports no Triton: that waits for the first call on a GPU.
+"""
+
+from .cast_ops import cast, cast_back
+from .formats import (
+    BF16,
+    BLOCK_FORMATS,
+    E2M1,
+    E4M3,
+    E5M2,
+    E8M0,
+    ELEMENT_FORMATS,
+    FP8_1X128,
+    FP8_ROW,
+    FP8_TENSOR,
+    FP16,
+    FP32,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    WIRE_FORMATS,
+    BlockFormat,
+    ElementFormat,
+    WireFormat,
+    wire_format_named,
+    wire_format_of,
+)
+from .fp8_scaling import dequantize_fp8, quantize_fp8, update_fp8_scales_
 from .launch import LaunchConfig
+from .message import pack_message_, unpack_message_
+from .message_layout import MessageLayout, message_layout, read_header
+from .mx_ops import dequantize_mx, quantize_mx
+from .nvfp4_ops import amax_nvfp4, dequantize_nvfp4, hadamard16, quantize_nvfp4
 from .ops import pack_, reduce_, unpack_
+from .optim_ops import Segments, flat_adamw_, flat_sgd_, l2_norm_
+from .reduce_message import reduce_messages_, reduce_peer_messages_
+from .swizzle import swizzle_scales, unswizzle_scales
 
 __all__ = [
     "BF16",
+    "BLOCK_FORMATS",
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "ELEMENT_FORMATS",
+    "FP8_1X128",
+    "FP8_ROW",
+    "FP8_TENSOR",
     "FP16",
     "FP32",
+    "MXFP4",
+    "MXFP8",
+    "NVFP4",
     "WIRE_FORMATS",
+    "BlockFormat",
+    "ElementFormat",
     "LaunchConfig",
+    "MessageLayout",
+    "Segments",
     "WireFormat",
+    "amax_nvfp4",
+    "cast",
+    "cast_back",
+    "dequantize_fp8",
+    "dequantize_mx",
+    "dequantize_nvfp4",
+    "flat_adamw_",
+    "flat_sgd_",
+    "hadamard16",
+    "l2_norm_",
+    "message_layout",
     "pack_",
+    "pack_message_",
+    "quantize_fp8",
+    "quantize_mx",
+    "quantize_nvfp4",
+    "read_header",
     "reduce_",
+    "reduce_messages_",
+    "reduce_peer_messages_",
+    "swizzle_scales",
     "unpack_",
+    "unpack_message_",
+    "unswizzle_scales",
+    "update_fp8_scales_",
     "wire_format_named",
     "wire_format_of",
 ]

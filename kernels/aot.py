@@ -7,11 +7,13 @@
 
 Both NVIDIA tools come inside Triton. What counts is the final machine code: PTX is not the last
 word on widths. Every access carries the line of the kernel it was made from, so that the accesses
-of one path can be told from those of another.
+of one path can be told from those of another. Disassembling takes as long as compiling, so it waits
+until somebody asks.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import subprocess
@@ -48,20 +50,34 @@ class MemoryAccess:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CompiledKernel:
     """What the compiler made of one kernel for one target.
 
     `spill_bytes` is per thread: stack and local memory on NVIDIA, 4 a spilled register on AMD.
+    `code` is a cubin on NVIDIA, the assembly's text on AMD.
     """
 
     target: str
     registers: int
     spill_bytes: int
     shared_bytes: int
-    accesses: tuple[MemoryAccess, ...]
-    assembly: str
     intermediate: str
+    code: bytes
+
+    @functools.cached_property
+    def assembly(self) -> str:
+        """The final machine code, as text, with the source line of each instruction."""
+        if TARGETS[self.target].backend == "cuda":
+            return _with_file(self.code, "nvdisasm", "--print-line-info", "--print-code", "-ndf")
+        return self.code.decode()
+
+    @functools.cached_property
+    def accesses(self) -> tuple[MemoryAccess, ...]:
+        """The accesses to global memory, in the order of the machine code."""
+        if TARGETS[self.target].backend == "cuda":
+            return _sass_accesses(self.assembly)
+        return _amd_accesses(self.assembly)
 
     def accesses_of(self, *functions: Any) -> tuple[MemoryAccess, ...]:
         """The accesses made from the source lines of these JIT functions."""
@@ -106,26 +122,25 @@ def _span(function: Any) -> tuple[str, range]:
 
 
 def _read_nvidia(target: str, made: Any) -> CompiledKernel:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(made.asm["cubin"])
-        cubin.flush()
-        usage = _tool("cuobjdump", "--dump-resource-usage", cubin.name)
-        sass = _tool("nvdisasm", "--print-line-info", "--print-code", cubin.name)
+    usage = _with_file(made.asm["cubin"], "cuobjdump", "--dump-resource-usage")
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return CompiledKernel(
         target=target,
         registers=found["REG"],
         spill_bytes=found["STACK"] + found["LOCAL"],
         shared_bytes=made.metadata.shared,
-        accesses=_sass_accesses(sass),
-        assembly=sass,
         intermediate=made.asm["ttir"],
+        code=made.asm["cubin"],
     )
 
 
-def _tool(name: str, *arguments: str) -> str:
-    command = [getattr(triton.knobs.nvidia, name).path, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def _with_file(cubin: bytes, name: str, *options: str) -> str:
+    """What Triton's tool `name` prints about the cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [getattr(triton.knobs.nvidia, name).path, *options, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _sass_accesses(sass: str) -> tuple[MemoryAccess, ...]:
@@ -153,9 +168,8 @@ def _read_amd(target: str, made: Any) -> CompiledKernel:
         registers=_amd_number(assembly, "vgpr_count"),
         spill_bytes=4 * spilled,
         shared_bytes=made.metadata.shared,
-        accesses=_amd_accesses(assembly),
-        assembly=assembly,
         intermediate=made.asm["ttir"],
+        code=assembly.encode(),
     )
 
 

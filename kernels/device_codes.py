@@ -134,7 +134,8 @@ def decode_e5m2(codes) -> tl.tensor:
 def decode_e2m1(codes) -> tl.tensor:
     """`codes.decode(codes, E2M1)`; bits above the low four are ignored. See `decode_e4m3`."""
     word = codes.to(tl.int32)
-    placed = ((word & 7) << 22) | ((word & 8) << 28)
+    # Two shifts spread the sign over the bits above the other three; the mask leaves the four.
+    placed = ((word << 28) >> 6) & -0x7E40_0000
     return placed.to(tl.float32, bitcast=True) * 2.0**126
 
 

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from . import tables
 from .device_codes import encode_e4m3, has_hardware_fp8
-from .launch import ACCESS_BYTES, THREADS_PER_WARP, is_aligned
+from .launch import ACCESS_BYTES, THREADS_PER_WARP, is_aligned, is_capturing
 from .portable import round_to
 from .reference_optim import BASE, DIGITS, bias_powers
 
@@ -182,7 +182,7 @@ def device_powers(beta1: float, beta2: float, device: torch.device) -> torch.Ten
 
 
 def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise RuntimeError(
             "flat optimizer: expected its tables to be on the device before a CUDA graph is "
             "captured, got the first call inside one; make one step before capturing"

@@ -211,10 +211,10 @@ def dequantize_fp8_(
         )
 
 
-def update_scales_(
+def update_fp8_scales_(
     amax_history: torch.Tensor, scales: torch.Tensor, element: str, margin: int, algorithm: str
 ) -> None:
-    """`reference_fp8.update_scales_` in one launch, a program a tensor."""
+    """`reference_fp8.update_fp8_scales_` in one launch, a program a tensor."""
     length = amax_history.shape[1]
     with on_device_of(scales):
         fp8_two_pass._update_kernel[(scales.numel(),)](

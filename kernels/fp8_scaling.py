@@ -1,4 +1,4 @@
-"""Owns FP8 with scales, `quantize_fp8`, `dequantize_fp8`, `update_scales_`: arguments and ops.
+"""Owns FP8 with scales, `quantize_fp8`, `dequantize_fp8`, `update_fp8_scales_`: arguments and ops.
 
 | scaling | a block                  | `scale_inv` for [.., rows, columns]              | passes |
 |---------|--------------------------|--------------------------------------------------|--------|
@@ -58,10 +58,10 @@ _DEQUANTIZE = Op(
     on_first_use("fp8_launch", "dequantize_fp8_"),
 )
 _UPDATE = Op(
-    "update_scales_(Tensor(a!) amax_history, Tensor(b!) scales, str element, int margin, "
+    "update_fp8_scales_(Tensor(a!) amax_history, Tensor(b!) scales, str element, int margin, "
     "str algorithm) -> ()",
-    reference_fp8.update_scales_,
-    on_first_use("fp8_launch", "update_scales_"),
+    reference_fp8.update_fp8_scales_,
+    on_first_use("fp8_launch", "update_fp8_scales_"),
 )
 
 
@@ -80,8 +80,8 @@ def quantize_fp8(
     x: FP32, BF16 or FP16, contiguous, any shape; the last block of a row or column may be short.
     element: "e4m3" or "e5m2". power_of_2: scales are rounded down to powers of two.
     scale: for delayed scaling, with scaling "tensor": one FP32 to multiply with, on the device, as
-    `update_scales_` leaves it, used as it is. amax: only with `scale`, one FP32 >= 0 that becomes
-    the larger of itself and max |x|, a NaN if there is one: pass `amax_history[i, 0]`.
+    `update_fp8_scales_` leaves it, used as it is. amax: only with `scale`, one FP32 >= 0 that
+    becomes the larger of itself and max |x|, a NaN if there is one: pass `amax_history[i, 0]`.
     out: memory for the results. Raises `ValueError` before anything is written.
     """
     check_choice("scaling", scaling, MIN_DIMS)
@@ -136,7 +136,7 @@ def dequantize_fp8(
     return out
 
 
-def update_scales_(
+def update_fp8_scales_(
     amax_history: torch.Tensor,
     scales: torch.Tensor,
     *,

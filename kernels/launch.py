@@ -55,6 +55,11 @@ def is_aligned(*tensors: torch.Tensor) -> bool:
     return not any(tensor.data_ptr() % ACCESS_BYTES for tensor in tensors)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the current stream of `device`, the current one."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Makes the GPU of `tensor` the current one, where Triton launches; nothing for CPU tensors."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():

@@ -39,7 +39,10 @@ PIECES = tl.constexpr(1 if INTERPRETED else 4)
 
 
 @triton.jit
-def _encode(x, bits, ELEMENT: tl.constexpr, STOCHASTIC: tl.constexpr, HARDWARE: tl.constexpr):
+def encode_rounded(
+    x, bits, ELEMENT: tl.constexpr, STOCHASTIC: tl.constexpr, HARDWARE: tl.constexpr
+) -> tl.tensor:
+    """Codes of FP32 `x`, one a byte: stochastically with the noise `bits`, else to nearest."""
     if STOCHASTIC:
         return device.encode_stochastic(x, bits, ELEMENT)
     else:
@@ -47,7 +50,7 @@ def _encode(x, bits, ELEMENT: tl.constexpr, STOCHASTIC: tl.constexpr, HARDWARE: 
 
 
 @triton.jit
-def _scaled(x, ELEMENT: tl.constexpr, RULE: tl.constexpr):
+def scaled_blocks(x, ELEMENT: tl.constexpr, RULE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """FP32 [blocks, 32] -> (what is to be encoded, the scale bytes [blocks])."""
     scale_bytes = device.scale_byte(device.amax(x, 1), ELEMENT, RULE)
     return x * device.reciprocal_e8m0(scale_bytes)[:, None], scale_bytes
@@ -69,12 +72,12 @@ def _quantize_full_tile(
 ):
     """Blocks whose elements begin at `starts`; `scales` points at the first one's."""
     x = to_fp32(tl.load(aligned_pointers(source, starts, 32)))
-    x, scale_bytes = _scaled(x, ELEMENT, RULE)
+    x, scale_bytes = scaled_blocks(x, ELEMENT, RULE)
     bits = None
     if STOCHASTIC:
         lanes = tl.zeros([BLOCKS, 1], tl.int32) + tl.arange(0, 32)[None, :]
         bits = device.noise_of_block(seed, ((first_index + starts) >> 4)[:, None], lanes)
-    code = _encode(x, bits, ELEMENT, STOCHASTIC, HARDWARE)
+    code = encode_rounded(x, bits, ELEMENT, STOCHASTIC, HARDWARE)
     tl.store(tl.multiple_of(scales + tl.arange(0, BLOCKS), 16), scale_bytes)
     if ELEMENT == "e2m1":
         tl.store(aligned_pointers(data, starts >> 1, 16), device.pack_nibbles(code))
@@ -106,11 +109,11 @@ def _quantize_masked_piece(
     exists = begins[:, None] & (at < row_numel)
     index = row[:, None] * row_numel + at
     x = to_fp32(tl.load(source + index, mask=exists, other=0.0))
-    x, scale_bytes = _scaled(x, ELEMENT, RULE)
+    x, scale_bytes = scaled_blocks(x, ELEMENT, RULE)
     bits = None
     if STOCHASTIC:
         bits = device.noise_of(seed, first_index + index)
-    code = tl.where(exists, _encode(x, bits, ELEMENT, STOCHASTIC, HARDWARE), 0).to(tl.uint8)
+    code = tl.where(exists, encode_rounded(x, bits, ELEMENT, STOCHASTIC, HARDWARE), 0).to(tl.uint8)
     if ELEMENT == "e2m1":
         code = device.pack_nibbles(code)
     places, in_row = code_places(row, column, row_numel, ELEMENT)

@@ -50,7 +50,7 @@ def quantize_mx(
     x: FP32, BF16 or FP16, contiguous; the last block of a row may be short. element: "e4m3" or
     "e5m2", data being float8 of x's shape, or "e2m1", data being uint8 [..., ceil(K / 2)], the even
     element in the low nibble. rule, of the scales: "rceil", "floor", "ceil" or "even". scales:
-    float8_e8m0fnu [..., ceil(K / 32)], or, swizzled, 1-D in the layout of `swizzle`.
+    float8_e8m0fnu [..., ceil(K / 32)], or, swizzled, 1-D in the layout of `swizzle_scales`.
 
     rounding: "nearest", ties to even, or "stochastic", which needs a `seed`, of 64 bits; its noise
     depends on that and an element's index alone, `first_index` being that of x's first.

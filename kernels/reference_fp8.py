@@ -72,7 +72,7 @@ def dequantize_fp8_(
     out.copy_(_unblocked(made, codes.shape, scaling))
 
 
-def update_scales_(
+def update_fp8_scales_(
     amax_history: torch.Tensor,
     scales: torch.Tensor,
     element: str,

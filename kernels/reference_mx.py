@@ -109,7 +109,7 @@ def quantize_mx_(data: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, *opt
         first = cast.first_index + piece.start * width
         _quantize_rows_(made_data[piece], by_row[piece], rows[piece].float(), cast, first)
     if cast.swizzled:
-        made_scales.copy_(swizzle.swizzle(plain))
+        made_scales.copy_(swizzle.swizzle_scales(plain))
 
 
 def dequantize_mx_(
@@ -124,7 +124,7 @@ def dequantize_mx_(
     scale_bytes = scales.view(torch.uint8)
     if swizzled:
         num_rows = out.shape[:-1].numel()
-        scale_bytes = swizzle.unswizzle(scale_bytes, num_rows, row_blocks(row_numel))
+        scale_bytes = swizzle.unswizzle_scales(scale_bytes, num_rows, row_blocks(row_numel))
     width = _width(row_numel)
     rows = out.view(-1, width)
     scale_bytes = scale_bytes.view(len(rows), row_blocks(width))

@@ -77,7 +77,7 @@ def amax_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
     """
     amax.zero_()
     for _, piece in _pieces(_rows(x)):
-        amax.copy_(torch.maximum(amax, _magnitudes(_values(piece, hadamard)).max()))
+        amax.copy_(torch.maximum(amax, magnitudes(_values(piece, hadamard)).max()))
 
 
 def quantize_(
@@ -101,13 +101,13 @@ def quantize_(
         noise = None
         if cast.seed is not None:
             noise = noise_bits(cast.seed, cast.first_index + start, values.numel(), x.device)
-        codes_made, scales_made = _quantize_piece(values, global_amax, noise, cast.torchao)
+        codes_made, scales_made = quantize_piece(values, global_amax, noise, cast.torchao)
         flat_data[done : done + codes_made.numel()] = codes_made.view(-1)
         scale_bytes[scales_done : scales_done + scales_made.numel()] = scales_made.view(-1)
         done += codes_made.numel()
         scales_done += scales_made.numel()
     if cast.swizzled:
-        scale_bytes = swizzle.swizzle(scale_bytes.view(x.shape[:-1].numel(), row_blocks))
+        scale_bytes = swizzle.swizzle_scales(scale_bytes.view(x.shape[:-1].numel(), row_blocks))
     scales.view(torch.uint8).view(-1).copy_(scale_bytes)
 
 
@@ -122,7 +122,7 @@ def dequantize_(
     """The inverse of `quantize_`: into `out` [..., K], rounded once more, to its dtype."""
     row_numel, row_blocks = out.shape[-1], -(-out.shape[-1] // BLOCK_NUMEL)
     if swizzled:
-        scales = swizzle.unswizzle(scales, out.shape[:-1].numel(), row_blocks)
+        scales = swizzle.unswizzle_scales(scales, out.shape[:-1].numel(), row_blocks)
     scale_bytes = scales.view(torch.uint8).view(*out.shape[:-1], row_blocks)
     values = codes.decode(codes.unpack_nibbles(data, row_numel), E2M1)
     multiplier, divisor = _decode_factors(global_amax, torchao)
@@ -131,13 +131,16 @@ def dequantize_(
     out.copy_((blocks * factors.unsqueeze(-1)).flatten(-2)[..., :row_numel])
 
 
-def _quantize_piece(
+def quantize_piece(
     values: torch.Tensor, global_amax: torch.Tensor, noise: torch.Tensor | None, torchao: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 [r, k] -> bytes of codes [r, ceil(k / 2)], and of scales [r, ceil(k / 16)]."""
+    """FP32 [r, k] -> bytes of codes [r, ceil(k / 2)], and of scales [r, ceil(k / 16)].
+
+    global_amax: 0-d, or [r, 1], one for each row.
+    """
     missing = -values.shape[-1] % BLOCK_NUMEL
     blocks = pad(values, (0, missing)).unflatten(-1, (-1, BLOCK_NUMEL))
-    scale_bytes, factors = _block_scales(_magnitudes(blocks).amax(-1), global_amax, torchao)
+    scale_bytes, factors = _block_scales(magnitudes(blocks).amax(-1), global_amax, torchao)
     scaled = (blocks * factors.unsqueeze(-1)).flatten(-2)[..., : values.shape[-1]]
     if noise is None:
         made = codes.encode(scaled.contiguous(), E2M1)
@@ -190,7 +193,8 @@ def _is_usable(global_amax: torch.Tensor) -> torch.Tensor:
     return (global_amax > 0) & global_amax.isfinite()
 
 
-def _magnitudes(values: torch.Tensor) -> torch.Tensor:
+def magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """|values|, 0 for a NaN."""
     return values.abs().masked_fill_(values.isnan(), 0.0)
 
 

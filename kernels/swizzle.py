@@ -48,7 +48,7 @@ def swizzled_index(row: Index, column: Index, across: int) -> Index:
     return tile * 512 + (row & 31) * 16 + ((row >> 5) & 3) * 4 + (column & 3)
 
 
-def swizzle(scales: torch.Tensor) -> torch.Tensor:
+def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
     """One-byte `scales` [..., columns] -> the swizzled layout, 1-D, of their dtype.
 
     All dimensions before the last are rows; the padding is zeros, byte 0 whatever the dtype.
@@ -64,8 +64,8 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     return swizzled.view(scales.dtype)
 
 
-def unswizzle(swizzled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The [rows, columns] scales from 1-D `swizzled`: the inverse of `swizzle`.
+def unswizzle_scales(swizzled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The [rows, columns] scales from 1-D `swizzled`: the inverse of `swizzle_scales`.
 
     Raises `ValueError` when `swizzled` has not `swizzled_numel(rows, columns)` bytes.
     """
@@ -85,7 +85,7 @@ def check_swizzled_numel(name: str, swizzled: torch.Tensor, rows: int, columns: 
         raise ValueError(
             f"{name}: expected {expected} contiguous elements, the swizzled scales of {rows} rows "
             f"of {columns} blocks, got shape {tuple(swizzled.shape)} with strides "
-            f"{swizzled.stride()}; pass what `swizzle` returns"
+            f"{swizzled.stride()}; pass what `swizzle_scales` returns"
         )
 
 

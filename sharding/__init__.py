@@ -1,7 +1,7 @@
 """Ranks, modules, time: what shards a model and moves its parameters and gradients."""
 
 from .checkpoint import full_state_dict, load_checkpoint, save_checkpoint
-from .collectives import CommunicationError
+from .errors import CommunicationError
 from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, no_sync
 from .grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy

@@ -3,7 +3,8 @@
 The gradients of a unit say when to exchange them, not when its parameters have done their work:
 what is used detached, or recomputed, may be read later. A unit whose gradients are complete is
 spent, and may be released once the backward of another module begins that is not part of its own:
-by then the engine has run all of the unit's graph that does not lie beyond that module.
+the engine takes what was recorded last first, so by then it has run all of the unit's graph that
+does not lie beyond that module.
 """
 
 from __future__ import annotations
@@ -117,17 +118,21 @@ class BackwardPass:
 
     def spend(self, group: UnitGroup) -> None:
         """Note which units of `group` nothing needs any more, once another module's turn comes."""
-        all_ready = True
-        for unit in group.units:
-            if unit.needs_reduction:
-                if unit.spec.index not in self.ready:
-                    all_ready = False
-                elif unit.frees_parameters:
-                    self._spent[unit.spec.index] = group, unit
-        if group.has_frozen and all_ready and not group.open_inputs:
-            for unit in group.units:
-                if unit.frees_parameters:
-                    self._spent[unit.spec.index] = group, unit
+        trained = [unit for unit in group.units if unit.needs_reduction]
+        spent = [unit for unit in trained if unit.spec.index in self.ready]
+        if group.has_frozen and len(spent) == len(trained) and not group.open_inputs:
+            spent = group.units
+        for unit in spent:
+            if unit.frees_parameters:
+                self._spent[unit.spec.index] = group, unit
+
+    def enter(self, group: UnitGroup, *, certain: bool = True) -> None:
+        """The backward of `group`'s module begins; unless `certain`, perhaps that of another."""
+        if not certain:
+            self.current = None
+        elif self.current is None or group.index not in self.current.ancestors:
+            # A module whose output is its last part's begins with that part.
+            self.current = group
 
     def take_spent(self) -> list[Unit]:
         """The spent units that are not part of the module whose backward began last."""

@@ -31,6 +31,7 @@ def build_runtime(
     device = collectives.groups.device
     pool = BufferPool(device)
     groups: list[UnitGroup] = []
+    ancestors = _ancestors(plans)
     count = 0
     for plan in plans:
         units = []
@@ -38,7 +39,14 @@ def build_runtime(
             units.append(_build_unit(count, plan, members, collectives, pool, config))
             count += 1
         groups.append(
-            UnitGroup(len(groups), plan.name, units, _reshards(plan, config), plan.is_root)
+            UnitGroup(
+                len(groups),
+                plan.name,
+                units,
+                _reshards(plan, config),
+                plan.is_root,
+                ancestors=ancestors[len(groups)],
+            )
         )
     pool.trim()
     lanes = (
@@ -55,6 +63,19 @@ def build_runtime(
         )
     install_root_hooks(module, runtime, output_dtype=config.policy.output_dtype)
     return runtime
+
+
+def _ancestors(plans: list[GroupPlan]) -> list[frozenset[int]]:
+    """For every plan the positions of those whose modules contain its own, under whatever name."""
+    inside = [{id(module) for module in plan.module.modules()} for plan in plans]
+    return [
+        frozenset(
+            place
+            for place, (other, modules) in enumerate(zip(plans, inside, strict=True))
+            if other is not plan and id(plan.module) in modules
+        )
+        for plan in plans
+    ]
 
 
 def _reshards(plan: GroupPlan, config: ShardConfig) -> bool:

@@ -27,6 +27,7 @@ from torch.distributed import checkpoint as dcp
 
 from .checkpoint_match import match
 from .checkpoint_reader import METADATA_FILE, CheckpointReader, require_plain, running_dcp
+from .errors import communicating
 from .fully_shard import runtime_of
 from .optimizer_state import load_scalars, named_state, prepare_state
 from .sharded_tensor import ShardedTensor
@@ -202,7 +203,8 @@ class _Alike:
             return
         reports: list[tuple[type[Exception], str] | None] = [None] * dist.get_world_size()
         known = next((known for known in _SHAREABLE if isinstance(error, known)), RuntimeError)
-        dist.all_gather_object(reports, None if error is None else (known, str(error)))
+        with communicating("agreement on the checkpoint"):
+            dist.all_gather_object(reports, None if error is None else (known, str(error)))
         if error is not None:
             return
         for rank, report in enumerate(reports):

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from .errors import communicating
+
 METADATA_FILE = ".metadata"
 
 Key = str
@@ -158,11 +160,13 @@ def running_dcp(what: str) -> Iterator[None]:
 
     Raises:
         RuntimeError: in place of CheckpointException, which `except Exception` would miss.
+        CommunicationError: a rank died meanwhile.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is ")
         try:
-            yield
+            with communicating(what):
+                yield
         except dcp.CheckpointException as error:
             failures = [f"rank {rank}: {kept[0]!r}" for rank, kept in error.failures.items()]
             raise RuntimeError(f"{what} failed on {'; '.join(failures)}") from error

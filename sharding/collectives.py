@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .errors import communicating, communication_error
 from .process_groups import DataParallelGroups
 
 T = TypeVar("T")
@@ -39,10 +40,6 @@ def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> 
     return work
 
 
-class CommunicationError(RuntimeError):
-    """A collective failed; the message names it, the unit it served and the ranks it waited for."""
-
-
 @dataclass(slots=True)
 class Pending:
     """A started operation. `wait` blocks the host on CPU and the current stream on CUDA.
@@ -59,16 +56,7 @@ class Pending:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise _failure(self.what, error) from error
-
-
-def _failure(what: str, error: Exception) -> CommunicationError:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return CommunicationError(
-        f"rank {rank}: {what} failed ({type(error).__name__}: {str(error).strip()}). A rank it "
-        "waited for has "
-        "probably died or fallen behind the timeout: look for the first error among the other ranks"
-    )
+            raise communication_error(self.what, error) from error
 
 
 @dataclass(slots=True)
@@ -149,7 +137,7 @@ class Collectives:
                 for peer in self._peers
             ]
         except RuntimeError as error:
-            raise _failure(what, error) from error
+            raise communication_error(what, error) from error
         if source is not own:
             own.copy_(source)
         return pending
@@ -164,7 +152,7 @@ class Collectives:
         try:
             return Pending(group.alltoall_base(received, sent, [], []), what)
         except RuntimeError as error:
-            raise _failure(what, error) from error
+            raise communication_error(what, error) from error
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         """Overwrite `tensor` with rank 0's; blocks."""
@@ -197,5 +185,6 @@ class Collectives:
         if self.groups.gather is None or self.world_size == 1:
             return [value]
         gathered: list[T] = [value] * self.world_size
-        dist.all_gather_object(gathered, value, group=self.groups.gather)
+        with communicating("comparison of the ranks' models"):
+            dist.all_gather_object(gathered, value, group=self.groups.gather)
         return gathered

@@ -60,10 +60,10 @@ def fully_shard(
     """Shard `module` over the data-parallel ranks, in place, and `optimizer` with it.
 
     The module keeps its class, parameter names and state-dict keys. Outside forward and backward
-    its parameters are `ShardedTensor`s of the main dtype; inside a unit's forward they are plain,
-    full ones. All ranks start from rank 0's values. Every backward outside `no_sync` averages the
-    gradients over the ranks: each rank's contribution is rounded to the wire dtype, and the sum is
-    taken in FP32, in rank order.
+    its parameters are `ShardedTensor`s of the main dtype; inside a unit's forward and backward they
+    are plain, full ones. All ranks start from rank 0's values. Every backward outside `no_sync`
+    averages the gradients over the ranks: each rank's contribution is rounded to the wire dtype,
+    and the sum is taken in FP32, in rank order.
 
     Args:
         module: the whole model, on CPU or the rank's GPU, not sharded yet.
@@ -215,7 +215,7 @@ def runtime_of(module: nn.Module) -> Runtime:
     Raises:
         ValueError: `module` is not the one that was passed to `fully_shard`.
     """
-    runtime = _RUNTIMES.get(module)
+    runtime = _RUNTIMES.get(module) if isinstance(module, nn.Module) else None
     if runtime is None:
         raise ValueError(
             "module: expected the module that was passed to fully_shard, got a "

@@ -32,7 +32,6 @@ class GradientPacker:
         self._gap_inserts = [
             (self._covering_offsets.index(start), zeros[: stop - start]) for start, stop in gaps
         ]
-        # Units of one layout share these views of the buffers that they take turns with.
         self._slots_key = ("slots", id(layout))
 
     def take(self, params: Sequence[nn.Parameter]) -> Gradients:

@@ -14,7 +14,8 @@ cannot reach what was accumulated, so it is refused: zeros would not clear the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .unit import UnitSpec
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class FlatRun:
     """Consecutive tensors of a unit that one optimizer group updates: elements [start, stop) of
     `main`.
@@ -128,16 +129,13 @@ class UnitGradients:
 
     def _check_unedited(self) -> None:
         """Refuse to go on from a sum whose visible mark was changed in place."""
-        if self._accumulated is None:
-            return
-        for run in self.runs:
-            if run.param.grad is not None and run.param.grad._version != run.version:
-                raise RuntimeError(
-                    f"unit '{self._spec.name}': expected gradients that were accumulated under "
-                    "no_sync to be exchanged or cleared, got ones that were changed in place, "
-                    "which does not reach the rank's own sum; clear with "
-                    "zero_grad(set_to_none=True), and scale, clip or edit after the exchange"
-                )
+        if self._accumulated is not None and len(self._unedited()) < len(self.runs):
+            raise RuntimeError(
+                f"unit '{self._spec.name}': expected gradients that were accumulated under no_sync "
+                "to be exchanged or cleared, got ones that were changed in place, which does not "
+                "reach the rank's own sum; clear with zero_grad(set_to_none=True), and scale, clip "
+                "or edit after the exchange"
+            )
 
     def accumulate(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
         """Add this backward's gradients to the rank's own sum, without communication.
@@ -164,7 +162,6 @@ class UnitGradients:
             self._packer.pack(target, grads, accumulate=not first)
             return []
 
-        # The visible gradient marks that a sum exists: when it is cleared, so is the sum.
         return Exchange(lane.submit(start), [], grads)
 
     def exchange(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
@@ -245,20 +242,36 @@ class UnitGradients:
         exchange.grads.clear()
 
     def publish(self) -> None:
-        """Show the reduced gradient to the optimizer."""
+        """Show the optimizer the reduced gradient, or that there is a sum to be exchanged."""
         assert self.main_grad is not None
         for run in self.runs:
             if run.param.requires_grad:
                 self._show(run)
                 run.cleared.clear()
-        self.note_versions()
+        self._note_versions(self.runs)
 
-    def note_versions(self) -> None:
-        """What the visible gradients are now, they are on purpose."""
+    def _note_versions(self, runs: Sequence[FlatRun]) -> None:
         if self._accumulated is not None:
-            for run in self.runs:
+            for run in runs:
                 if run.param.grad is not None:
                     run.version = run.param.grad._version
+
+    def _unedited(self) -> list[FlatRun]:
+        """The runs whose gradient is as it was shown, or does not exist."""
+        return [
+            run
+            for run in self.runs
+            if run.param.grad is None or run.param.grad._version == run.version
+        ]
+
+    @contextlib.contextmanager
+    def editing(self) -> Iterator[None]:
+        """Inside, single gradients are set or cleared, the sum with them: no edit to refuse. All
+        runs share one version counter, so those that were not edited before count as such.
+        """
+        unedited = [] if self._accumulated is None else self._unedited()
+        yield
+        self._note_versions(unedited)
 
     def _forget_sum_of(self, index: int) -> None:
         if self._accumulated is not None:
@@ -279,7 +292,6 @@ class UnitGradients:
         if len(run.cleared) == len(run.indices):
             run.param.grad = None
             run.cleared.clear()
-        self.note_versions()
 
     @property
     def has_unreduced_sum(self) -> bool:

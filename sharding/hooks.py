@@ -33,13 +33,16 @@ def install_hooks(
     def pre_backward(_grads: object) -> None:
         runtime.pre_backward(group)
 
-    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+    def perhaps_pre_backward(_grads: object) -> None:
+        runtime.pre_backward(group, certain=False)
+
+    def post_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            _watch_outputs(output, pre_backward)
-        runtime.post_forward(group)
+            _watch_outputs(output, (args, kwargs), pre_backward, perhaps_pre_backward)
+        runtime.post_forward(group, output)
 
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(post_forward)
+    module.register_forward_hook(post_forward, with_kwargs=True)
 
 
 def install_root_hooks(
@@ -66,23 +69,34 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def _watch_outputs(output: object, pre_backward: Callable[[object], None]) -> None:
-    """Call `pre_backward` before the gradient flows into any node that made an output."""
+def _watch_outputs(
+    output: object,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    begins: Callable[[object], None],
+    may_begin: Callable[[object], None],
+) -> None:
+    """Call `begins` before the gradient flows into a node that made an output, and `may_begin` if
+    that output is an input, as it came or changed in place.
+    """
+    args, kwargs = inputs
     if type(output) is Tensor and output._base is None:
         if output.grad_fn is not None:
-            output.grad_fn.register_prehook(pre_backward)
+            given = any(output is value for value in (*args, *kwargs.values()))
+            output.grad_fn.register_prehook(may_begin if given else begins)
         return
+    given_ids: set[int] = set()
+    for tensor in tensors_in(inputs):
+        given_ids |= {id(tensor), id(tensor._base)}
     watched: set[object] = set()
     for tensor in tensors_in(output):
         # On the node, not the tensor: an in-place change of the output keeps its node in the graph.
-        # A
-        # change through a view makes a new node for the view, but keeps the base's.
+        # A change through a view makes a new node for the view, but keeps the base's.
         sources = [tensor] if tensor._base is None else [tensor, tensor._base]
         for source in sources:
             node = source.grad_fn
             if node is not None and node not in watched:
                 watched.add(node)
-                node.register_prehook(pre_backward)
+                node.register_prehook(may_begin if id(source) in given_ids else begins)
 
 
 def _watch_inputs(group: UnitGroup, runtime: Runtime, inputs: object) -> None:

@@ -8,6 +8,7 @@ any, is laid into flat state in the same places.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import weakref
@@ -178,6 +179,22 @@ def rebind(
 
 def _check_owners(runtime: Runtime, located: list[list[Location | None]]) -> None:
     wanted = {location for places in located for location in places}
+    if not _split_by(wanted, runtime):
+        return
+    gc.collect()  # an optimizer that nobody uses may live on in a cycle with its scheduler
+    if split := _split_by(wanted, runtime):
+        taken = [place for place in split if place in wanted]
+        names = [runtime.units[place.unit].spec.names[place.index] for place in taken]
+        raise ValueError(
+            "optimizer: expected parameters that no other optimizer updates, got "
+            f"{', '.join(names[:_NAMED])}, which another one holds together with "
+            f"{len(split) - len(taken)} more and would lose without notice; give each "
+            "parameter to one optimizer, or replace the other one as a whole"
+        )
+
+
+def _split_by(wanted: set[Location | None], runtime: Runtime) -> list[Location]:
+    """What an optimizer holds that would lose some of it, but not all, to one that has `wanted`."""
     held: dict[int, list[Location]] = {}
     for position, unit in enumerate(runtime.units):
         for run in unit.gradients.runs:
@@ -186,15 +203,9 @@ def _check_owners(runtime: Runtime, located: list[list[Location | None]]) -> Non
                 places = [Location(position, index) for index in run.indices]
                 held.setdefault(id(owner), []).extend(places)
     for places in held.values():
-        taken = [place for place in places if place in wanted]
-        if 0 < len(taken) < len(places):
-            names = [runtime.units[place.unit].spec.names[place.index] for place in taken]
-            raise ValueError(
-                "optimizer: expected parameters that no other optimizer updates, got "
-                f"{', '.join(names[:_NAMED])}, which another one holds together with "
-                f"{len(places) - len(taken)} more and would lose without notice; give each "
-                "parameter to one optimizer, or replace the other one as a whole"
-            )
+        if 0 < sum(place in wanted for place in places) < len(places):
+            return places
+    return []
 
 
 def _watch_steps(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:

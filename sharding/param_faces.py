@@ -1,7 +1,7 @@
 """The two faces of a unit's parameters, and which of them the modules show.
 
-full       plain parameters over the gathered buffer    inside the module's forward
-sharded    `ShardedTensor` over `main`                   everywhere else
+full       plain parameters over the gathered buffer    inside the module's forward and backward
+sharded    `ShardedTensor` over `main`                   everywhere else, also between the two
 """
 
 from __future__ import annotations

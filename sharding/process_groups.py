@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .errors import communicating
+
 _SECOND: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
@@ -124,6 +126,10 @@ def _second_communicator(group: dist.ProcessGroup, ranks: list[int]) -> dist.Pro
         # The user's time limit holds for both; not every backend tells its own.
         backend = group._get_backend(group._device_types[0])
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if dist.get_backend(group) == "gloo":
+            # Making a group waits for all of them however long it takes; gloo notices the dead.
+            with communicating("meeting of all ranks in fully_shard"):
+                dist.barrier(group)
         # Members alone take part, so that other ranks of a larger mesh need not call.
         known = dist.new_group(
             ranks, timeout=timeout, use_local_synchronization=True, group_desc="sidestream_reduce"

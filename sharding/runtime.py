@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.autograd.variable import Variable
 
 from ..buffers import BufferPool
@@ -20,8 +21,11 @@ from .backward_pass import BackwardPass
 from .collectives import Collectives
 from .lanes import Lane
 from .schedule import Kind, Trace
+from .structures import tensors_in
 from .unit import Unit, UnitState
-from .use_order import UnitGroup, UseOrder, find_ancestors
+from .use_order import UnitGroup, UseOrder
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +56,12 @@ class Runtime:
         self._gather_lane, self._reduce_lane = lanes
         self._options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
-        find_ancestors(groups)
         self._use_order = UseOrder(groups, self.prefetch)
         self._backward: BackwardPass | None = None
+        self._owners = {
+            unit.freed_storage: unit.spec.index for unit in self.units if unit.frees_parameters
+        }
+        self._lent: set[int] = set()
         # A graph of gradients reads the gathered parameters until a backward has run through it.
         self._keeps_gathered = False
         self._exchange_order = [unit.spec.index for unit in reversed(self.units)]
@@ -72,6 +79,9 @@ class Runtime:
         if self._runs_backward():
             return
         self._use_order.restart()
+        self._lent.clear()
+        for group in self.groups:
+            group.open_calls = 0  # an exception left them open
         if self._options.overlap_param_gather:
             # Replicated parameters stay: all gathers can be on their way at once. In the order of
             # registration, since ranks may have used the units in different orders.
@@ -81,9 +91,16 @@ class Runtime:
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "fully_shard: expected a forward outside torch.func, got one inside a transform "
+                "such as grad or vmap, which cannot follow gathers; use autograd"
+            )
         recompute = self._runs_backward()
         if recompute:
             self._begin_backward_of(group)
+        else:
+            group.open_calls += 1
         for unit in group.units:
             self._start_gather(unit)
         if not recompute:
@@ -96,12 +113,16 @@ class Runtime:
             self.trace.add(Kind.FORWARD, unit.spec.index)
         group.has_frozen = not all(unit.needs_reduction for unit in group.units)
 
-    def post_forward(self, group: UnitGroup) -> None:
+    def post_forward(self, group: UnitGroup, output: object) -> None:
         """The module of `group` has run."""
         if self._backward is not None:
             return
+        group.open_calls -= 1
+        if group.open_calls > 0:
+            return
         for unit in group.units:
             unit.faces.show_sharded()
+        self._note_lent(group, output)
         if not torch.is_grad_enabled():
             if group.is_root:
                 self.rest()
@@ -110,11 +131,28 @@ class Runtime:
         elif group.reshard_after_forward:
             self._retire(group.units)
 
+    def _note_lent(self, group: UnitGroup, output: object) -> None:
+        """Units whose memory an output is in, such as a slice of a position table, outlive the
+        module's forward; those of the root's output stay until the next forward.
+        """
+        if group.is_root:
+            self._lent.clear()
+        if self._owners:
+            for tensor in tensors_in(output):
+                # Other layouts and subclasses may have no storage; no parameter is one of them.
+                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                    owner = self._owners.get(tensor.untyped_storage()._cdata)
+                    if owner is not None:
+                        self._lent.add(owner)
+
     # ---- backward
 
-    def pre_backward(self, group: UnitGroup) -> None:
-        """The gradient of an output of `group`'s module is there: its backward begins."""
-        backward = self._begin_backward_of(group)
+    def pre_backward(self, group: UnitGroup, *, certain: bool = True) -> None:
+        """The gradient of an output of `group`'s module is there: its backward begins.
+
+        Unless `certain`: the output is an input of the module, so another module may have made it.
+        """
+        backward = self._begin_backward_of(group, certain=certain)
         for unit in group.units:
             self._start_gather(unit)
         for unit in self._use_order.with_backward[group.index]:
@@ -123,7 +161,7 @@ class Runtime:
         for unit in group.units:
             self._finish_gather(unit)
             # A checkpoint inside the module reads its parameters anew.
-            unit.show_full()
+            unit.faces.show_full()
 
     def unit_ready(self, unit: Unit) -> None:
         """All trainable parameters of `unit` have their gradients."""
@@ -141,9 +179,9 @@ class Runtime:
             self._backward.spend(group)
             self._retire(self._backward.take_spent())
 
-    def _begin_backward_of(self, group: UnitGroup) -> BackwardPass:
+    def _begin_backward_of(self, group: UnitGroup, *, certain: bool = True) -> BackwardPass:
         backward = self._enter_backward()
-        backward.current = group
+        backward.enter(group, certain=certain)
         # Units that are used once more after their gradients were complete: nothing else would
         # release them again.
         backward.spend(group)
@@ -154,13 +192,16 @@ class Runtime:
         """Whether a backward runs. One that an exception ended is forgotten."""
         if self._backward is None:
             return False
-        if self._backward.callback() is None:
+        # A device's thread may hold the callback a little longer than the caller sees the error.
+        if self._backward.callback() is None or torch._C._current_graph_task_id() == -1:
             self.recover()
             return False
         return True
 
     def _enter_backward(self) -> BackwardPass:
         if not self._runs_backward():
+            for unit in self.units:
+                unit.follow_requires_grad()
             callback = functools.partial(self._finish_backward)
             creates_graph = torch.is_grad_enabled()
             self._keeps_gathered |= creates_graph
@@ -190,6 +231,7 @@ class Runtime:
         self._keeps_gathered = keeps_gathered
         for group in self.groups:
             group.open_inputs = 0
+            group.open_calls = 0
         self.rest()
         self.pool.trim()
 
@@ -231,9 +273,11 @@ class Runtime:
 
     def mark_stale(self) -> None:
         """The optimizer stepped: what is gathered must be refreshed before its next use."""
-        self._keeps_gathered = False
         for unit in self.units:
             unit.mark_stale()
+        if self._keeps_gathered:
+            self._keeps_gathered = False
+            self.rest()
 
     def check_reduced(self, caller: str) -> None:
         """Refuse to use gradients that were never exchanged.
@@ -251,10 +295,9 @@ class Runtime:
 
     def before_optimizer_step(self) -> None:
         """The optimizer is about to change the main parameters; raises as `check_reduced` does."""
+        # An unfinished gather still reads what the optimizer writes.
+        self.settle()
         self.check_reduced("optimizer.step")
-        for unit in self.units:
-            # An unfinished gather still reads what the optimizer writes.
-            self._finish_gather(unit)
 
     # ---- gathers
 
@@ -275,9 +318,10 @@ class Runtime:
             self.trace.add(Kind.FINISH_GATHER, unit.spec.index)
 
     def _retire(self, units: Sequence[Unit]) -> None:
-        """`units` have done their work, unless a graph of gradients may read them."""
+        """`units` have done their work, unless a graph of gradients or an output may read them."""
         for unit in units:
             unit.faces.show_sharded()
-            if unit.state is UnitState.GATHERED and not self._keeps_gathered:
+            kept = self._keeps_gathered or unit.spec.index in self._lent
+            if unit.state is UnitState.GATHERED and not kept:
                 unit.release()
                 self.trace.add(Kind.RELEASE, unit.spec.index)

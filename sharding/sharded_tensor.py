@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..buffers.boxes import Box, interval_boxes
 from .collectives import start_all_gather
 from .elementwise import dispatch
+from .errors import communicating
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -167,7 +168,11 @@ class ShardedTensor(torch.Tensor):
         return self.local
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor [shape], new and plain, on every rank of the group (a collective)."""
+        """The whole tensor [shape], new and plain, on every rank of the group (a collective).
+
+        Raises:
+            CommunicationError: the gather failed, for example because a rank died.
+        """
         full = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
         if all(interval == (0, self.numel()) for interval in self.intervals):
             return full.copy_(self.local).view(self.shape)
@@ -177,9 +182,10 @@ class ShardedTensor(torch.Tensor):
         parts = part.new_empty(len(numels), len(part))
         # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
         assert self.group is not None, "several intervals need a process group"
-        start_all_gather(
-            self.group, parts.view(-1).view(torch.uint8), part.view(torch.uint8)
-        ).wait()
+        with communicating(f"gather of parameter {self.name!r}"):
+            start_all_gather(
+                self.group, parts.view(-1).view(torch.uint8), part.view(torch.uint8)
+            ).wait()
         for (start, stop), received in zip(self.intervals, parts, strict=True):
             full[start:stop] = received[: stop - start]
         covered = sum(stop - start for start, stop in set(self.intervals))
@@ -243,6 +249,13 @@ class ShardedTensor(torch.Tensor):
     def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
         """Refused: autograd never sees a sharded parameter."""
         raise RuntimeError(self._no_hooks("register_post_accumulate_grad_hook"))
+
+    def share_memory_(self) -> NoReturn:
+        """Refused: the memory of a unit's parameters is its own."""
+        raise RuntimeError(
+            f"share_memory_: {self.describe()} lies in memory that its unit manages, which cannot "
+            "be moved; share the model before fully_shard"
+        )
 
     def _no_hooks(self, method: str) -> str:
         return (

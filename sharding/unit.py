@@ -191,17 +191,23 @@ class Unit:
             RuntimeError: somebody replaced a parameter of a module, or froze some of those that
                 share one flat optimizer parameter.
         """
-        if self._flags_changed:
-            # First, so that after an error the modules still show what the user can mend.
-            self._follow_requires_grad()
-            self._flags_changed = False
+        # First, so that after an error the modules still show what the user can mend.
+        self.follow_requires_grad()
         self.faces.show_full()
 
     def requires_grad_changed(self) -> None:
         """A sharded parameter was frozen or unfrozen, which counts from its next use on."""
         self._flags_changed = True
 
-    def _follow_requires_grad(self) -> None:
+    def follow_requires_grad(self) -> None:
+        """Freeze and unfreeze what the sharded parameters were, if any were; raises `RuntimeError`
+        as `show_full` does.
+        """
+        if self._flags_changed:
+            self._freeze_and_unfreeze()
+            self._flags_changed = False
+
+    def _freeze_and_unfreeze(self) -> None:
         sharded, names = self.faces.sharded, self.spec.names
         stretches: dict[int, list[int]] = {}
         for run in self.gradients.runs:
@@ -237,6 +243,11 @@ class Unit:
     def frees_parameters(self) -> bool:
         """Whether the full parameters are freed between two uses (ZeRO-3)."""
         return self._frees
+
+    @property
+    def freed_storage(self) -> int:
+        """Identifies the storage of the full parameters."""
+        return self._storage._cdata
 
     @property
     def is_fresh(self) -> bool:
@@ -332,8 +343,9 @@ class Unit:
         """Clear (None) or overwrite the reduced gradient of one parameter."""
         index = self._indices[id(sharded)]
         if value is not None:
-            self.gradients.show_tensor(index)
-            self._grad_view(index).copy_(value)
-            self.gradients.note_versions()
+            with self.gradients.editing():
+                self.gradients.show_tensor(index)
+                self._grad_view(index).copy_(value)
         elif self.gradients.has_tensor(index):
-            self.gradients.clear_tensor(index, self._grad_view(index))
+            with self.gradients.editing():
+                self.gradients.clear_tensor(index, self._grad_view(index))

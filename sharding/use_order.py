@@ -1,4 +1,4 @@
-"""The order in which the forward uses a model's groups, and what to gather ahead of each.
+"""Groups of units, the order in which the forward uses them, and what to gather ahead of each.
 
 The order is recorded in every forward and only ever a hint: a forward in another order is slower,
 not wrong.
@@ -23,7 +23,10 @@ class UnitGroup:
     is_root: bool
     ancestors: frozenset[int] = frozenset()
     """Indices of the groups whose modules contain this one's."""
+    open_calls: int = 0
+    """Calls of the module that have not returned: more than one where it calls itself."""
     open_inputs: int = 0
+    """Calls whose inputs still wait for their gradients, counted while `has_frozen`."""
     has_frozen: bool = False
     """Whether parameters were frozen in its last forward: no gradient says when they are done."""
 
@@ -71,15 +74,3 @@ class UseOrder:
 
 def _units_that_move(groups: Iterable[UnitGroup]) -> list[Unit]:
     return [unit for group in groups for unit in group.units if unit.frees_parameters]
-
-
-def find_ancestors(groups: Sequence[UnitGroup]) -> None:
-    """Fill in `ancestors` from the groups' names, which are paths in the module tree."""
-    index_of = {group.name: group.index for group in groups}
-    for group in groups:
-        found, path = set(), group.name
-        while path:
-            path = path.rpartition(".")[0]
-            if path in index_of:
-                found.add(index_of[path])
-        group.ancestors = frozenset(found)

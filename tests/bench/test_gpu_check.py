@@ -35,6 +35,11 @@ def test_dry_run_is_labelled_and_measures_every_case(tmp_path, capsys):
     assert report["label"] == gpu_check.DRY_LABEL
     cases = {row["case"] for row in report["kernels"] if row["candidate"] == "sidestream"}
     assert {"pack bf16 -> fp32 accumulate", "reduce world 8 bf16 -> fp32"} <= cases
+    assert {"quantize_mx e4m3", "reduce_messages world 8 mxfp8", "adamw bf16 -> bf16"} <= cases
+    ours = [row for row in report["kernels"] if row["candidate"] == "sidestream"]
+    targets = {row["case"]: row["target_percent"] for row in ours}
+    assert targets["quantize_nvfp4"] == pytest.approx(70.0)
+    assert targets["quantize_nvfp4 SR"] == pytest.approx(60.0)
     assert report["kernels"][0]["percent_of_copy"] == pytest.approx(100.0)
     assert "not a measurement" in capsys.readouterr().out
 
@@ -53,7 +58,7 @@ def test_a_wrong_kernel_has_no_times(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_kernels, "reduce_", lambda out, parts, accumulate: out.fill_(1.0))
     code, report = _run(tmp_path)
     assert code == 1
-    assert not any(row["case"].startswith("reduce") for row in report["kernels"])
+    assert not any(row["case"].startswith("reduce world") for row in report["kernels"])
     assert any(row["case"].startswith("pack") for row in report["kernels"])
     failed = [step for step in report["steps"] if step["status"] == "failed"]
     assert "reduce world 2" in failed[0]["detail"]

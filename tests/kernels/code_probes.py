@@ -65,36 +65,3 @@ def amax_probe(values, found, ROWS: tl.constexpr, NUMEL: tl.constexpr):
     rows = tl.arange(0, ROWS)
     x = tl.load(values + rows[:, None] * NUMEL + tl.arange(0, NUMEL)[None, :])
     tl.store(found + rows, device.amax(x, 1))
-
-
-@triton.jit
-def mx_probe(
-    values,
-    codes,
-    scales,
-    seed,
-    ELEMENT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """What a kernel of full MX blocks costs: BF16 in, codes and E8M0 scales out."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    lanes = tl.arange(0, BLOCK)
-    loaded = tl.load(tl.multiple_of(values + start + lanes, 16)).to(tl.float32)
-    x = tl.reshape(loaded, [BLOCK // 32, 32])
-    byte = device.scale_byte(device.amax(x, 1), ELEMENT, "rceil")
-    x = x * device.reciprocal_e8m0(byte)[:, None]
-    tl.store(scales + start // 32 + tl.arange(0, BLOCK // 32), byte)
-    if ELEMENT == "e4m3":
-        code = tl.reshape(device.encode_e4m3(x, HARDWARE), [BLOCK])
-        tl.store(tl.multiple_of(codes + start + lanes, 16), code)
-    else:
-        if STOCHASTIC:
-            places = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-            bits = device.noise_of_block(seed, start // 16, places)
-            code = device.encode_e2m1_stochastic(x, bits)
-        else:
-            code = device.encode_e2m1(x)
-        packed = tl.reshape(device.pack_nibbles(code), [BLOCK // 2])
-        tl.store(tl.multiple_of(codes + start // 2 + tl.arange(0, BLOCK // 2), 16), packed)

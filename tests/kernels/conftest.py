@@ -1,20 +1,32 @@
-"""The tests of the low-precision and optimizer kernels run on request: `make test-kernels`.
+"""Owns what the tests of kernels share: the interpreter's run, begun early, and the table."""
 
-They compare with ml_dtypes and torchao, which `make test` does not install.
-"""
+from collections.abc import Callable, Iterator
 
-import os
+import pytest
 
-collect_ignore = (
-    []
-    if os.environ.get("SIDESTREAM_KERNEL_SUITE") == "1"
-    else [
-        f"test_{name}.py"
-        for name in (
-            *("aot_mx", "aot_nvfp4", "block_formats", "cast", "cast_kernels", "casts_on_gpu"),
-            *("codes", "device_codes", "flat_adamw", "flat_sgd", "fp8_kernels", "fp8_scaling"),
-            *("hadamard", "mx", "mx_torchao", "noise", "norm", "nvfp4", "ops_nvfp4"),
-            *("optim_aot", "swizzle"),
-        )
-    ]
-)
+from sidestream.tests.kernels import costs, interpreter
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Callable | None]:
+    """The run of `interpreted/`: it takes a core while the other tests here compile on another."""
+    if not any(item.path.name == "test_interpreted.py" for item in request.session.items):
+        yield None
+        return
+    with interpreter.running() as result:
+        yield result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What the tests of a file compile, made in part before they ask for it."""
+    with costs.ahead(getattr(request.module, "compiled_ahead", list)()):
+        yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the compiled kernels cost, beside what they may."""
+    lines = costs.table_lines()
+    if lines:
+        terminalreporter.section("kernels compiled for sm_90")
+        terminalreporter.write_line("\n".join(lines))

@@ -44,6 +44,15 @@ def naive_reduce(out, parts, scale=1.0, accumulate=False):
     return naive_move(out, total, scale, accumulate)
 
 
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """`assert_same_bits`, or where an element is one byte, the same bytes: on any devices."""
+    if expected.element_size() == 1:
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual.detach().cpu().view(torch.uint8), expected.view(torch.uint8))
+    else:
+        assert_same_bits(actual, expected)
+
+
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal to the last bit and the sign of zero; any NaN equals any NaN."""
     assert actual.dtype == expected.dtype

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sidestream.kernels import codes, reference_fp8
 from sidestream.kernels.formats import E4M3, E5M2
-from sidestream.kernels.fp8_scaling import dequantize_fp8, quantize_fp8, update_scales_
+from sidestream.kernels.fp8_scaling import dequantize_fp8, quantize_fp8, update_fp8_scales_
 from sidestream.tests.kernels.oracle import assert_same_bits
 
 SCALINGS = pytest.mark.parametrize("scaling", ["tensor", "row", "1x128", "128x128"])
@@ -225,15 +225,15 @@ def test_delayed_scaling_step_by_step():
         _, inverse = quantize_fp8(torch.tensor(values), scale=scales[tensor], amax=amax)
         assert inverse == 1.0
     assert history[:, 0].tolist() == [4.0, 0.0, math.inf]
-    update_scales_(history, scales, margin=1)
+    update_fp8_scales_(history, scales, margin=1)
     assert scales.tolist() == [56.0, 1.0, 1.0]
     assert history.tolist() == [[0.0, 0.0, 4.0], [0.0, 0.0, 0.0], [0.0, 0.0, math.inf]]
     history[:, 0] = torch.tensor([8.0, 7.0, 7.0])
-    update_scales_(history, scales, margin=1)
+    update_fp8_scales_(history, scales, margin=1)
     assert scales.tolist() == [28.0, 32.0, 1.0]
     assert history.tolist() == [[0.0, 4.0, 8.0], [0.0, 0.0, 7.0], [0.0, math.inf, 7.0]]
     history[:, 0] = torch.tensor([1.0, 0.0, 3.5])
-    update_scales_(history, scales, margin=1, algorithm="most_recent")
+    update_fp8_scales_(history, scales, margin=1, algorithm="most_recent")
     assert scales.tolist() == [224.0, 32.0, 64.0]
     assert history[0].tolist() == [0.0, 8.0, 1.0]
 
@@ -241,10 +241,10 @@ def test_delayed_scaling_step_by_step():
 def test_delayed_scaling_at_the_edges():
     history = torch.tensor([[1e-40], [math.nan], [57344.0]])
     scales = torch.tensor([2.0, 3.0, 4.0])
-    update_scales_(history, scales, element="e5m2")
+    update_fp8_scales_(history, scales, element="e5m2")
     assert scales.tolist() == [MAX_FP32, 3.0, 1.0]
     assert history.tolist() == [[0.0]] * 3
-    update_scales_(torch.empty(0, 4), torch.empty(0))
+    update_fp8_scales_(torch.empty(0, 4), torch.empty(0))
 
 
 def test_a_given_scale_is_used_as_it_is():
@@ -306,20 +306,20 @@ REFUSALS = {
         r"scale_inv: expected shape \(\), got \(4,\)",
     ),
     "history": (
-        lambda: update_scales_(torch.ones(3), torch.ones(3)),
+        lambda: update_fp8_scales_(torch.ones(3), torch.ones(3)),
         r"amax_history: expected shape \(tensors, length\) with length 1 to 16384, got \(3,\)",
     ),
-    "no history": (lambda: update_scales_(torch.ones(3, 0), torch.ones(3)), r"got \(3, 0\)"),
+    "no history": (lambda: update_fp8_scales_(torch.ones(3, 0), torch.ones(3)), r"got \(3, 0\)"),
     "scales": (
-        lambda: update_scales_(torch.ones(3, 2), torch.ones(2)),
+        lambda: update_fp8_scales_(torch.ones(3, 2), torch.ones(2)),
         r"scales: expected shape \(3,\), got \(2,\)",
     ),
     "margin": (
-        lambda: update_scales_(torch.ones(3, 2), torch.ones(3), margin=-1),
+        lambda: update_fp8_scales_(torch.ones(3, 2), torch.ones(3), margin=-1),
         r"margin: expected 0 to 100, got -1",
     ),
     "algorithm": (
-        lambda: update_scales_(torch.ones(3, 2), torch.ones(3), algorithm="mean"),
+        lambda: update_fp8_scales_(torch.ones(3, 2), torch.ones(3), algorithm="mean"),
         r"algorithm: expected one of max, most_recent, got 'mean'",
     ),
 }
@@ -344,7 +344,7 @@ def test_opcheck():
     arguments = (torch.empty(4, 130), found, inverse, "1x128")
     torch.library.opcheck(ops.dequantize_fp8_.default, arguments, test_utils=tests)
     torch.library.opcheck(
-        ops.update_scales_.default, (torch.rand(3, 4), torch.ones(3), "e4m3", 0, "max")
+        ops.update_fp8_scales_.default, (torch.rand(3, 4), torch.ones(3), "e4m3", 0, "max")
     )
 
 

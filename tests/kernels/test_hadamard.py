@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sidestream.kernels import reference_hadamard
-from sidestream.kernels.ops_nvfp4 import hadamard16
+from sidestream.kernels.nvfp4_ops import hadamard16
 from sidestream.tests.kernels import nvfp4_cases, oracle
 
 DTYPES = pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)

@@ -17,10 +17,10 @@ def scales_of(shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layout_is_torchao_s(shape):
     scales = scales_of(shape)
-    swizzled = swizzle.swizzle(scales)
+    swizzled = swizzle.swizzle_scales(scales)
     assert swizzled.numel() == swizzle.swizzled_numel(*shape)
     assert torch.equal(swizzled, to_blocked(scales).flatten())
-    assert torch.equal(swizzle.unswizzle(swizzled, *shape), scales)
+    assert torch.equal(swizzle.unswizzle_scales(swizzled, *shape), scales)
     assert torch.equal(from_blocked(swizzled, *shape), scales)
     assert int(swizzled.eq(0).sum()) == swizzled.numel() - scales.numel()
 
@@ -35,29 +35,31 @@ def test_golden_places():
 
 def test_tensors_of_more_and_fewer_dimensions():
     scales = scales_of((3, 50, 6))
-    swizzled = swizzle.swizzle(scales.view(torch.float8_e8m0fnu))
+    swizzled = swizzle.swizzle_scales(scales.view(torch.float8_e8m0fnu))
     assert swizzled.dtype is torch.float8_e8m0fnu
-    assert torch.equal(swizzled.view(torch.uint8), swizzle.swizzle(scales.view(150, 6)))
-    assert torch.equal(swizzle.swizzle(scales[0, 0]), swizzle.swizzle(scales[0, :1]))
+    assert torch.equal(swizzled.view(torch.uint8), swizzle.swizzle_scales(scales.view(150, 6)))
+    assert torch.equal(swizzle.swizzle_scales(scales[0, 0]), swizzle.swizzle_scales(scales[0, :1]))
     transposed = scales_of((6, 200)).t()
-    assert torch.equal(swizzle.swizzle(transposed), swizzle.swizzle(transposed.contiguous()))
+    assert torch.equal(
+        swizzle.swizzle_scales(transposed), swizzle.swizzle_scales(transposed.contiguous())
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)], ids=str)
 def test_nothing_is_nothing(shape):
-    swizzled = swizzle.swizzle(torch.empty(shape, dtype=torch.uint8))
+    swizzled = swizzle.swizzle_scales(torch.empty(shape, dtype=torch.uint8))
     assert swizzled.shape == (0,)
-    assert swizzle.unswizzle(swizzled, *shape).shape == shape
+    assert swizzle.unswizzle_scales(swizzled, *shape).shape == shape
 
 
 def test_bad_arguments_say_what_is_expected():
     with pytest.raises(
         ValueError, match=r"scales: expected a dtype of one byte, got torch.float32"
     ):
-        swizzle.swizzle(torch.zeros(4, 4))
+        swizzle.swizzle_scales(torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"scales: expected \[\.\.\., columns\], got a scalar"):
-        swizzle.swizzle(torch.zeros((), dtype=torch.uint8))
+        swizzle.swizzle_scales(torch.zeros((), dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"swizzled: expected 512 .* of 3 rows of 4 blocks, got"):
-        swizzle.unswizzle(torch.zeros(511, dtype=torch.uint8), 3, 4)
+        swizzle.unswizzle_scales(torch.zeros(511, dtype=torch.uint8), 3, 4)
     with pytest.raises(ValueError, match=r"rows: expected 0 or more, got -1"):
-        swizzle.unswizzle(torch.zeros(512, dtype=torch.uint8), -1, 4)
+        swizzle.unswizzle_scales(torch.zeros(512, dtype=torch.uint8), -1, 4)

@@ -1,5 +1,8 @@
 """Tile tables: every element in exactly one tile, alignment told right, a cache that is bounded."""
 
+import weakref
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,3 +75,51 @@ def test_cache_keeps_a_table_larger_than_itself():
     table = cache.get(_keys(2), TILE_BYTES, torch.device("cpu"))
     assert cache.get(_keys(2), TILE_BYTES, torch.device("cpu")) is table
     assert len(cache) == 1
+
+
+@pytest.fixture
+def _capturing(monkeypatch):
+    """A cache whose tables a graph takes; memory for its copies is there, as after any step."""
+    staging = tables._Staging()
+    staging.reserve()
+    monkeypatch.setattr(tables, "_staging", staging)
+    monkeypatch.setattr(tables, "is_capturing", lambda device: True)
+
+
+@pytest.mark.usefixtures("_capturing")
+def test_a_graph_s_table_is_kept_and_nobody_else_gets_it(monkeypatch):
+    cache, device = tables.TableCache(), torch.device("cpu")
+    first = cache.get(_keys(2), TILE_BYTES, device)
+    second = cache.get(_keys(2), TILE_BYTES, device)
+    assert first.entries.data_ptr() != second.entries.data_ptr()
+    assert torch.equal(first.entries, tables.table_entries(_keys(2), TILE_BYTES)[0])
+    assert (first.tiles_at, first.num_tiles) == (2 * tables.ROW_FIELDS, 2)
+    monkeypatch.setattr(tables, "is_capturing", lambda device: False)
+    eager = cache.get(_keys(2), TILE_BYTES, device)
+    assert eager.entries.data_ptr() not in {first.entries.data_ptr(), second.entries.data_ptr()}
+    assert len(cache) == 1
+
+
+def test_a_graph_takes_a_table_that_is_there_and_it_lasts(monkeypatch):
+    cache, device = tables.TableCache(max_numel=20), torch.device("cpu")
+    table = cache.get(_keys(2), TILE_BYTES, device)
+    reference = weakref.ref(table.entries)
+    monkeypatch.setattr(tables, "is_capturing", lambda device: True)
+    assert cache.get(_keys(2), TILE_BYTES, device) is table
+    monkeypatch.setattr(tables, "is_capturing", lambda device: False)
+    del table
+    cache.get(_keys(2, address=1024), TILE_BYTES, device)
+    assert len(cache) == 1  # dropped from there, as there was no room, and yet alive
+    assert reference() is not None
+
+
+@pytest.mark.usefixtures("_capturing")
+def test_a_graph_without_room_for_its_table_is_refused(monkeypatch):
+    cache, device = tables.TableCache(), torch.device("cpu")
+    monkeypatch.setattr(tables, "STAGED_NUMEL", 20)
+    cache.get(_keys(2), TILE_BYTES, device)
+    with pytest.raises(RuntimeError, match=r"14 entries, .*make a step with these tensors before"):
+        cache.get(_keys(2, address=1024), TILE_BYTES, device)
+    monkeypatch.setattr(tables, "_staging", tables._Staging())
+    with pytest.raises(RuntimeError, match="got 0 of 20"):
+        cache.get(_keys(2), TILE_BYTES, device)

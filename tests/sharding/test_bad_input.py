@@ -225,6 +225,21 @@ def test_refuses_gradient_hooks_on_sharded_parameters(method: str) -> None:
         getattr(model.head.weight, method)(print)
 
 
+def test_refuses_to_share_memory() -> None:
+    model = Transformer()
+    ss.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"share_memory_: sharded parameter 'embedding.weight'"):
+        model.share_memory()
+
+
+def test_refuses_torch_func_and_goes_on() -> None:
+    model = nn.Linear(3, 2)
+    ss.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"expected a forward outside torch.func"):
+        torch.func.grad(lambda x: model(x).sum())(torch.ones(3))
+    assert model(torch.ones(3)).shape == (2,)
+
+
 def test_refuses_to_clip_what_was_only_accumulated() -> None:
     model = Transformer()
     ss.fully_shard(model, fsdp_unit_modules=[Block])
@@ -284,6 +299,8 @@ def test_refuses_arguments_of_clip_and_companions() -> None:
         ss.clip_grad_norm_(model, -1.0)
     with pytest.raises(ValueError, match=r"norm_type: expected"):
         ss.clip_grad_norm_(model, 1.0, norm_type=0.5)
+    with pytest.raises(ValueError, match=r"got a NoneType"), ss.no_sync(None):  # type: ignore
+        pass
     with pytest.raises(ValueError, match=r"got a Block"):
         ss.summary(model.blocks[0])
     with pytest.raises(TypeError, match=r"grad_comm_dtype: expected None"):

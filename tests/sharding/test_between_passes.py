@@ -98,9 +98,10 @@ def after_a_failed_backward(rank: int, world_size: int, zero: int) -> None:
     failed_backward(twins, 1)
     twins.train(parts_alone, SHAPE, steps=2)
     loss = square_loss(twins.sharded, twins.data(4, *SHAPE)[rank])
-    # Its own forward is long past.
+    # Its own forward is past, and what comes next is a backward.
+    twins.sharded[1].fails = True
     failed_loss = square_loss(twins.sharded, twins.data(9, *SHAPE)[rank])
-    failed_loss.register_hook(_fail)
+    twins.sharded[1].fails = False
     with pytest.raises(ArithmeticError):
         failed_loss.backward()
     loss.backward()
@@ -113,7 +114,7 @@ def after_a_failed_backward(rank: int, world_size: int, zero: int) -> None:
 
 def accumulated_gradients_changed_in_place(rank: int, world_size: int, zero: int) -> None:
     twins = make_twins(rank, world_size, zero)
-    for edit in ("optimizer", "module", "scaled", "after an exchange"):
+    for edit in ("optimizer", "module", "scaled", "one of them", "after an exchange"):
         if edit == "after an exchange":
             square_loss(twins.sharded, twins.data(0, *SHAPE)[rank]).backward()
         with ss.no_sync(twins.sharded):
@@ -123,6 +124,9 @@ def accumulated_gradients_changed_in_place(rank: int, world_size: int, zero: int
         elif edit == "scaled":
             for param in twins.sharded.parameters():
                 param.grad.mul_(0.5)
+        elif edit == "one of them":
+            twins.sharded[0].weight.grad.zero_()
+            twins.sharded[0].bias.grad = torch.zeros(6)
         else:
             twins.optimizer.zero_grad(set_to_none=False)
         with pytest.raises(RuntimeError, match=r"unit .*changed in place.*set_to_none=True"):

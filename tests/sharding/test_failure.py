@@ -4,9 +4,12 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+import sidestream as ss
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 from sidestream.tests.sharding.trainer import Job, build, run_step
 
@@ -24,6 +27,38 @@ def dies(rank: int, world_size: int, zero: int, where: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         model.blocks[1].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     run_step(model, optimizer, job, 1, rank, world_size)
+
+
+def dies_between_steps(rank: int, world_size: int, call: str, path: str) -> None:
+    job = Job(zero=3)
+    model = None if call == "fully_shard" else build(job)[0]
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if model is None:
+        build(job)
+    elif call == "full_state_dict":
+        ss.full_state_dict(model)
+    else:
+        ss.save_checkpoint(path, model)
+
+
+CALLS = {
+    "fully_shard": "meeting of all ranks in fully_shard",
+    "full_state_dict": "gather of parameter '",
+    "save_checkpoint": "agreement on the checkpoint",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_killed_rank_ends_collectives_outside_a_step(call: str, tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(dies_between_steps, 3, call, str(tmp_path / "c"), timeout_s=60)
+    assert time.monotonic() - start < LIMIT_S
+    for rank in (0, 2):
+        text = caught.value.failures[rank]
+        assert re.search(rf"CommunicationError: rank {rank}: {CALLS[call]}.*failed", text), text
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,57 @@ class ChecksUnitsTwice(nn.Module):
         return x
 
 
-def in_a_stack(*units: Unit) -> nn.Sequential:
+class Passes(nn.Module):
+    """Returns what it was given, as it came, as layers that are dropped do, or changed in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.scale, self.in_place = nn.Parameter(torch.ones(())), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.scale) if self.in_place else x
+
+
+class Position(nn.Module):
+    """Its output is a part of its parameter, not a result computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(9, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[: len(x)]
+
+
+class AddsPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.unit = Position(), Unit()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        position = self.position(x)
+        return self.unit(x) * position, position
+
+
+class CallsItself(Unit):
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return self.linear(self(x, depth - 1) if depth else x)
+
+
+class KnownByTwoNames(nn.Module):
+    """`outer` contains `inner`, which was registered under a name outside of it first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, outer = nn.Linear(WIDTH, WIDTH), Around()
+        self.inner, self.outer = outer.inner, outer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.first(x))
+
+
+def in_a_stack(*units: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *units, nn.Linear(WIDTH, 3))
 
 
@@ -114,8 +164,39 @@ def detached_uses(rank: int, world_size: int, zero: int) -> None:
         in_a_stack(MultipliesDetached(), MultipliesDetached()),
         in_a_stack(Around(), Unit()),
         CalledTwice(),
+        # The unit's output is the root's.
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), MultipliesDetached()),
+        KnownByTwoNames(),
+        in_a_stack(CallsItself(), Unit()),
     ):
         Twins(rank, world_size, model, zero, [Unit]).train(square_loss, (4, WIDTH))
+
+
+def units_that_return_their_input(rank: int, world_size: int, zero: int) -> None:
+    for in_place in (False, True):
+        for before in (MultipliesDetached(), ScalesDetached()):
+            model = in_a_stack(before, Passes(in_place), Unit())
+            twins = Twins(rank, world_size, model, zero, [Unit, Passes])
+            twins.train(square_loss, (4, WIDTH))
+
+
+def units_that_return_their_parameters(rank: int, world_size: int, zero: int) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[0].square().mean()
+
+    twins = Twins(rank, world_size, AddsPositions(), zero, [Unit, Position])
+    for step in range(3):
+        twins.backward(loss, twins.data(step, 4, WIDTH))
+        twins.step()
+    twins.check_params()
+    x = twins.data(5, 4, WIDTH)[rank]
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            for got, expected in zip(twins.sharded(x), twins.plain(x), strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    output, position = twins.sharded(x)
+    output.sum().backward()
+    torch.testing.assert_close(position, twins.plain(x)[1], rtol=1e-5, atol=1e-6)
 
 
 def checkpoints_inside_units(rank: int, world_size: int, zero: int) -> None:
@@ -182,6 +263,9 @@ def a_graph_that_nobody_uses(rank: int, world_size: int, zero: int) -> None:
         assert unit.gradients.main_grad.grad_fn is None, "the sum is no part of the graph"
     twins.step()
     twins.train(square_loss, (4, WIDTH))
+    square_loss(twins.sharded, twins.data(7, 4, WIDTH)[rank]).backward(create_graph=True)
+    twins.optimizer.step()
+    twins.check_at_rest()
 
 
 def run_case(rank: int, world_size: int, name: str) -> None:
@@ -192,6 +276,8 @@ def run_case(rank: int, world_size: int, name: str) -> None:
 
 CASES = [
     detached_uses,
+    units_that_return_their_input,
+    units_that_return_their_parameters,
     checkpoints_inside_units,
     units_in_two_reentrant_checkpoints,
     gradient_penalties,

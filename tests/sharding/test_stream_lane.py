@@ -183,13 +183,16 @@ def test_gradients_must_be_held_until_the_pack_has_ended() -> None:
 
 def allocating_on(stream: Stream, machine: Machine) -> Any:
     """A pool whose memory belongs to `stream`, whichever is current."""
-    grow = BufferPool.grow
 
-    def grow_on_stream(*arguments: Any) -> None:
-        with machine.on(stream):
-            grow(*arguments)
+    def on_stream(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with machine.on(stream):
+                return method(*arguments)
 
-    return mock.patch.object(BufferPool, "grow", grow_on_stream)
+        return call
+
+    methods = {"grow": on_stream(BufferPool.grow), "lease": on_stream(BufferPool.lease)}
+    return mock.patch.multiple(BufferPool, **methods)
 
 
 def abandon(zero: int, *, on_compute_stream: bool = False) -> list[str]:
@@ -244,7 +247,8 @@ def test_the_optimizer_waits_for_gathers_under_way() -> None:
         assert step_after_failed_forward()
 
 
-def test_new_memory_may_be_filled_at_once() -> None:
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_new_memory_may_be_filled_at_once(job: Job) -> None:
     machine = Racing(fills=True)
-    run(machine, Job(zero=3))
+    run(machine, job)
     assert set(machine.hazards) == set()

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from sidestream.kernels import cast, cast_kernels, codes, reference_cast
+from sidestream.kernels import cast_kernels, cast_ops, codes, reference_cast
 from sidestream.kernels.formats import E4M3
 from sidestream.tests.kernels import code_cases
 from sidestream.tests.kernels.oracle import assert_same_bits
 
 POISON = 0xAB
-FORMATS = pytest.mark.parametrize("to", cast.DTYPES)
-MODES = [(to, False) for to in cast.DTYPES] + [(to, True) for to in cast.STOCHASTIC]
+FORMATS = pytest.mark.parametrize("to", cast_ops.DTYPES)
+MODES = [(to, False) for to in cast_ops.DTYPES] + [(to, True) for to in cast_ops.STOCHASTIC]
 MODE_IDS = [f"{to}-{'stochastic' if stochastic else 'nearest'}" for to, stochastic in MODES]
 # The FP32 inputs are more than 2 blocks and a tail; first indices start and do not start a group.
 FIRST = {True: 2**33 + 7, False: 0}
@@ -24,9 +24,9 @@ def inside(shape, dtype, start=16):
 
 
 def check_cast(x, to, stochastic, first_index, start=16):
-    shape = cast._packed_shape(x.shape) if to == "e2m1" else x.shape
-    out, memory = inside(shape, cast.DTYPES[to], start)
-    expected, expected_memory = inside(shape, cast.DTYPES[to], start)
+    shape = cast_ops._packed_shape(x.shape) if to == "e2m1" else x.shape
+    out, memory = inside(shape, cast_ops.DTYPES[to], start)
+    expected, expected_memory = inside(shape, cast_ops.DTYPES[to], start)
     arguments = (x, to, stochastic, code_cases.SEED, first_index)
     cast_kernels.cast_(out, *arguments)
     reference_cast.cast_(expected, *arguments)
@@ -76,9 +76,9 @@ def test_bits_do_not_depend_on_the_block(monkeypatch):
 @FORMATS
 def test_cast_back(to, dtype):
     if to in ("bf16", "fp16"):
-        stored = code_cases.every_bf16()[::15].to(cast.DTYPES[to])
+        stored = code_cases.every_bf16()[::15].to(cast_ops.DTYPES[to])
     else:
-        stored = torch.arange(4096 + 256).to(torch.uint8).view(cast.DTYPES[to])
+        stored = torch.arange(4096 + 256).to(torch.uint8).view(cast_ops.DTYPES[to])
     shape = (2 * len(stored),) if to == "e2m1" else stored.shape
     for source, start in ((stored, 16), (stored[1:300], 16 + dtype.itemsize)):
         shape = (2 * len(source),) if to == "e2m1" else source.shape

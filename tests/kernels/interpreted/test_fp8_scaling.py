@@ -119,8 +119,8 @@ def test_update_scales(length, algorithm):
     history[4, 0], history[5] = 0.0, 1e-45
     scales = torch.arange(12.0)
     expected_history, expected = history.clone(), scales.clone()
-    fp8_launch.update_scales_(history, scales, "e4m3", 3, algorithm)
-    reference_fp8.update_scales_(expected_history, expected, "e4m3", 3, algorithm)
+    fp8_launch.update_fp8_scales_(history, scales, "e4m3", 3, algorithm)
+    reference_fp8.update_fp8_scales_(expected_history, expected, "e4m3", 3, algorithm)
     assert_same_bits(history, expected_history)
     assert_same_bits(scales, expected)
     assert not scales.equal(torch.arange(12.0))

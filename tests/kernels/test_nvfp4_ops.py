@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sidestream.kernels.ops_nvfp4 import dequantize_nvfp4, hadamard16, quantize_nvfp4
+from sidestream.kernels.nvfp4_ops import dequantize_nvfp4, hadamard16, quantize_nvfp4
 from sidestream.tests.kernels import nvfp4_cases
 
 UNIT = torch.tensor(2688.0)

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sidestream.kernels import codes, noise, reference_cast
-from sidestream.kernels.cast import DTYPES, STOCHASTIC, cast, cast_back
+from sidestream.kernels.cast_ops import DTYPES, STOCHASTIC, cast, cast_back
 from sidestream.kernels.formats import E2M1, E4M3, ELEMENT_FORMATS
 from sidestream.tests.kernels import code_cases
 from sidestream.tests.kernels.oracle import assert_same_bits

@@ -74,7 +74,7 @@ def quantize_nvfp4(
     element's index, which is `first_index` for the first of x: so shards round as the whole does.
     variant: "te", TransformerEngine's numerics, for training; "torchao", torchao's, for inference.
     hadamard: of `hadamard16(x)`, in the same pass; the amax is of that, too.
-    swizzled: scales are 1-D, in the layout of `swizzle`, padding included.
+    swizzled: scales are 1-D, in the layout of `swizzle_scales`, padding included.
     Raises `ValueError` for a bad argument.
     """
     _check_input(x)

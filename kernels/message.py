@@ -1,0 +1,196 @@
+"""Owns `pack_message_` and `unpack_message_`, tensors to and from wire messages: ops and checks.
+
+| op              | reads   | writes  | cpu                 | cuda              |
+|-----------------|---------|---------|---------------------|-------------------|
+| pack_message_   | tensors | message | `reference_message` | `message_kernels` |
+| unpack_message_ | message | tensors | `reference_message` | `message_decode`  |
+
+`message_layout` has the layout, `reference_message` the definition of both. One launch for any
+number of tensors; what is not contiguous, and a message that is not 16-byte aligned, is copied
+besides. Bytes moved an element, of a BF16 tensor:
+
+| fp32 | bf16, fp16 | fp8_row | fp8_1x128 | mxfp8 | mxfp4 | nvfp4 |
+|------|------------|---------|-----------|-------|-------|-------|
+| 6    | 4          | 3.00    | 3.03      | 3.03  | 2.53  | 2.57  |
+
+The ops write in place, return nothing and are not differentiable.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from . import reference_message
+from .checks import SOURCE_DTYPES, check_choice, check_device, check_dtype
+from .codes import SCALE_RULES
+from .formats import FP16, FP32
+from .message_layout import (
+    DEFAULT_ROW_NUMEL,
+    MessageLayout,
+    check_length,
+    check_message,
+    layout_of_bytes,
+    message_layout,
+)
+from .noise import signed_seed
+from .ops import Op, call, on_first_use
+
+ROUNDINGS = ("nearest", "stochastic")
+ALWAYS_NEAREST = (FP32.name, FP16.name)  # nothing to round, and no such cast
+_SEED_BITS = 64
+
+_PACK = Op(
+    "pack_message_(Tensor(a!) message, Tensor[] tensors, str format, SymInt numel, "
+    "SymInt[] offsets, SymInt[] first_indices, float scale, int row_numel, str rule, "
+    "bool power_of_2, int? seed) -> ()",
+    reference_message.pack_message_,
+    on_first_use("message_kernels", "pack_message_"),
+)
+_UNPACK = Op(
+    "unpack_message_(Tensor(a!)[] tensors, Tensor message, str format, SymInt numel, "
+    "SymInt[] offsets, float scale, bool accumulate, int row_numel) -> ()",
+    reference_message.unpack_message_,
+    on_first_use("message_decode", "unpack_message_"),
+)
+
+
+def pack_message_(
+    message: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    *,
+    offsets: Sequence[int] | None = None,
+    scale: float = 1.0,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+    rule: str = "rceil",
+    power_of_2: bool = False,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    first_indices: Sequence[int] | None = None,
+) -> None:
+    """Write every byte of `message`: the tensors, times `scale` in FP32, in the format.
+
+    message: uint8, 1-D, contiguous, of `message_layout(format, numels, row_numel=...).num_bytes`.
+    tensors: FP32, BF16 or FP16, mixed, any shapes and strides, on the message's device. format:
+    fp32, bf16, fp16, fp8_row, fp8_1x128, mxfp8, mxfp4 or nvfp4.
+    offsets: where each tensor begins, in elements, by default one after the other; multiples of the
+    layout's alignment, disjoint. With them the message may be of any length that has room.
+    row_numel: elements of a row of fp8_row and nvfp4. rule: of MX's scales, "rceil", "floor",
+    "ceil" or "even". power_of_2: FP8's scales are rounded down to powers of two.
+
+    rounding: "nearest", ties to even, or "stochastic", not for fp32 and fp16, with noise of `seed`,
+    any 64 bits, and an element's index: its place in its tensor plus the tensor's of
+    `first_indices`, by default its offset. So a tensor's parts round as the tensor does, wherever
+    they are cut between blocks. Raises `ValueError` before anything is written.
+    """
+    _check_options(format, rule, rounding, seed)
+    _check_tensors(message, tensors)
+    layout, offsets = _placed(message, tensors, format, offsets, row_numel)
+    if first_indices is None:
+        first_indices = offsets
+    _check_indices(tensors, first_indices)
+    signed = None if seed is None else signed_seed(seed)
+    options = (scale, row_numel, rule, power_of_2, signed)
+    call(_PACK, message, message, tensors, format, layout.numel, offsets, first_indices, *options)
+
+
+def unpack_message_(
+    tensors: Sequence[torch.Tensor],
+    message: torch.Tensor,
+    format: str,
+    *,
+    offsets: Sequence[int] | None = None,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+) -> None:
+    """Fill the tensors from a message: the inverse of `pack_message_`, with its arguments.
+
+    tensor = round(decoded * scale), or with `accumulate` round(float32(tensor) + decoded * scale):
+    in FP32, no fused multiply-add, rounded once, to nearest even. Nobody looks at the header, which
+    would make the host wait: `read_header` does. Raises `ValueError` before anything is written.
+    """
+    _check_tensors(message, tensors)
+    layout, offsets = _placed(message, tensors, format, offsets, row_numel)
+    if tensors:
+        options = (scale, accumulate, row_numel)
+        call(_UNPACK, message, tensors, message, format, layout.numel, offsets, *options)
+
+
+def _check_options(format: str, rule: str, rounding: str, seed: int | None) -> None:
+    check_choice("rule", rule, SCALE_RULES)
+    check_choice("rounding", rounding, ROUNDINGS)
+    if rounding == "stochastic" and format in ALWAYS_NEAREST:
+        raise ValueError(
+            f"rounding: expected nearest for {format}, got {rounding!r}; there is no such cast"
+        )
+    if (rounding == "stochastic") != (seed is not None):
+        raise ValueError(
+            f"seed: expected {'an integer' if seed is None else 'None'} with {rounding!r} "
+            f"rounding, got {seed}; a seed goes with 'stochastic', and with that alone"
+        )
+    if seed is not None and not -(2 ** (_SEED_BITS - 1)) <= seed < 2**_SEED_BITS:
+        raise ValueError(f"seed: expected -2^63 to 2^64 - 1, got {seed}; take its low 64 bits")
+
+
+def _check_tensors(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    check_message("message", message)
+    for index, tensor in enumerate(tensors):
+        check_dtype(f"tensors[{index}]", tensor, SOURCE_DTYPES)
+        check_device(f"tensors[{index}]", tensor, message.device)
+
+
+def _placed(
+    message: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    offsets: Sequence[int] | None,
+    row_numel: int,
+) -> tuple[MessageLayout, Sequence[int]]:
+    """The message's layout, and where in it the tensors are."""
+    numels = [tensor.numel() for tensor in tensors]
+    if offsets is None:
+        layout = message_layout(format, numels, row_numel=row_numel)
+        check_length("message", message, layout)
+        return layout, layout.offsets
+    layout = layout_of_bytes(format, message.numel(), row_numel=row_numel)
+    _check_offsets(numels, offsets, layout)
+    return layout, offsets
+
+
+def _check_offsets(numels: Sequence[int], offsets: Sequence[int], layout: MessageLayout) -> None:
+    if len(offsets) != len(numels):
+        raise ValueError(
+            f"offsets: expected one per tensor, {len(numels)}, got {len(offsets)}; pass lists of "
+            "equal length"
+        )
+    align = layout.format.align_numel(layout.row_numel)
+    for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
+        if offset < 0 or offset % align or offset + numel > layout.numel:
+            raise ValueError(
+                f"offsets[{index}]: expected a multiple of {align}, with room for {numel} of "
+                f"{layout.numel} elements, got {offset}; see message_layout"
+            )
+    filled = sorted((offsets[i], offsets[i] + numel, i) for i, numel in enumerate(numels) if numel)
+    for (_, end, left), (start, _, right) in itertools.pairwise(filled):
+        if start < end:
+            raise ValueError(
+                f"offsets[{right}]: expected {end} or more, where tensors[{left}] ends, got "
+                f"{start}; give every tensor its own interval"
+            )
+
+
+def _check_indices(tensors: Sequence[torch.Tensor], first_indices: Sequence[int]) -> None:
+    if len(first_indices) != len(tensors):
+        raise ValueError(
+            f"first_indices: expected one per tensor, {len(tensors)}, got {len(first_indices)}; "
+            "pass lists of equal length"
+        )
+    for index, first_index in enumerate(first_indices):
+        if first_index < 0:
+            raise ValueError(
+                f"first_indices[{index}]: expected 0 or more, got {first_index}; count from 0"
+            )

@@ -1,0 +1,38 @@
+"""The error of a collective that failed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed; the message names it, the unit it served and the ranks it waited for."""
+
+
+@contextlib.contextmanager
+def communicating(what: str) -> Iterator[None]:
+    """Name `what` if a backend's error ends the block.
+
+    Raises:
+        CommunicationError: a collective inside failed, for example because a peer died.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # A backend raises these two classes themselves; subclasses have other causes.
+        if type(error) not in (RuntimeError, dist.DistBackendError):
+            raise
+        raise communication_error(what, error) from error
+
+
+def communication_error(what: str, error: Exception) -> CommunicationError:
+    """What to raise in place of a backend's own `error` in `what`."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return CommunicationError(
+        f"rank {rank}: {what} failed ({type(error).__name__}: {str(error).strip()}). A rank it "
+        "waited for has probably died or fallen behind the timeout: look for the first error among "
+        "the other ranks"
+    )

@@ -1,0 +1,212 @@
+"""The interpreted message kernels against `reference_message`, bit for bit, canaries included."""
+
+import mmap
+
+import pytest
+import torch
+
+from sidestream.kernels import (
+    message_decode,
+    message_kernels,
+    message_tiles,
+    reference_message,
+    tables,
+)
+from sidestream.kernels.message_layout import header_bytes, layout_of_numel, message_layout
+from sidestream.kernels.reference_message import MessageCast
+from sidestream.tests.kernels import message_cases as cases
+from sidestream.tests.kernels import oracle
+
+FORMAT = pytest.mark.parametrize("name", cases.FORMATS)
+# Full tiles, a tail, less than a tile, an odd number, none, one; transposed and unaligned ones.
+SHAPES = [(8300,), (0,), (33, 77), (), (4096,), (4100,), (5,)]
+TRANSPOSED, UNALIGNED = (2,), (5,)
+MAP_NORESERVE = 0x4000  # Linux: sparse memory may be larger than the machine
+FAR = 2**33  # elements; every product and sum on the way there leaves int32
+
+
+def given(seed=1):
+    return cases.tensors(SHAPES, seed=seed, transposed=TRANSPOSED, unaligned=UNALIGNED)
+
+
+def check_pack(layout, tensors, **options):
+    """The message, packed by kernel and reference alike."""
+    found = cases.packed(message_kernels.pack_message_, layout, tensors, **options)
+    expected = cases.packed(reference_message.pack_message_, layout, tensors, **options)
+    margin = options.get("margin", cases.MARGIN)
+    found, expected = cases.message_in(found, margin), cases.message_in(expected, margin)
+    cases.assert_same_messages(found, expected, layout)
+    return expected
+
+
+def check_unpack(layout, message, like, scale=1.0, accumulate=False):
+    arguments = (layout, message, like, scale, accumulate)
+    found = cases.unpacked(message_decode.unpack_message_, *arguments)
+    expected = cases.unpacked(reference_message.unpack_message_, *arguments)
+    for one, other in zip(found, expected, strict=True):
+        oracle.assert_same_bits(one, other)
+
+
+@FORMAT
+def test_mixed_tensors_in_one_launch(name):
+    """NaN, infinity and subnormals among them, in rows of 1024 elements."""
+    tensors = given()
+    layout = cases.layout_for(name, tensors, 1024)
+    check_unpack(layout, check_pack(layout, tensors), tensors)
+
+
+@FORMAT
+def test_scaled_and_accumulated(name):
+    """A negative scale, which must not make zeros of the gaps negative ones."""
+    tensors = given(seed=20)
+    layout = cases.layout_for(name, tensors, 128)
+    message = check_pack(layout, tensors, scale=-0.3)
+    check_unpack(layout, message, tensors, 0.7, True)
+
+
+@pytest.mark.parametrize("name", cases.STOCHASTIC)
+def test_stochastic(name):
+    """From indices beyond 32 bits; one is no multiple of 16, so its full tiles are masked."""
+    tensors = given()
+    layout = cases.layout_for(name, tensors, 4096)
+    indices = [2**33 * index + 16 * index for index in range(len(tensors))]
+    indices[4] += 5
+    check_pack(layout, tensors, seed=cases.SEED, first_indices=indices, scale=1.25)
+
+
+def test_stochastic_rounding_knows_no_tiles(monkeypatch):
+    tensors = [oracle.values(5000, torch.bfloat16, seed=3)]
+    layout = cases.layout_for("mxfp4", tensors, 128)
+    expected = check_pack(layout, tensors, seed=cases.SEED)
+    monkeypatch.setattr(message_kernels, "tile_numel", lambda *_: 1024)
+    assert torch.equal(check_pack(layout, tensors, seed=cases.SEED), expected)
+
+
+@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["bf16", "mxfp8", "nvfp4"])
+def test_one_dtype_alone(name, dtype):
+    """Compiled for that dtype: with only full tiles, or with a tail."""
+    tensors = [oracle.values(8192 if dtype is torch.float32 else 8200, dtype, seed=8)]
+    layout = cases.layout_for(name, tensors, 4096)
+    check_unpack(layout, check_pack(layout, tensors), tensors)
+
+
+@pytest.mark.parametrize("rule", ["floor", "ceil", "even"])
+def test_rules_of_mx(rule):
+    tensors = [oracle.values(4200, torch.float32, seed=5)]
+    for name in ("mxfp8", "mxfp4"):
+        check_pack(cases.layout_for(name, tensors, 128), tensors, rule=rule)
+
+
+def test_powers_of_two():
+    tensors = [oracle.values(4200, torch.float32, seed=5)]
+    for name in ("fp8_row", "fp8_1x128"):
+        layout = cases.layout_for(name, tensors, 2048)
+        check_pack(layout, tensors, power_of_2=True, seed=3)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "nvfp4"])
+def test_unaligned_message(name):
+    tensors = given()[4:]
+    layout = cases.layout_for(name, tensors, 256)
+    expected = check_pack(layout, tensors)
+    assert torch.equal(check_pack(layout, tensors, margin=33), expected)
+    late = torch.empty(layout.num_bytes + 1, dtype=torch.uint8)[1:].copy_(expected)
+    check_unpack(layout, late, tensors)
+
+
+@FORMAT
+def test_gaps_before_between_and_after(name):
+    """Tensors in another order than their places, and a message that ends with a gap of tiles."""
+    tensors = cases.tensors([(1000,), (300,), (0,)])
+    layout = cases.layout_for(name, tensors, 128)
+    layout = cases.with_offsets(layout, (2048, 256, 0), 4096 + 1024 + 128)
+    message = check_pack(layout, tensors)
+    check_unpack(layout, message, tensors)
+
+
+@FORMAT
+@pytest.mark.parametrize("numels", [[], [0, 0], [1]], ids=str)
+def test_little_or_nothing(name, numels):
+    tensors = [torch.ones(numel) for numel in numels]
+    layout = cases.layout_for(name, tensors, 128)
+    message = check_pack(layout, tensors)
+    assert bytes(message[:16].tolist()) == header_bytes(layout)
+    check_unpack(layout, message, tensors)
+
+
+@pytest.mark.parametrize("row_numel", [128, 4096])
+def test_bad_elements_stay_where_they_are(row_numel):
+    tensors = list(torch.randn(3, 600, generator=torch.Generator().manual_seed(2)))
+    for tensor, bad in zip(tensors, (float("nan"), float("inf"), -float("inf")), strict=True):
+        tensor[550] = bad
+    for name in ("fp8_row", "fp8_1x128", "mxfp4", "nvfp4"):
+        layout = cases.layout_for(name, tensors, row_numel)
+        check_unpack(layout, check_pack(layout, tensors), tensors)
+
+
+def sparse(numel):
+    """Zeros, of which only the pages that are touched exist."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, numel, flags=flags), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_elements_beyond_32_bits(name, monkeypatch):
+    """Packed to 2**33 elements and on in a message, as the end of one of 2**33 more elements.
+
+    The tensor's address and first tile are moved back by as much as its tiles are moved forward.
+    """
+    tensor = oracle.values(5000, torch.bfloat16, seed=1)
+    near = message_layout(name, [5000])
+    layout = layout_of_numel(name, FAR + near.numel)
+    cast = MessageCast(seed=cases.SEED)
+
+    def far_entries(keys, tile_numel):
+        entries, num_tiles = message_tiles.piece_entries(keys, tile_numel)
+        entries[tables.ADDRESS] -= FAR * tensor.element_size()
+        entries[tables.NUMEL] += FAR
+        entries[tables.FIRST_TILE] -= FAR // tile_numel
+        entries[tables.OFFSET] -= FAR
+        entries[message_tiles.EXTENT] += FAR
+        return entries, num_tiles
+
+    (key,) = message_tiles.packed_pieces([tensor], [0], [0], near.numel)
+    far_key = (*key[:2], FAR, *key[3:])
+    for module in (message_kernels, message_decode):
+        monkeypatch.setattr(module, "_tables", tables.TableCache(entries_of=far_entries))
+    message = sparse(layout.num_bytes)
+    message_kernels._launch(message, (far_key,), layout, cast)
+    expected = cases.message_in(
+        cases.packed(
+            reference_message.pack_message_, near, [tensor], seed=cases.SEED, first_indices=[FAR]
+        )
+    )
+    ends = [layout.scales_at, layout.row_scales_at, layout.num_bytes]
+    near_ends = [near.scales_at, near.row_scales_at, near.num_bytes]
+    begins = [near.data_at, near.scales_at, near.row_scales_at]
+    for end, near_end, begin in zip(ends, near_ends, begins, strict=True):
+        assert torch.equal(message[end - (near_end - begin) : end], expected[begin:near_end])
+    assert bytes(message[:16].tolist()) == header_bytes(layout)
+    out = torch.full_like(tensor, oracle.CANARY)
+    monkeypatch.setattr(message_decode, "unpacked_pieces", lambda *_: (far_piece(out, key),))
+    message_decode.unpack_message_([out], message, name, layout.numel, [FAR], 1.0, False, 1024)
+    wanted = cases.unpacked(reference_message.unpack_message_, near, expected, [tensor])[0]
+    oracle.assert_same_bits(out, wanted)
+
+
+def far_piece(out, key):
+    return (out.data_ptr(), out.numel(), FAR, *key[3:5], out.numel(), 0)
+
+
+def test_tables_are_found_again():
+    """Until an address, a size or an index is another."""
+    before = len(message_kernels._tables)
+    tensors = [torch.ones(200)]
+    layout = cases.layout_for("mxfp8", tensors, 128)
+    for value in (1.0, 2.0):
+        tensors[0].fill_(value)
+        check_pack(layout, tensors)
+    assert len(message_kernels._tables) == before + 1
+    check_pack(layout, tensors, seed=1, first_indices=[16])
+    assert len(message_kernels._tables) == before + 2
