@@ -18,7 +18,6 @@ The ops write in place, return nothing and are not differentiable.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -36,7 +35,7 @@ from .message_layout import (
     message_layout,
 )
 from .noise import signed_seed
-from .ops import Op, call, on_first_use
+from .ops import Op, call, check_disjoint, on_first_use
 
 ROUNDINGS = ("nearest", "stochastic")
 ALWAYS_NEAREST = (FP32.name, FP16.name)  # nothing to round, and no such cast
@@ -174,13 +173,7 @@ def _check_offsets(numels: Sequence[int], offsets: Sequence[int], layout: Messag
                 f"offsets[{index}]: expected a multiple of {align}, with room for {numel} of "
                 f"{layout.numel} elements, got {offset}; see message_layout"
             )
-    filled = sorted((offsets[i], offsets[i] + numel, i) for i, numel in enumerate(numels) if numel)
-    for (_, end, left), (start, _, right) in itertools.pairwise(filled):
-        if start < end:
-            raise ValueError(
-                f"offsets[{right}]: expected {end} or more, where tensors[{left}] ends, got "
-                f"{start}; give every tensor its own interval"
-            )
+    check_disjoint(numels, offsets)
 
 
 def _check_indices(tensors: Sequence[torch.Tensor], first_indices: Sequence[int]) -> None:

@@ -235,7 +235,7 @@ def _check_tensors_closely(
                 "make the buffer longer or correct the offset"
             )
     if disjoint:
-        _check_disjoint([tensor.numel() for tensor in tensors], offsets)
+        check_disjoint([tensor.numel() for tensor in tensors], offsets)
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -250,7 +250,8 @@ def _check_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None
         )
 
 
-def _check_disjoint(numels: Sequence[int], offsets: Sequence[int]) -> None:
+def check_disjoint(numels: Sequence[int], offsets: Sequence[int]) -> None:
+    """Raise `ValueError` unless tensors of `numels` elements at `offsets` keep apart."""
     filled = sorted((offsets[i], offsets[i] + numel, i) for i, numel in enumerate(numels) if numel)
     for (_, end, left), (start, _, right) in itertools.pairwise(filled):
         if start < end:

@@ -1,10 +1,10 @@
-"""Owns what the tests of kernels share: the interpreter's run, begun early, and the table."""
+"""Owns what the tests of kernels share: the processes that run beside them, and the table."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from sidestream.tests.kernels import costs, interpreter
+from sidestream.tests.kernels import compile_ahead, costs, interpreter
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,10 +17,12 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Callable | None]:
         yield result
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _compiled_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What the tests of a file compile, made in part before they ask for it."""
-    with costs.ahead(getattr(request.module, "compiled_ahead", list)()):
+    """What the tests compile, made in part before they ask for it."""
+    modules = dict.fromkeys(item.getparent(pytest.Module) for item in request.session.items)
+    names = [module.path.stem for module in modules if hasattr(module.obj, "compiled_ahead")]
+    with compile_ahead.running([f"sidestream.tests.kernels.{name}" for name in names]):
         yield
 
 

@@ -1,14 +1,11 @@
 """Owns what the gates on compiled kernels measure, and the table of it that ends a run of tests.
 
 Limits are those of `registry`. Every kernel is compiled once a run and target, however many tests
-ask for it. A file of tests that has a function `compiled_ahead` names what a second thread may
-compile in the meantime; it starts at the end, the tests at the beginning, and they meet.
+ask for it.
 """
 
-import contextlib
+import functools
 import re
-import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from sidestream.kernels import aot, registry
@@ -43,52 +40,19 @@ class Measured:
         return found
 
 
-_compiled: dict[tuple, Future] = {}
-_lock = threading.Lock()
 _table: dict[tuple[str, str], Measured] = {}
 
 
 def compile_kernel(kernel, signature, constexprs, target, *, num_warps):
     """`aot.compile_kernel`, once for equal arguments."""
-    key = (kernel, tuple(signature.items()), tuple(constexprs.items()), target, num_warps)
-    with _lock:
-        made = _compiled.get(key)
-        is_ours = made is None
-        if made is None:
-            made = _compiled[key] = Future()
-    if is_ours:
-        try:
-            made.set_result(
-                aot.compile_kernel(kernel, signature, constexprs, target, num_warps=num_warps)
-            )
-        except BaseException as error:
-            made.set_exception(error)
-            raise
-    return made.result()
+    return _compiled(kernel, tuple(signature.items()), tuple(constexprs.items()), target, num_warps)
 
 
-@contextlib.contextmanager
-def ahead(calls):
-    """Make the calls, each of which compiles something, in a second thread, last one first."""
-    is_over = threading.Event()
-
-    def work():
-        for call in reversed(calls):
-            if is_over.is_set():
-                return
-            # Whoever asks for it gets the error.
-            with contextlib.suppress(Exception):
-                compiled = call()
-                if compiled.target == "sm_90":
-                    compiled.accesses  # noqa: B018  (disassembles)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+@functools.cache
+def _compiled(kernel, signature, constexprs, target, num_warps):
+    return aot.compile_kernel(
+        kernel, dict(signature), dict(constexprs), target, num_warps=num_warps
+    )
 
 
 def measure(op, case, compiled, instructions=None):
