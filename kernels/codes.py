@@ -81,7 +81,7 @@ def encode_stochastic(
     magnitude = values.abs().clamp_max_(element.max_finite)
     is_subnormal = magnitude < element.min_normal
     # [min_normal, 2 * min_normal) has the subnormals' step and exponent field 1.
-    bits = (magnitude + is_subnormal * element.min_normal).view(torch.int32)
+    bits = (magnitude + is_subnormal.to(torch.float32) * element.min_normal).view(torch.int32)
     bits = bits + _top_bits(noise, dropped)
     codes = (bits >> dropped) - ((_BIAS - element.bias) << element.mantissa_bits)
     codes -= is_subnormal.int() << element.mantissa_bits
@@ -239,7 +239,7 @@ def _top_bits(noise: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _bits_of(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+    return int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 @functools.lru_cache(maxsize=32)

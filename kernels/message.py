@@ -86,6 +86,7 @@ def pack_message_(
     they are cut between blocks. Raises `ValueError` before anything is written.
     """
     _check_options(format, rule, rounding, seed)
+    tensors = list(tensors)
     _check_tensors(message, tensors)
     layout, offsets = _placed(message, tensors, format, offsets, row_numel)
     if first_indices is None:
@@ -112,6 +113,7 @@ def unpack_message_(
     in FP32, no fused multiply-add, rounded once, to nearest even. Nobody looks at the header, which
     would make the host wait: `read_header` does. Raises `ValueError` before anything is written.
     """
+    tensors = list(tensors)
     _check_tensors(message, tensors)
     layout, offsets = _placed(message, tensors, format, offsets, row_numel)
     if tensors:

@@ -14,7 +14,7 @@ change from step to step are read from it, so a captured CUDA graph follows them
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,7 +196,7 @@ def flat_sgd_(
 
 def l2_norm_(
     norm: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
+    tensors: Iterable[torch.Tensor],
     *,
     found_inf: torch.Tensor | None = None,
     squared: bool = False,
@@ -216,6 +216,7 @@ def l2_norm_(
     _check_scalar("norm", norm, norm.device, _PRECISE)
     if found_inf is not None:
         _check_scalar("found_inf", found_inf, norm.device, _FLAGS)
+    tensors = list(tensors)  # module.parameters() can be gone through but once
     for index, tensor in enumerate(tensors):
         _check_device_and_dtype(f"tensors[{index}]", tensor, norm.device, _GRADIENTS)
     _L2_NORM.overload(norm, tensors, found_inf=found_inf, squared=squared)

@@ -69,11 +69,12 @@ def flat_adamw_(
     compute_scale: torch.Tensor | None,
     amax: torch.Tensor | None,
 ) -> None:
-    """One AdamW step of a flat shard."""
+    """One AdamW step of a flat shard. `ValueError` for a step that is none, nothing written."""
     if _skipped(found_inf):
         return
-    correction1 = 1.0 - _power(beta1, int(step))
-    root = _fp32((1.0 - _power(beta2, int(step))) ** 0.5)
+    count = _checked_count(step)
+    correction1 = 1.0 - _power(beta1, count)
+    root = _fp32((1.0 - _power(beta2, count)) ** 0.5)
     weight, keep, grow = _fp32(1.0 - beta1), _fp32(beta2), _fp32(1.0 - beta2)
     for piece, rate, decay in _pieces(param, lr, weight_decay, starts, lr_scales, weight_decays):
         p, m, v = param[piece], exp_avg[piece], exp_avg_sq[piece]
@@ -212,6 +213,16 @@ def halves(value: float) -> tuple[float, float]:
     """FP32 numbers that make up the first 48 bits of `value`, which is what a kernel is passed."""
     high = float(_fp32(value))
     return high, float(_fp32(value - high))
+
+
+def _checked_count(step: torch.Tensor) -> int:
+    value = step.item()
+    if not (value == value // 1 and 1 <= value < BASE**DIGITS):
+        raise ValueError(
+            f"step: expected a whole number from 1 to {BASE**DIGITS - 1}, got {value}; count steps "
+            "from 1"
+        )
+    return int(value)
 
 
 def _power(beta: float, step: int) -> float:

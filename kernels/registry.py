@@ -57,7 +57,11 @@ AdamW differs from `torch.optim.AdamW(foreach=False)` by at most
 |---|---|
 | `exp_avg` | 1 ulp of the largest of its old value, the gradient and its new value |
 | `exp_avg_sq` | 1 ulp |
-| `param` | 1 ulp where the update is at most 1/8 of it, else 1 ulp + 8 ulps of the update |
+| `param` | 1 ulp where the update is at most 1/8 of it, else 1 ulp + 8 ulps of the update; both \
+as long as `exp_avg` does not cancel |
+
+Where the gradient cancels `exp_avg`, the ulp of the larger of the two is many of the small result,
+and of the update made from it.
 
 One step of SGD: the momentum by 2 ulps of its largest term, the parameter by 1 ulp + 3 ulps of the
 update.
@@ -146,7 +150,7 @@ CASTS = (
             Gate("bf16", 4.0), Gate("fp16", 4.0), Gate("bf16 stochastic", 27.0),
             Gate("e4m3", 4.0), Gate("e5m2", 4.0),
             Gate("e2m1", 17.0), Gate("e8m0", 15.0), Gate("e4m3 stochastic", 20.0),
-            Gate("e5m2 stochastic", 20.0), Gate("e2m1 stochastic", 19.0),
+            Gate("e5m2 stochastic", 20.0), Gate("e2m1 stochastic", 25.0),
         ),
     ),
     Row(
@@ -249,7 +253,7 @@ _PACKED = (
     ("mxfp8 from bf16", 8.0, 80), ("mxfp8 from bf16 stochastic", 24.0, 64),
     ("mxfp4 from bf16", 22.0, 64), ("mxfp4 from bf16 stochastic", 27.0, 64),
     # From FP32, which is twice as much to read, there is time for 45 instructions.
-    ("mxfp4 from fp32 stochastic", 37.0, 64),
+    ("mxfp4 from fp32 stochastic", 37.0, 80),
     ("nvfp4 from bf16", 25.0, 64), ("nvfp4 from bf16 stochastic", 26.0, 64),
 )  # fmt: skip
 _UNPACKED = (

@@ -1,29 +1,38 @@
 """Owns what the tests of kernels share: the processes that run beside them, and the table."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable
 
 import pytest
 
 from sidestream.tests.kernels import compile_ahead, costs, interpreter
 
+_beside = contextlib.ExitStack()
+_interpreted: list[Callable[[], tuple[int, str]]] = []
 
-@pytest.fixture(scope="session", autouse=True)
-def interpreted(request: pytest.FixtureRequest) -> Iterator[Callable | None]:
-    """The run of `interpreted/`: it takes a core while the other tests here compile on another."""
-    if not any(item.path.name == "test_interpreted.py" for item in request.session.items):
-        yield None
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin what takes a core while other tests wait: the interpreter's run, and compilations."""
+    if session.config.option.collectonly:
         return
-    with interpreter.running() as result:
-        yield result
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compiled_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What the tests compile, made in part before they ask for it."""
-    modules = dict.fromkeys(item.getparent(pytest.Module) for item in request.session.items)
+    modules = dict.fromkeys(item.getparent(pytest.Module) for item in session.items)
     names = [module.path.stem for module in modules if hasattr(module.obj, "compiled_ahead")]
-    with compile_ahead.running([f"sidestream.tests.kernels.{name}" for name in names]):
-        yield
+    _beside.enter_context(
+        compile_ahead.running([f"sidestream.tests.kernels.{name}" for name in names])
+    )
+    if any(module.path.name == "test_interpreted.py" for module in modules):
+        _interpreted.append(_beside.enter_context(interpreter.running()))
+
+
+def pytest_sessionfinish() -> None:
+    """End what still runs."""
+    _beside.close()
+
+
+@pytest.fixture
+def interpreted() -> Callable[[], tuple[int, str]]:
+    """The run of `interpreted/`."""
+    return _interpreted[0]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,5 +1,6 @@
 """Compiles the message kernels for six GPUs: instructions an element on Hopper, widths, spills."""
 
+import itertools
 import re
 from functools import partial
 
@@ -84,7 +85,17 @@ def compile_unpack(target, case, paths="both", scaled=False):
 
 def compiled_ahead():
     calls = [partial(compile_pack, "sm_90", case, "full") for case in PACK]
-    return calls + [partial(compile_unpack, "sm_90", case, "full") for case in UNPACK]
+    calls += [partial(compile_unpack, "sm_90", case, "full") for case in UNPACK]
+    turns = itertools.product(ELSEWHERE, costs.OTHERS)
+    return calls + [partial(compile_by_turns, name, target) for name, target in turns]
+
+
+def compile_by_turns(name, target):
+    """Packing or unpacking, so that each generation of GPUs has both of every kind."""
+    turn = ELSEWHERE.index(name) + costs.OTHERS.index(target)
+    if turn % 2 == 0 or target == "gfx942":
+        return compile_pack(target, (name, "bf16", False))
+    return compile_unpack(target, (name, "bf16"))
 
 
 def faults(compiled, values, is_load):
@@ -127,11 +138,7 @@ def test_unpack_on_hopper(case):
 @pytest.mark.parametrize("target", costs.OTHERS)
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_every_target_compiles_both_paths_without_spills(name, target):
-    """Packing or unpacking by turns, so that each generation of GPUs has both of every kind."""
-    turn = ELSEWHERE.index(name) + costs.OTHERS.index(target)
-    is_packed = turn % 2 == 0 or target == "gfx942"
-    made = compile_pack(target, (name, "bf16", False)) if is_packed else None
-    compiled = made or compile_unpack(target, (name, "bf16"))
+    compiled = compile_by_turns(name, target)
     assert compiled.spill_bytes == 0
     assert compiled.registers > 0
     products = re.findall(r"arith\.muli [^\n]*: i32", compiled.intermediate)

@@ -17,8 +17,7 @@ ACCESS_BITS = 128
 WORLD = 8
 # Besides the elements' 16 bytes: the widths in bits of loads of scales, of a thread's share.
 SCALE_BITS = {"fp8_row": {32}, "fp8_1x128": {32}, "mxfp8": {8}, "mxfp4": {8}, "nvfp4": {16, 32}}
-# (format, result) -> instructions. The gates of e2m1 to BF16 are over budget, by 3 and by 5 %:
-# there the multiprocessors set the pace.
+# (format, result) -> instructions for which an H100 has time while it moves the bytes.
 BUDGETS = {
     ("fp32", "*fp32"): 356,
     ("bf16", "*fp32"): 198,
@@ -63,7 +62,17 @@ def compile_reduce(target, format, out="*fp32", **changed):
 
 
 def compiled_ahead():
-    return [partial(compile_reduce, "sm_90", *case) for case in BUDGETS]
+    calls = [partial(compile_reduce, "sm_90", *case) for case in BUDGETS]
+    return calls + [partial(compile_representatives, target) for target in aot.TARGETS]
+
+
+def compile_representatives(target):
+    table = {"TABLE": True, "REST": 1, "LOOPED": True, "ACCUMULATE": True}
+    return [
+        compile_reduce(target, "mxfp8", "*bf16", REST=0, ALIGNED=False),
+        compile_reduce(target, "mxfp4", "*bf16", **table),
+        compile_reduce(target, "nvfp4", REST=0),
+    ]
 
 
 def elements_per_thread(format):
@@ -94,7 +103,7 @@ def test_sum_of_eight_on_hopper(case):
     gate = f"{name} -> {out[1:]} world {WORLD}"
     assert costs.measure("reduce_messages_", gate, compiled, cost) == []
     assert faults(compiled, name) == []
-    assert out != "*fp32" or cost <= BUDGETS[case]
+    assert cost <= BUDGETS[case]
     converted = "F2FP.F16.E4M3.UNPACK_B" in compiled.assembly
     assert converted == (name.startswith("fp8") or name in ("mxfp8", "nvfp4"))
 
@@ -122,13 +131,7 @@ def test_table_loop_and_accumulation_keep_the_widths(format, out):
 
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_every_target_compiles_without_spills(target):
-    table = {"TABLE": True, "REST": 1, "LOOPED": True, "ACCUMULATE": True}
-    made = [
-        compile_reduce(target, "mxfp8", "*bf16", REST=0, ALIGNED=False),
-        compile_reduce(target, "mxfp4", "*bf16", **table),
-        compile_reduce(target, "nvfp4", REST=0),
-    ]
-    for compiled in made:
+    for compiled in compile_representatives(target):
         assert compiled.spill_bytes == 0
         assert compiled.registers > 0
         # Everything that counts elements or bytes of a message counts with 64 bits.

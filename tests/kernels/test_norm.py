@@ -102,6 +102,13 @@ def test_nothing_has_norm_zero(tensors):
     assert norm_of(tensors) == (0.0, 0)
 
 
+def test_parameters_may_come_from_a_generator():
+    tensors = [torch.full((3,), 2.0), torch.full((2,), -2.0)]
+    norm = torch.tensor(math.nan)
+    l2_norm_(norm, iter(tensors))
+    assert norm == math.sqrt(20.0) or abs(float(norm) - math.sqrt(20.0)) < 1e-6
+
+
 def test_strides_do_not_count():
     tensor = finite(6000, torch.float32, 1).view(60, 100)
     assert norm_of([tensor.t().contiguous().t()]) == norm_of([tensor])
