@@ -37,7 +37,9 @@ def _stage(x, GROUPS: tl.constexpr):
 
 @triton.jit
 def _factors(lanes):
-    return tl.where(((_NEGATIVE >> lanes) & 1) != 0, -_NORM, _NORM)[None, :]
+    # A constant shifted by a tensor stays a constant in the interpreter of Triton 3.7.
+    signs = tl.zeros_like(lanes) + _NEGATIVE
+    return tl.where(((signs >> lanes) & 1) != 0, -_NORM, _NORM)[None, :]
 
 
 @triton.jit
