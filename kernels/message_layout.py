@@ -96,6 +96,8 @@ MESSAGE_FORMATS: tuple[MessageFormat, ...] = (
     _of_blocks(NVFP4, has_rows=True),
 )
 _BY_NAME = {form.name: form for form in MESSAGE_FORMATS}
+RAW_DTYPES = {form.name: form.dtype for form in (FP32, BF16, FP16)}
+"""What elements are where they lie in a message as they are."""
 
 
 @dataclass(frozen=True, slots=True)

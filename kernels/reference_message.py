@@ -29,13 +29,17 @@ from typing import Any
 import torch
 
 from . import codes, reference, reference_fp8, reference_mx, reference_nvfp4
-from .formats import BF16, BITS_PER_BYTE, E4M3, FP16, FP32, MXFP4, MXFP8, NVFP4
+from .formats import BF16, E4M3, MXFP4, MXFP8, NVFP4
 from .launch import ACCESS_BYTES, is_aligned
-from .message_layout import DEFAULT_ROW_NUMEL, MessageLayout, layout_of_numel, write_header
+from .message_layout import (
+    DEFAULT_ROW_NUMEL,
+    RAW_DTYPES,
+    MessageLayout,
+    layout_of_numel,
+    write_header,
+)
 from .noise import noise_bits
-from .reference_reduce_message import decode_
-
-RAW_DTYPES = {form.name: form.dtype for form in (FP32, BF16, FP16)}
+from .reference_reduce_message import decode_, sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +152,8 @@ def _encode_(
 ) -> None:
     """Write codes and scales of the FP32 `values`, the elements of the message from `start` on."""
     form, numel = layout.format, values.numel()
-    data_at = layout.data_at + start * form.element_bits // BITS_PER_BYTE
-    data = message[data_at:][: numel * form.element_bits // BITS_PER_BYTE]
-    scales, rows = message[:0], message[:0].view(torch.float32)
-    if form.block_numel:
-        scales_at = layout.scales_at + start // form.block_numel * form.scale_bytes
-        scales = message[scales_at:][: numel // form.block_numel * form.scale_bytes]
-    if form.has_rows:
-        rows = message[layout.row_scales_at :][: layout.num_rows * rows.itemsize].view(rows.dtype)
-        rows = rows[start // layout.row_numel :][: numel // layout.row_numel]
+    data, scales, row_bytes = sections(message, layout, start, numel)
+    rows = row_bytes.view(torch.float32)
     if form.name in (MXFP8.name, MXFP4.name):
         options = (form.element, cast.rule, cast.seed, first_index)
         reference_mx.quantize_mx_(data, scales, values, *options)

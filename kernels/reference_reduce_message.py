@@ -27,9 +27,8 @@ import torch
 
 from . import reference, reference_fp8, reference_mx, reference_nvfp4
 from .formats import BITS_PER_BYTE, E4M3, FP8_1X128, FP8_ROW, NVFP4
-from .message_layout import DEFAULT_ROW_NUMEL, MessageLayout, layout_of_numel
+from .message_layout import DEFAULT_ROW_NUMEL, RAW_DTYPES, MessageLayout, layout_of_numel
 
-_RAW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MX = ("mxfp8", "mxfp4")
 _FP32_BITS = torch.float32.itemsize * BITS_PER_BYTE
 
@@ -74,19 +73,11 @@ def decode_(values: torch.Tensor, message: torch.Tensor, layout: MessageLayout, 
 
     Values begin and end where a row of the message does.
     """
-    form, numel, row_numel = layout.format, values.numel(), layout.row_numel
-    data = _section(message, layout.data_at, start * form.element_bits, numel * form.element_bits)
-    scales, row_scales = data[:0], data[:0]
-    if form.block_numel:
-        bits = form.scale_bytes * BITS_PER_BYTE
-        first, count = start // form.block_numel, numel // form.block_numel
-        scales = _section(message, layout.scales_at, first * bits, count * bits)
-    if form.has_rows:
-        first, count = start // row_numel, numel // row_numel
-        row_scales = _section(message, layout.row_scales_at, first * _FP32_BITS, count * _FP32_BITS)
-        row_scales = _elements(row_scales, torch.float32).view(-1, 1)
-    if form.name in _RAW:
-        values.copy_(_elements(data, _RAW[form.name]))
+    form, row_numel = layout.format, layout.row_numel
+    data, scales, row_bytes = sections(message, layout, start, values.numel())
+    row_scales = _elements(row_bytes, torch.float32).view(-1, 1)
+    if form.name in RAW_DTYPES:
+        values.copy_(_elements(data, RAW_DTYPES[form.name]))
     elif form.name in _MX:
         reference_mx.dequantize_mx_(values, data, scales, form.element)
     elif form.name == FP8_1X128.name:
@@ -100,6 +91,26 @@ def decode_(values: torch.Tensor, message: torch.Tensor, layout: MessageLayout, 
         assert form.name == NVFP4.name, form
         rows = values.view(-1, row_numel)
         reference_nvfp4.dequantize_(rows, data.view(len(rows), -1), scales, row_scales)
+
+
+def sections(
+    message: torch.Tensor, layout: MessageLayout, start: int, numel: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The bytes of the codes, scales and row scales of `numel` elements from `start` on.
+
+    Both begin and end where a row does; of what the format has not there are no bytes.
+    """
+    form = layout.format
+    data = _section(message, layout.data_at, start * form.element_bits, numel * form.element_bits)
+    scales, row_scales = data[:0], data[:0]
+    if form.block_numel:
+        bits = form.scale_bytes * BITS_PER_BYTE
+        first, count = start // form.block_numel, numel // form.block_numel
+        scales = _section(message, layout.scales_at, first * bits, count * bits)
+    if form.has_rows:
+        first, count = start // layout.row_numel, numel // layout.row_numel
+        row_scales = _section(message, layout.row_scales_at, first * _FP32_BITS, count * _FP32_BITS)
+    return data, scales, row_scales
 
 
 def _section(message: torch.Tensor, at: int, first_bit: int, num_bits: int) -> torch.Tensor:

@@ -101,10 +101,6 @@ class UnitGradients:
         table = received.view(layout.world_size, layout.shard_numel)
         return [table, *FlatBuffer(received, layout).shards()]
 
-    def _cleared_runs(self) -> list[FlatRun]:
-        """The runs whose gradient does not exist."""
-        return [run for run in self.runs if run.param.grad is None]
-
     def _own_main_grad(self) -> Tensor:
         """`main_grad`, allocated on first use."""
         if self.main_grad is None:
@@ -137,18 +133,27 @@ class UnitGradients:
                 "or edit after the exchange"
             )
 
+    def _begin(
+        self, params: Sequence[nn.Parameter]
+    ) -> tuple[Gradients, list[FlatRun], list[FlatRun]]:
+        """What `params` hold, which they lose, and the runs whose visible gradient does not exist,
+        whose sum is dropped if no other exists, and those whose does.
+        """
+        self._check_unedited()
+        grads = self._packer.take(params)
+        cleared = [run for run in self.runs if run.param.grad is None]
+        kept = [run for run in self.runs if run.param.grad is not None]
+        if not kept:
+            self._drop_accumulated()
+        return grads, cleared, kept
+
     def accumulate(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
         """Add this backward's gradients to the rank's own sum, without communication.
 
         Raises:
             RuntimeError: the visible gradients of an earlier sum were changed in place.
         """
-        self._check_unedited()
-        grads = self._packer.take(params)
-        cleared = self._cleared_runs()
-        if len(cleared) == len(self.runs):
-            self._drop_accumulated()
-        kept = [run for run in self.runs if run not in cleared]
+        grads, cleared, kept = self._begin(params)
         first = self._accumulated is None
 
         def start() -> list[Pending]:
@@ -170,13 +175,8 @@ class UnitGradients:
         Raises:
             RuntimeError: the visible gradients of that sum were changed in place.
         """
-        self._check_unedited()
-        grads = self._packer.take(params)
-        cleared = self._cleared_runs()
-        into_existing = len(cleared) < len(self.runs)
-        kept = [run for run in self.runs if run not in cleared] if into_existing else []
-        if not into_existing:
-            self._drop_accumulated()
+        grads, cleared, kept = self._begin(params)
+        into_existing = bool(kept)
         accumulated, self._accumulated = self._accumulated, None
         leases: list[Tensor] = [] if accumulated is None else [accumulated]
         received: Tensor

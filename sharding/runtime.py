@@ -7,7 +7,6 @@ exchanges is agreed between the ranks.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -202,7 +201,7 @@ class Runtime:
         if not self._runs_backward():
             for unit in self.units:
                 unit.follow_requires_grad()
-            callback = functools.partial(self._finish_backward)
+            callback = self._finish_backward
             creates_graph = torch.is_grad_enabled()
             self._keeps_gathered |= creates_graph
             self._backward = BackwardPass(

@@ -17,9 +17,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     modules = dict.fromkeys(item.getparent(pytest.Module) for item in session.items)
     names = [module.path.stem for module in modules if hasattr(module.obj, "compiled_ahead")]
-    _beside.enter_context(
-        compile_ahead.running([f"sidestream.tests.kernels.{name}" for name in names])
-    )
+    if names:
+        _beside.enter_context(
+            compile_ahead.running([f"sidestream.tests.kernels.{name}" for name in names])
+        )
     if any(module.path.name == "test_interpreted.py" for module in modules):
         _interpreted.append(_beside.enter_context(interpreter.running()))
 

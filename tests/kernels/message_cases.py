@@ -6,11 +6,12 @@ import torch
 
 from sidestream.kernels.message_layout import (
     MESSAGE_FORMATS,
+    RAW_DTYPES,
     MessageLayout,
     layout_of_numel,
     message_layout,
 )
-from sidestream.kernels.reference_message import RAW_DTYPES, MessageCast
+from sidestream.kernels.reference_message import MessageCast
 from sidestream.tests.kernels import oracle
 
 FORMATS = tuple(form.name for form in MESSAGE_FORMATS)

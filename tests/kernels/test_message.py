@@ -8,11 +8,10 @@ from sidestream.kernels import codes, reference_message
 from sidestream.kernels.formats import E4M3, E8M0
 from sidestream.kernels.fp8_scaling import dequantize_fp8, quantize_fp8
 from sidestream.kernels.message import ALWAYS_NEAREST, pack_message_, unpack_message_
-from sidestream.kernels.message_layout import header_bytes, message_layout, read_header
+from sidestream.kernels.message_layout import RAW_DTYPES, header_bytes, message_layout, read_header
 from sidestream.kernels.mx_ops import dequantize_mx, quantize_mx
 from sidestream.kernels.noise import noise_bits
 from sidestream.kernels.nvfp4_ops import dequantize_nvfp4, quantize_nvfp4
-from sidestream.kernels.reference_message import RAW_DTYPES
 from sidestream.tests.kernels import message_cases as cases
 from sidestream.tests.kernels import oracle
 
