@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..kernels.tuned import Table
 from .collectives import Collectives
 from .partition import Signature
 
+_logger = logging.getLogger("sidestream")
 
-def check_ranks_agree(collectives: Collectives, signature: Signature, options: str) -> None:
-    """Compare parameters (name, shape, dtype, requires_grad) and `options` with the other ranks.
+
+def check_ranks_agree(
+    collectives: Collectives, signature: Signature, options: Mapping[str, str], table: Table
+) -> None:
+    """Compare parameters (name, shape, dtype, requires_grad) and `options`, which have the same
+    names everywhere, with the other ranks.
+
+    The table of tuned launches is compared as well. It changes no result, so of ranks whose tables
+    differ rank 0 only warns: all wait for the slowest.
 
     Raises:
         ValueError: they differ; on every rank, naming rank, parameter and both values.
     """
-    digest = hashlib.sha256(repr((signature, options)).encode()).digest()
+    digest = hashlib.sha256(repr((signature, options, table.digest)).encode()).digest()
     numbers = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8, 12)]
     values = torch.tensor(numbers, dtype=torch.int64)
     if collectives.all_equal(values, "comparison of the ranks' models"):
@@ -28,13 +39,35 @@ def check_ranks_agree(collectives: Collectives, signature: Signature, options: s
         problems += [
             f"rank {rank}: {difference}" for difference in _differences(signatures[0], other)
         ]
-        if theirs != all_options[0]:
-            problems.append(
-                f"rank {rank}: fully_shard's options are {theirs}, on rank 0 {all_options[0]}"
-            )
+        problems += [
+            f"rank {rank}: {name} is {value}, on rank 0 {all_options[0][name]}"
+            for name, value in theirs.items()
+            if value != all_options[0][name]
+        ]
+    if not problems:
+        tables = collectives.gather_objects((table.digest, table.describe()))
+        if collectives.rank == 0:
+            _warn_of_tables(tables)
+        return
     raise ValueError(
-        "fully_shard: expected the same model on every rank, compared with rank 0: "
+        "fully_shard: expected the same model and options on every rank, compared with rank 0: "
         + "; ".join(problems)
+    )
+
+
+def _warn_of_tables(tables: Sequence[tuple[str, str]]) -> None:
+    """tables: (digest, description) of each rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (digest, _) in enumerate(tables):
+        ranks.setdefault(digest, []).append(rank)
+    texts = []
+    for same in ranks.values():
+        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        texts.append(f"rank {same[0]}{more}: {tables[same[0]][1]}")
+    _logger.warning(
+        "fully_shard: expected one table of tuned kernel launches on all ranks, got several, which "
+        "changes no result but lets fast ranks wait; give all ranks the same files: %s",
+        "; ".join(texts),
     )
 
 

@@ -62,7 +62,21 @@ def build_runtime(
             plan.module, group, runtime, input_dtype=config.policy.param_dtype if casts else None
         )
     install_root_hooks(module, runtime, output_dtype=config.policy.output_dtype)
+    for submodule in module.modules():
+        submodule.register_load_state_dict_pre_hook(_refuse_assignment)
     return runtime
+
+
+def _refuse_assignment(
+    _module: nn.Module, _state: object, _prefix: str, metadata: dict[str, object], *_: object
+) -> None:
+    """Refuse `load_state_dict(assign=True)` before it loads anything."""
+    if metadata.get("assign_to_params_buffers"):
+        raise RuntimeError(
+            "load_state_dict: expected assign=False for a sharded module, got True, which would "
+            "put other tensors in the place of its sharded parameters; leave assign out, and the "
+            "values are copied into them"
+        )
 
 
 def _ancestors(plans: list[GroupPlan]) -> list[frozenset[int]]:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import NoneType
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
+from .arguments import kind_of, require_module
+from .checkpoint_agreement import Alike
 from .checkpoint_match import match
 from .checkpoint_reader import METADATA_FILE, CheckpointReader, require_plain, running_dcp
-from .errors import communicating
 from .fully_shard import runtime_of
 from .optimizer_state import load_scalars, named_state, prepare_state
 from .sharded_tensor import ShardedTensor
@@ -48,25 +49,31 @@ def save_checkpoint(
     Raises:
         FileExistsError: `path` is a file, or a folder that holds something else than a checkpoint.
         OSError: rank 0 cannot write there; raised on every rank, before any writes.
-        TypeError: `extra` holds other objects, which could not be read back safely.
-        ValueError: `optimizer` is not the one that `fully_shard` bound to `module`.
+        TypeError: `extra`, or state of the module or the optimizer, holds other objects, which
+            could not be read back safely; an argument of the wrong type.
+        ValueError: `optimizer` is not the one that `fully_shard` bound to `module`; ranks pass
+            different checkpoints' names, or not all an optimizer.
+        RuntimeError: ranks wrote to different file systems or folders. What was at `path` stays.
     """
-    target = Path(path).resolve()
     rank = _rank()
-    state: dict[str, Any] = {"model": module.state_dict()}
+    with Alike() as ranks:
+        target, state = _resolve(path), _state_of(module, optimizer)
+        require_plain("extra", extra)
+        for key, value in _values(state):
+            require_plain(key, value)
+        ranks.tell("path", target.name, str(target))
+        ranks.tell("optimizer", "none" if optimizer is None else "one")
     partial = _sibling(target, "partial")
     try:
-        with _Alike():
-            require_plain(extra)
-            if optimizer is not None:
-                state["optim"] = named_state(runtime_of(module), optimizer)
+        with Alike():
             if rank == 0:
                 _prepare(target)
         written = {**(state if rank == 0 else _sharded_only(state)), "extra": {str(rank): (extra,)}}
         with running_dcp(f"writing {target}"):
             dcp.save(written, storage_writer=dcp.FileSystemWriter(partial))
-        with _Alike():
+        with Alike():
             if rank == 0:
+                _require_whole(partial, target)
                 _publish(partial, target)
     finally:
         if rank == 0:
@@ -87,24 +94,29 @@ def load_checkpoint(
         FileNotFoundError: there is no checkpoint at `path`.
         ValueError: its names, shapes or parameter groups are not those of `module` and `optimizer`:
             every missing or unexpected name and wrong shape is listed, on all ranks, and nothing
-            is loaded. Or it holds objects that only unsafe unpickling could read.
-        RuntimeError: its files are missing or cut short, and nothing is loaded.
+            is loaded. Or it holds objects that only unsafe unpickling could read. Or ranks pass
+            different checkpoints.
+        TypeError: an argument of the wrong type.
+        RuntimeError: its files are missing, cut short or damaged, and nothing is loaded. (A disk
+            that fails later, while they are read again, leaves module and optimizer half loaded.)
     """
-    state = module.state_dict()
-    with _Alike():
-        reader = CheckpointReader(_find(Path(path).resolve()))
+    with Alike() as ranks:
+        both = _state_of(module, optimizer)
+        state, optim = both["model"], both.get("optim")
         runtime = None if optimizer is None else runtime_of(module)
-        optim = None if optimizer is None or runtime is None else named_state(runtime, optimizer)
+        reader = CheckpointReader(_find(_resolve(path)))
+        reader.require_whole()
+        ranks.tell("path", reader.fingerprint, str(reader.folder))
+        ranks.tell("optimizer", "none" if optimizer is None else "one")
         stored = match(reader, state, optim, None if optimizer is None else optimizer.defaults)
         extra_key = _extra_key(reader)
         values = reader.read([*stored.value_keys, *extra_key])
         stored.require_same_groups(values)
-        if optimizer is not None and runtime is not None:
-            prepare_state(runtime, optimizer, stored.entries)
-            optim = named_state(runtime, optimizer)
-    tensors = {f"model.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-    if optim is not None:
-        tensors |= _sharded_state(optim)
+        tensors = {f"model.{name}": x for name, x in state.items() if isinstance(x, Tensor)}
+        reader.require_sound(tensors | {key: state[name] for key, name in stored.moments()})
+    if optimizer is not None and runtime is not None:
+        prepare_state(runtime, optimizer, stored.entries)
+        tensors |= _sharded_state(named_state(runtime, optimizer))
     reader.read_into(tensors)
     module.load_state_dict({**state, **values.get("model", {})})
     if optimizer is not None and runtime is not None:
@@ -116,7 +128,9 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` with whole, plain, new tensors on every rank (a collective).
 
     Keys, dtypes and devices are the unsharded model's; names of one tied parameter share a tensor.
+    A part of a sharded module and a plain module will do as well.
     """
+    require_module(module)
     whole: dict[int, Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -129,6 +143,32 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
             )
         state[name] = whole[id(value)]
     return state
+
+
+def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """The state to save or to load into, sharded tensors as they are."""
+    require_module(module)
+    if optimizer is None:
+        return {"model": module.state_dict()}
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer, got {kind_of(optimizer)}; pass the one "
+            "that fully_shard bound (what else is to be saved goes to save_checkpoint's extra)"
+        )
+    return {"optim": named_state(runtime_of(module), optimizer), "model": module.state_dict()}
+
+
+def _values(state: Any, key: str = "") -> Iterator[tuple[str, object]]:
+    """Key and value of all in the nested `state` that is stored as a pickle, as DCP takes it apart.
+
+    Numbers and the like, which always can be, are left out.
+    """
+    if isinstance(state, (Mapping, list)):
+        parts = state.items() if isinstance(state, Mapping) else enumerate(state)
+        for part, value in parts:
+            yield from _values(value, f"{key}.{part}" if key else f"{part}")
+    elif not isinstance(state, Tensor) and type(state) not in (bool, int, float, str, NoneType):
+        yield key, state
 
 
 def _sharded_only(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,40 +216,16 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-# A subclass stands before its base.
-_SHAREABLE: tuple[type[Exception], ...] = (
-    FileNotFoundError,
-    FileExistsError,
-    PermissionError,
-    OSError,
-    TypeError,
-    ValueError,
-)
-
-
-class _Alike:
-    """A block that all ranks leave alike: an error on some of them is raised on every one."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not dist.is_initialized() or not (error is None or isinstance(error, Exception)):
-            return
-        reports: list[tuple[type[Exception], str] | None] = [None] * dist.get_world_size()
-        known = next((known for known in _SHAREABLE if isinstance(error, known)), RuntimeError)
-        with communicating("agreement on the checkpoint"):
-            dist.all_gather_object(reports, None if error is None else (known, str(error)))
-        if error is not None:
-            return
-        for rank, report in enumerate(reports):
-            if report is not None:
-                raise report[0](f"rank {rank}: {report[1]}")
+def _resolve(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: expected text or a pathlib.Path, got {kind_of(path)}")
+    try:
+        target = Path(path).resolve() if os.fspath(path) else Path("/")
+    except ValueError as error:  # a zero byte
+        raise ValueError(f"path: expected the path of a folder, got {path!r}: {error}") from error
+    if not target.name:
+        raise ValueError(f"path: expected a folder with a name, got {path!r}; name the checkpoint")
+    return target
 
 
 def _sibling(target: Path, role: str) -> Path:
@@ -219,7 +235,7 @@ def _sibling(target: Path, role: str) -> Path:
 def _find(target: Path) -> Path:
     """The folder to read for the checkpoint at `target`."""
     for folder in (target, _sibling(target, "replaced")):
-        if (folder / METADATA_FILE).exists():
+        if (folder / METADATA_FILE).is_file():
             return folder
     found = (
         "a folder without one" if target.is_dir() else "a file" if target.exists() else "nothing"
@@ -260,6 +276,16 @@ def _make_room(target: Path) -> str | None:
         shutil.rmtree(partial)
     partial.mkdir()
     return None
+
+
+def _require_whole(partial: Path, target: Path) -> None:
+    """Check that rank 0 finds what all ranks have written."""
+    if lack := CheckpointReader(partial).lack():
+        raise RuntimeError(
+            f"path: expected a folder that all ranks write to, got {target}, where rank 0 does not "
+            f"find what another one wrote ({lack}); give every rank the same path, on a file "
+            "system that they share. Nothing was saved"
+        )
 
 
 def _publish(partial: Path, target: Path) -> None:

@@ -6,7 +6,7 @@ tensors, read in place; all others (step counters) are values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,13 @@ class StoredState:
     value_keys: tuple[str, ...]
     entries: dict[str, dict[str, Tensor | None]]
     groups: tuple[tuple[str, ...], ...]
+
+    def moments(self) -> Iterator[tuple[str, str]]:
+        """Every entry of state with its parameter's shape: its key, and the parameter's name."""
+        for name, entries in self.entries.items():
+            for entry, like in entries.items():
+                if like is not None:
+                    yield f"optim.state.{name}.{entry}", name
 
     def require_same_groups(self, values: Mapping[str, Any]) -> None:
         """Compare the parameter groups in `values`, read from the checkpoint, with the optimizer's.

@@ -1,19 +1,23 @@
 """Reads what torch.distributed.checkpoint wrote, without running code that a file might carry.
 
 A stored tensor's key is its path in the nested state dict, joined by dots; what is no tensor is a
-pickle. Here the pickles of the metadata and of the values may name only plain types.
+pickle. Here the pickles of the metadata and of the values may name only plain types. Every stored
+value is a zip archive of its own, whose checksums are compared before the first one is used.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import pickle
+import re
 import warnings
-from collections.abc import Iterable, Iterator
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,25 +31,25 @@ from torch.distributed.checkpoint.planner import ReadItem
 from .errors import communicating
 
 METADATA_FILE = ".metadata"
+_CHUNK_BYTES = 1 << 20
 
 Key = str
 KeyPath = tuple[str | int, ...]
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """The checkpoint in `folder`, opened: its metadata is read and its files are all there.
+    """The checkpoint in `folder`, opened: its metadata is read. `fingerprint` tells it from others.
 
     Raises:
         ValueError: the metadata is damaged or names what a checkpoint has no need of.
-        RuntimeError: a file is missing or shorter than the metadata says.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = folder
-        with open(folder / METADATA_FILE, "rb") as file:
-            self.metadata = _load_metadata(file, folder)
-        self._require_files()
+        content = (folder / METADATA_FILE).read_bytes()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.metadata = _load_metadata(content, folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, as the protocol of DCP asks for it."""
@@ -79,12 +83,14 @@ class CheckpointReader(dcp.FileSystemReader):
         """Read `keys`, tensors whole and on the CPU, by this rank alone; nested as they were saved.
 
         Raises:
+            RuntimeError: a value is damaged.
             ValueError: a value holds objects of other than plain types.
         """
         values: dict[Key, Any] = {}
         for key in keys:
             shape = self.shape_of(key)
             values[key] = None if shape is None else torch.empty(shape, dtype=self.dtype_of(key))
+        self.require_sound(values)
         planner = _PlainPlanner()
         with running_dcp(f"reading {self.folder}"):
             dcp.load(values, storage_reader=self, planner=planner, no_dist=True)
@@ -103,20 +109,57 @@ class CheckpointReader(dcp.FileSystemReader):
         with running_dcp(f"reading {self.folder}"):
             dcp.load(tensors, storage_reader=self, planner=_PlainPlanner())
 
-    def _require_files(self) -> None:
+    def require_whole(self) -> None:
+        """Check that the files are there.
+
+        Raises:
+            RuntimeError: one is missing or shorter than the metadata says.
+        """
+        if lack := self.lack():
+            raise RuntimeError(
+                f"checkpoint {self.folder}: {lack}; the checkpoint is not whole, load another one. "
+                "Nothing was loaded"
+            )
+
+    def require_sound(self, wanted: Mapping[Key, Any]) -> None:
+        """Check what this rank would read into `wanted`: None, or a tensor of the right layout.
+
+        That is one more reading, so the one that counts comes from the system's cache.
+
+        Raises:
+            RuntimeError: a stored value is damaged.
+        """
+        planner = _PlainPlanner()
+        planner.set_up_planner(dict(wanted), self.metadata, is_coordinator=False)
+        for index in dict.fromkeys(
+            item.storage_index for item in planner.create_local_plan().items
+        ):
+            place = self.metadata.storage_data[index]
+            if getattr(place, "transform_descriptors", None):
+                continue  # compressed or the like: no archive yet
+            with open(self.folder / place.relative_path, "rb") as file:
+                file.seek(place.offset)
+                content = file.read(place.length)
+            if not _is_sound(content):
+                raise RuntimeError(
+                    f"checkpoint {self.folder}: expected '{index.fqn}' in {place.relative_path} "
+                    "as it was written, got damaged bytes; load another checkpoint. Nothing was "
+                    "loaded"
+                )
+
+    def lack(self) -> str | None:
+        """The first file that is missing or shorter than the metadata says, None without one."""
         needed: dict[str, int] = {}
         for place in self.metadata.storage_data.values():
             end = place.offset + place.length
             needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
         for name, num_bytes in sorted(needed.items()):
             file = self.folder / name
-            found = file.stat().st_size if file.exists() else None
+            found = file.stat().st_size if file.is_file() else None
             if found is None or found < num_bytes:
-                raise RuntimeError(
-                    f"checkpoint {self.folder}: expected {name} of at least {num_bytes} bytes, got "
-                    f"{'no such file' if found is None else f'{found} bytes'}; the checkpoint is "
-                    "not whole, load another one. Nothing was loaded"
-                )
+                got = "no such file" if found is None else f"{found} bytes"
+                return f"expected {name} of at least {num_bytes} bytes, got {got}"
+        return None
 
 
 class _PlainPlanner(dcp.DefaultLoadPlanner):
@@ -135,22 +178,41 @@ class _PlainPlanner(dcp.DefaultLoadPlanner):
             self.refused.append(key)
 
 
-def require_plain(extra: Any) -> None:
-    """Check that `extra` can be read back without unsafe unpickling.
+def _is_sound(archive: bytes) -> bool:
+    """Whether all that `archive`, a stored value, holds has the checksum it was stored with."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(archive)) as files:
+            for info in files.infolist():
+                if info.CRC:  # 0: torch.save was told not to compute it
+                    with files.open(info) as file:
+                        while file.read(_CHUNK_BYTES):
+                            pass
+    except Exception:  # noqa: BLE001 - damaged bytes can make the parser raise anything
+        return False
+    return True
+
+
+def require_plain(name: str, value: object) -> None:
+    """Check that `value`, stored under `name`, can be read back without unsafe unpickling.
 
     Raises:
         TypeError: it cannot.
     """
     buffer = io.BytesIO()
-    torch.save(extra, buffer)
-    buffer.seek(0)
     try:
+        torch.save(value, buffer)
+        buffer.seek(0)
         torch.load(buffer, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # an object can raise anything when it is pickled
+        unsafe = re.search(r"GLOBAL (\S+)", str(error))
+        found = (
+            f"{unsafe[1]}, which only unsafe unpickling could read"
+            if unsafe
+            else f"an object that cannot be saved ({error})"
+        )
         raise TypeError(
-            "extra: expected numbers, strings, tensors and containers of them, got an object that "
-            "only unsafe unpickling could read; save its state instead (for example a state_dict). "
-            f"{str(error).splitlines()[0]}"
+            f"{name}: expected numbers, strings, tensors and containers of them, got {found}; save "
+            "its state instead (for example a state_dict)"
         ) from error
 
 
@@ -193,13 +255,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"metadata names {module}.{name}")
 
 
-def _load_metadata(file: BinaryIO, folder: Path) -> Metadata:
+def _load_metadata(content: bytes, folder: Path) -> Metadata:
     try:
-        metadata = _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+    except Exception as error:
         raise ValueError(
             f"checkpoint {folder}: expected metadata of torch.distributed.checkpoint in "
-            f"{METADATA_FILE}, got something else: {error}"
+            f"{METADATA_FILE}, got something else: {type(error).__name__} {error}; load another "
+            "checkpoint"
         ) from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError(

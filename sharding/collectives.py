@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .errors import communicating, communication_error
 from .process_groups import DataParallelGroups
+from .ranges import ranged
 
 T = TypeVar("T")
 _TAG = 0x51DE
@@ -54,7 +55,7 @@ class Pending:
     def wait(self) -> None:
         """Wait for the operation to end."""
         try:
-            self.work.wait()
+            ranged("wait", self.what, self.work.wait)
         except RuntimeError as error:
             raise communication_error(self.what, error) from error
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
+from .arguments import require_flag, require_number
 from .partition import UnitClass, resolve_unit_classes
 from .placements import Placements, resolve_strategy
-from .precision import MixedPrecisionPolicy
+from .precision import MixedPrecisionPolicy, require_policy
 from .runtime import RuntimeOptions
 
 
@@ -25,6 +27,21 @@ class ShardConfig:
     overlap_grad_reduce: bool
     runtime: RuntimeOptions
 
+    def described(self) -> dict[str, str]:
+        """The options by their names in `fully_shard`, to compare between ranks."""
+        mib = None if self.bucket_bytes is None else self.bucket_bytes / 2**20
+        options = {
+            "zero_dp_strategy": self.placements.name,
+            "mixed_precision_policy": self.policy,
+            "fsdp_unit_modules": self.classes,
+            "reshard_after_forward": self.reshard_after_forward,
+            "bucket_mib": mib,
+            "overlap_grad_reduce": self.overlap_grad_reduce,
+            "overlap_param_gather": self.runtime.overlap_param_gather,
+            "prefetch": self.runtime.prefetch,
+        }
+        return {name: f"{value!r}" for name, value in options.items()}
+
 
 def resolve_config(
     strategy: int | str,
@@ -38,17 +55,17 @@ def resolve_config(
     prefetch: int,
 ) -> ShardConfig:
     """Resolve the options of `fully_shard`; raises what that says about them."""
-    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(
-            "mixed_precision_policy: expected a sidestream.MixedPrecisionPolicy, got "
-            f"{type(policy).__module__}.{type(policy).__name__}"
-        )
-    if bucket_mib is not None and not bucket_mib > 0:
-        raise ValueError(
-            f"bucket_mib: expected None or a positive number of MiB, got {bucket_mib!r}"
-        )
-    if not isinstance(prefetch, int) or prefetch < 0:
-        raise ValueError(f"prefetch: expected a whole number of at least 0, got {prefetch!r}")
+    if policy is not None:
+        require_policy(policy)
+    require_flag("overlap_grad_reduce", overlap_grad_reduce)
+    require_flag("overlap_param_gather", overlap_param_gather)
+    if reshard_after_forward is not None:
+        require_flag("reshard_after_forward", reshard_after_forward)
+    if bucket_mib is not None:
+        expected = "None or a positive number of MiB"
+        require_number("bucket_mib", bucket_mib, expected, lambda mib: 0 < mib < math.inf)
+    expected = "a whole number of at least 0"
+    require_number("prefetch", prefetch, expected, lambda n: isinstance(n, int) and n >= 0)
     return ShardConfig(
         placements=resolve_strategy(strategy),
         policy=policy or MixedPrecisionPolicy(),

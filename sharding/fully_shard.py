@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..kernels.tuned import table_of
 from .agreement import check_ranks_agree
+from .arguments import require_module
 from .build import build_runtime
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
@@ -33,7 +35,7 @@ from .partition import (
     tree_signature,
 )
 from .precision import MixedPrecisionPolicy
-from .process_groups import DataParallelGroups, data_parallel_groups
+from .process_groups import DataParallelGroups, data_parallel_groups, require_mesh
 from .runtime import Runtime
 from .sharded_tensor import ShardedTensor
 
@@ -104,10 +106,8 @@ def fully_shard(
         bucket_mib=bucket_mib,
         prefetch=prefetch,
     )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"device_mesh: expected a DeviceMesh, got {type(device_mesh).__name__}")
+    require_module(module)
+    require_mesh(device_mesh, dp_shard_dim)
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     entries = collect_params(module)
@@ -117,8 +117,9 @@ def fully_shard(
     located = _locate(optimizer, plans, entries)
     groups = data_parallel_groups(device_mesh, dp_shard_dim)
     collectives = Collectives(groups)
-    options = f"{config}, {describe_options(optimizer)}"
-    check_ranks_agree(collectives, tree_signature(module, entries), options)
+    options = {**config.described(), "optimizer": describe_options(optimizer)}
+    table = table_of(groups.device)
+    check_ranks_agree(collectives, tree_signature(module, entries), options, table)
     _note_missing_units(config, groups)
     runtime = build_runtime(module, plans, collectives, config)
     _RUNTIMES[module] = runtime
@@ -151,6 +152,11 @@ def _note_missing_units(config: ShardConfig, groups: DataParallelGroups) -> None
 
 def fully_shard_model(module: nn.Module, **options: object) -> nn.Module:
     """`fully_shard` for a model alone; same options, errors and effect. Returns `module`."""
+    if "optimizer" in options:
+        raise TypeError(
+            "fully_shard_model: expected a module and options, got an optimizer; call "
+            "fully_shard(module, optimizer)"
+        )
     return fully_shard(module, None, **options)[0]  # type: ignore[arg-type]
 
 

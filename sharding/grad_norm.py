@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buffers import BLOCK_NUMEL
+from .arguments import require_flag, require_number
 from .fully_shard import runtime_of
 from .runtime import Runtime
 
@@ -52,14 +53,14 @@ def clip_grad_norm_(
         The norm before clipping: a 0-d float32 tensor, bit-equal on all ranks.
 
     Raises:
+        TypeError: an argument of the wrong type.
         ValueError: bad `max_norm` or `norm_type`; a module that is not sharded.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; gradients that were
             accumulated under `no_sync` wait for their exchange.
     """
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
-    if not norm_type >= 1:
-        raise ValueError(f"norm_type: expected at least 1 or inf, got {norm_type!r}")
+    require_number("max_norm", max_norm, "a number of at least 0", lambda norm: norm >= 0)
+    require_number("norm_type", norm_type, "a number of at least 1, or inf", lambda p: p >= 1)
+    require_flag("error_if_nonfinite", error_if_nonfinite)
     runtime = runtime_of(module)
     runtime.check_reduced("clip_grad_norm_")
     norm = _norm(runtime, float(norm_type))

@@ -76,6 +76,7 @@ class UnitGradients:
         # Units of one layout share these views of the buffers that they take turns with.
         self._rows_key = ("rows", id(spec.layout))
         self._exchange_name = f"gradient exchange of unit '{spec.name}'"
+        self._accumulation_name = f"gradient accumulation of unit '{spec.name}'"
         self._sent: Tensor | None = None
         self._accumulated: Tensor | None = None
         self.main_grad: Tensor | None = None
@@ -167,7 +168,7 @@ class UnitGradients:
             self._packer.pack(target, grads, accumulate=not first)
             return []
 
-        return Exchange(lane.submit(start), [], grads)
+        return Exchange(lane.submit(self._accumulation_name, start), [], grads)
 
     def exchange(self, params: Sequence[nn.Parameter], lane: Lane) -> Exchange:
         """Start to reduce this backward's gradients, and what was accumulated, into `main_grad`.
@@ -206,7 +207,7 @@ class UnitGradients:
                 self._make_current(cleared, kept)
             return self._reduce(received, into_existing)
 
-        return Exchange(lane.submit(start, complete), leases, grads)
+        return Exchange(lane.submit(self._exchange_name, start, complete), leases, grads)
 
     def _lease_sent(self, leases: list[Tensor]) -> Tensor:
         if self._sent is not None:

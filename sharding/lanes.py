@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 
 from .collectives import Pending
+from .ranges import ranged
 
 Work = Callable[[], Sequence[Pending]]
 
@@ -41,24 +42,28 @@ class Event(Protocol):
 class Lane(Protocol):
     """Runs submitted work in order."""
 
-    def submit(self, start: Work, complete: Work | None = None) -> Event:
-        """Run the work after the compute enqueued so far; returns its end."""
+    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
+        """Run the work after the compute enqueued so far; returns its end. `what` names it in
+        traces.
+        """
 
 
 class _Deferred:
     """Operations under way, and what is to be done after them."""
 
-    __slots__ = ("_complete", "_pending")
+    __slots__ = ("_complete", "_pending", "_what")
 
-    def __init__(self, pending: Sequence[Pending], complete: Work | None) -> None:
-        self._pending = pending
+    def __init__(self, what: str, start: Work, complete: Work | None = None) -> None:
+        """Run `start`."""
+        self._what = what
+        self._pending = ranged("start", what, start)
         self._complete = complete
 
     def advance(self) -> None:
         if self._complete is not None:
             self._finish_pending()
             complete, self._complete = self._complete, None
-            self._pending = complete()
+            self._pending = ranged("complete", self._what, complete)
 
     def wait(self) -> None:
         self.advance()
@@ -70,24 +75,24 @@ class _Deferred:
         self._pending = ()
 
 
-DONE = _Deferred((), None)
+DONE = _Deferred("nothing", tuple)
 """An event that has already happened."""
 
 
 class DeferredLane:
     """Starts work in the caller; what follows its operations runs when the event is waited for."""
 
-    def submit(self, start: Work, complete: Work | None = None) -> Event:
+    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Run `start` now."""
-        return _Deferred(start(), complete)
+        return _Deferred(what, start, complete)
 
 
 class SerialLane(DeferredLane):
     """Runs work in the caller to its end: no overlap at all."""
 
-    def submit(self, start: Work, complete: Work | None = None) -> Event:
+    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Run all of the work now."""
-        _Deferred(start(), complete).wait()
+        _Deferred(what, start, complete).wait()
         return DONE
 
 
@@ -112,11 +117,11 @@ class StreamLane:
         # High priority: a gather or a sum that starts late leaves the whole backward waiting.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def submit(self, start: Work, complete: Work | None = None) -> Event:
+    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Enqueue the work after all that the current stream holds."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            _Deferred(start(), complete).wait()
+            _Deferred(what, start, complete).wait()
             return _StreamEvent(self._stream.record_event(), self._stream.device)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import kind_of, require_flag
 from .gradients import FlatRun
 from .optimizer_state import flat_state, scalar_signature
 from .runtime import Runtime
@@ -83,14 +84,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, declared: bool = Fals
     `declared`: the caller vouches that an unknown class is elementwise.
 
     Raises:
-        TypeError: no torch optimizer.
+        TypeError: no torch optimizer, or `declared` is no bool.
         ValueError: an optimizer known not to be elementwise, or an unknown one that is not
         `declared`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            f"optimizer: expected a torch.optim.Optimizer, got {kind_of(optimizer)}; make one from "
+            "module.parameters()"
         )
+    require_flag("elementwise", declared)
     kind = type(optimizer)
     for base in kind.__mro__:
         if base.__name__ in _NOT_ELEMENTWISE:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .arguments import kind_of
 from .precision import MixedPrecisionPolicy, resolve_dtypes
 from .sharded_tensor import ShardedTensor
 
@@ -50,22 +51,20 @@ def resolve_unit_classes(unit_modules: Iterable[UnitClass] | None) -> tuple[type
     """Classes given as classes or as import paths such as 'package.module.Block'.
 
     Raises:
-        TypeError: not a class or string; a class that is no nn.Module.
+        TypeError: no collection, not a class or string in it; a class that is no nn.Module.
         ValueError: an import path that leads nowhere; a container without a forward of its own.
     """
     if unit_modules is None:
         return ()
-    if isinstance(unit_modules, (str, type)):
+    if isinstance(unit_modules, (str, bytes, type)):
         unit_modules = [unit_modules]
+    if not isinstance(unit_modules, Iterable):
+        raise TypeError(_no_class(unit_modules))
     classes = []
     for entry in unit_modules:
         resolved = _import_class(entry) if isinstance(entry, str) else entry
         if not (isinstance(resolved, type) and issubclass(resolved, nn.Module)):
-            raise TypeError(
-                "fsdp_unit_modules: expected nn.Module classes or import paths like "
-                "'package.module.Block', "
-                f"got {entry!r}"
-            )
+            raise TypeError(_no_class(entry))
         if resolved in (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict):
             raise ValueError(
                 f"fsdp_unit_modules: expected classes with a forward, got {resolved.__name__}, "
@@ -74,6 +73,15 @@ def resolve_unit_classes(unit_modules: Iterable[UnitClass] | None) -> tuple[type
             )
         classes.append(resolved)
     return tuple(classes)
+
+
+def _no_class(entry: object) -> str:
+    is_module = isinstance(entry, nn.Module)  # its text has a line for each part
+    return (
+        "fsdp_unit_modules: expected nn.Module classes or import paths like "
+        "'package.module.Block', got "
+        + (f"an instance of {kind_of(entry)}; pass its class" if is_module else f"{entry!r}")
+    )
 
 
 def _import_class(path: str) -> object:

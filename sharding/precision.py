@@ -6,7 +6,16 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from .arguments import kind_of, require_flag
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NAMES_IN_PYTORCH = {
+    "param_dtype": "param_dtype",
+    "grad_comm_dtype": "reduce_dtype",
+    "output_dtype": "output_dtype",
+    "cast_forward_inputs": "cast_forward_inputs",
+}
+"""How the policies of PyTorch's FSDP name the options that ours has too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +35,7 @@ class MixedPrecisionPolicy:
             dtype when `param_dtype` is given.
 
     Raises:
-        TypeError: a dtype that is not one of the allowed ones.
+        TypeError: a dtype that is not one of the allowed ones, a flag that is no bool.
     """
 
     param_dtype: torch.dtype | None = None
@@ -37,6 +46,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
+        require_flag("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name != "cast_forward_inputs" and value is not None and value not in _FLOATS:
@@ -45,6 +55,27 @@ class MixedPrecisionPolicy:
                     "torch.bfloat16 or "
                     f"torch.float16; got {value!r}"
                 )
+
+
+def require_policy(policy: object) -> None:
+    """Refuse what is no policy of ours, and say how to write PyTorch's as one.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(policy, MixedPrecisionPolicy):
+        return
+    options = "param_dtype=torch.bfloat16"
+    if not isinstance(policy, type) and hasattr(policy, "reduce_dtype"):
+        theirs = {ours: getattr(policy, name, None) for ours, name in _NAMES_IN_PYTORCH.items()}
+        options = ", ".join(
+            f"{name}={value}" for name, value in theirs.items() if value is not None
+        )
+    raise TypeError(
+        "mixed_precision_policy: expected a sidestream.MixedPrecisionPolicy, got "
+        f"{kind_of(policy)} of {getattr(policy, '__module__', 'builtins')}; "
+        f"pass sidestream.MixedPrecisionPolicy({options})"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .arguments import kind_of
 from .errors import communicating
 
 _SECOND: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
@@ -75,6 +76,24 @@ def _initialize_from_environment() -> bool:
     return True
 
 
+def require_mesh(mesh: object, axis_name: object) -> None:
+    """Refuse a mesh or a dimension's name of another type; None stands for both.
+
+    Raises:
+        TypeError: one is something else.
+    """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"device_mesh: expected a DeviceMesh, got {kind_of(mesh)}; make one with "
+            "torch.distributed.device_mesh.init_device_mesh, or leave it out to use all ranks"
+        )
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise TypeError(
+            "dp_shard_dim: expected the name of one of the mesh's dimensions, got "
+            f"{axis_name!r}; name the dimension when making the mesh (mesh_dim_names=...)"
+        )
+
+
 def _mesh_group(mesh: DeviceMesh, axis_name: str | None) -> dist.ProcessGroup:
     names = mesh.mesh_dim_names
     if axis_name is not None and axis_name not in (names or ()):
@@ -89,6 +108,12 @@ def _mesh_group(mesh: DeviceMesh, axis_name: str | None) -> dist.ProcessGroup:
             "has "
             f"{mesh.ndim} dimensions {list(names or ())}; got None"
         )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"device_mesh: expected a mesh of which this rank is part, got ranks "
+            f"{mesh.mesh.flatten().tolist()} on rank {dist.get_rank()}; call fully_shard on those "
+            "ranks alone"
+        )
     return mesh.get_group(axis_name if axis_name is not None else 0)
 
 
@@ -96,7 +121,7 @@ def data_parallel_groups(mesh: DeviceMesh | None, axis_name: str | None) -> Data
     """The groups to shard over: `axis_name` of `mesh`, its only dimension, or all ranks.
 
     Raises:
-        ValueError: wrong or missing dimension name.
+        ValueError: wrong or missing dimension name, a mesh without this rank.
         RuntimeError: more ranks than GPUs on this machine.
     """
     group: dist.ProcessGroup | None

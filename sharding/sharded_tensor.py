@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..buffers.boxes import Box, interval_boxes
+from .arguments import kind_of
 from .collectives import start_all_gather
 from .elementwise import dispatch
 from .errors import communicating
@@ -87,10 +88,20 @@ class ShardedTensor(torch.Tensor):
         """Wrap `local`.
 
         Raises:
+            TypeError: `local` is no plain tensor, or `shape` or `start` are no whole numbers.
             ValueError: `local` is not 1-D and contiguous or does not fit in `shape`; `intervals`
                 are missing, not one per rank of `group`, or say otherwise for this rank.
         """
-        shape = tuple(int(size) for size in shape)
+        if not isinstance(local, Tensor) or isinstance(local, ShardedTensor):
+            raise TypeError(f"local of {name!r}: expected a plain tensor, got {kind_of(local)}")
+        if not isinstance(shape, Sequence) or not all(
+            isinstance(number, int) and number >= 0 for number in (start, *shape)
+        ):
+            raise TypeError(
+                f"shape and start of {name!r}: expected whole numbers of at least 0, got {shape!r} "
+                f"and {start!r}"
+            )
+        shape = tuple(shape)
         stop = start + local.numel()
         if local.dim() != 1 or not local.is_contiguous():
             raise ValueError(f"local of {name!r}: expected 1-D and contiguous, got {local.shape}")

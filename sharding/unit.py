@@ -261,7 +261,7 @@ class Unit:
             return False
         version = self.main._version
         try:
-            self._gather_event = lane.submit(self._fill)
+            self._gather_event = lane.submit(self._gather_name, self._fill)
         except BaseException:
             if self._frees and self._storage.nbytes():
                 self._pool.shrink(self._storage, self._storage_bytes)

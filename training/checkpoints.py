@@ -35,11 +35,15 @@ def newest_checkpoint(folder: str) -> SavedRun | None:
     Raises:
         CheckpointError: the file beside it cannot be read as ours.
     """
-    files = [
-        file
-        for file in sorted(Path(folder).glob(f"step-{'[0-9]' * STEP_DIGITS}.json"))
-        if file.with_suffix("").is_dir()
-    ]
+    files = (
+        []
+        if not os.path.isdir(folder)
+        else [
+            file
+            for file in sorted(Path(folder).glob(f"step-{'[0-9]' * STEP_DIGITS}.json"))
+            if file.with_suffix("").is_dir()
+        ]
+    )
     if not files:
         return None
     newest = files[-1]
@@ -49,10 +53,10 @@ def newest_checkpoint(folder: str) -> SavedRun | None:
             raise ValueError(f"format_version {content['format_version']}, not {FORMAT_VERSION}")
         return SavedRun(
             path=newest.with_suffix(""),
-            step=content["step"],
-            world_size=content["world_size"],
-            loss_first=content["loss_first"],
-            defining=content["defining"],
+            step=int(content["step"]),
+            world_size=int(content["world_size"]),
+            loss_first=float(content["loss_first"]),
+            defining=dict(content["defining"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
@@ -101,7 +105,7 @@ def refuse_to_mix(folder: str) -> None:
     Raises:
         CheckpointError: there is a complete checkpoint, or `folder` is a file.
     """
-    if Path(folder).is_file():
+    if os.path.isfile(folder):
         raise CheckpointError(
             f"expected a folder for --checkpoint, got the file {folder}; give another path"
         )

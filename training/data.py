@@ -155,13 +155,13 @@ def _text_files(path: str | None) -> Iterator[Path]:
     if path is None:
         yield from _walk(_stdlib_folder(), suffix=".py", skipped=STDLIB_SKIPPED_FOLDERS)
         return
-    root = Path(path)
-    if root.is_file():
-        yield root
-    elif root.is_dir():
-        yield from filter(_looks_like_text, _walk(root))
+    # Not the methods of Path, which raise where a path is too long.
+    if os.path.isfile(path):
+        yield Path(path)
+    elif os.path.isdir(path):
+        yield from filter(_looks_like_text, _walk(Path(path)))
     else:
-        what = "something that is neither" if root.exists() else "nothing there"
+        what = "something that is neither" if os.path.exists(path) else "nothing there"
         raise DataError(f"expected a file or a folder at --data {path}, got {what}; check the path")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .cli import main as sidestream
+from ..cli import main as sidestream
 
 KILLED = 128 + 9
 SAME_IN_BOTH = ("params_sha256", "loss_first", "loss_last", "loss_held_out")

@@ -2,6 +2,7 @@
 training will run.
 """
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +14,15 @@ from rich.text import Text
 from .diagnostics import Check, collect
 
 STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `doctor` and its option."""
+    parser = subparsers.add_parser(
+        "doctor", help="look at this machine and say what will be used, and why"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=lambda options: run_doctor(as_json=options.json))
 
 
 def run_doctor(*, as_json: bool = False) -> int:

@@ -1,6 +1,7 @@
 """What `sidestream train` can be told: its options, their checks, and which define a run."""
 
 import argparse
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -10,6 +11,8 @@ from .model import MODEL_SIZES
 COMPUTE_DTYPES = ("fp32", "bf16")
 WIRE_DTYPES = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
+MAX_COUNT = 2**31 - 1
+MAX_SEED = 2**63 - 1  # what torch.Generator takes
 
 # A checkpoint resumes only a run that agrees in these: they decide the numbers, the others only
 # how they are computed.
@@ -67,9 +70,16 @@ class TrainOptions:
             OptionsError: a value outside its range, or an option without the one it needs.
         """
         for name in ("steps", "batch", "seq_len", "accumulate", "nproc", "kill_at_step"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("seed", "checkpoint_every", "clip", "kill_rank"):
-            _at_least(name, getattr(self, name), 0)
+            _require_between(name, getattr(self, name), 1, MAX_COUNT)
+        for name in ("checkpoint_every", "kill_rank"):
+            _require_between(name, getattr(self, name), 0, MAX_COUNT)
+        _require_between("clip", self.clip, 0, math.inf)
+        _require_between("seed", self.seed, 0, MAX_SEED)
+        for name in ("data", "checkpoint", "json"):
+            if getattr(self, name) == "":
+                raise OptionsError(
+                    f"expected a path for {flag(name)}, got ''; name it or leave it out"
+                )
         for name, known in (
             ("model", tuple(MODEL_SIZES)),
             ("device", DEVICES),
@@ -82,16 +92,18 @@ class TrainOptions:
                 raise OptionsError(
                     f"expected {flag(name)} among {known}, got {value!r}; pass one of these"
                 )
-        if not self.lr > 0:
-            raise OptionsError(f"expected --lr > 0, got {self.lr}; pass a positive learning rate")
+        if not 0 < self.lr < math.inf:
+            raise OptionsError(
+                f"expected a finite --lr > 0, got {self.lr}; pass a positive learning rate"
+            )
         if not 0 <= self.dropout < 1:
             raise OptionsError(
                 f"expected 0 <= --dropout < 1, got {self.dropout}; pass 0 to switch it off"
             )
-        if self.bucket_mib is not None and not self.bucket_mib > 0:
+        if self.bucket_mib is not None and not 0 < self.bucket_mib < math.inf:
             raise OptionsError(
-                f"expected --bucket-mib > 0, got {self.bucket_mib}; leave it out for one bucket "
-                "a unit"
+                f"expected a finite --bucket-mib > 0, got {self.bucket_mib}; leave it out for one "
+                "bucket a unit"
             )
         self._check_pairs()
 
@@ -210,7 +222,8 @@ def _add(group: argparse._ArgumentGroup, name: str, help_text: str, **keywords: 
     group.add_argument(flag(name), default=default, help=help_text + shown, **keywords)
 
 
-def _at_least(name: str, value: float | None, least: int) -> None:
-    # "not >=" and not "<", so that nan is refused too.
-    if value is not None and not value >= least:
-        raise OptionsError(f"expected {flag(name)} >= {least}, got {value}; pass a larger number")
+def _require_between(name: str, value: float | None, least: int, most: float) -> None:
+    if value is None or least <= value <= most:
+        return
+    bound, fix = (f"<= {most}", "smaller") if value > most else (f">= {least}", "larger")
+    raise OptionsError(f"expected {flag(name)} {bound}, got {value}; pass a {fix} number")

@@ -54,19 +54,22 @@ def place_from(environ: Mapping[str, str]) -> Place | None:
     no launcher.
 
     Raises:
-        OptionsError: RANK is set but its companions are not, or are no numbers.
+        OptionsError: RANK is set but its companions are not, or are no numbers that go together.
     """
     if "RANK" not in environ:
         return None
     try:
         world_size = int(environ["WORLD_SIZE"])
-        return Place(
+        place = Place(
             rank=int(environ["RANK"]),
             world_size=world_size,
             local_rank=int(environ["LOCAL_RANK"]),
             local_world_size=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
             init_method=environ.get(INIT_METHOD_VARIABLE, "env://"),
         )
+        if not 0 <= place.local_rank < place.local_world_size <= world_size > place.rank >= 0:
+            raise ValueError(f"ranks that are not below their world sizes: {place}")
+        return place
     except (KeyError, ValueError) as error:
         raise OptionsError(
             f"expected RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them, got {error!r}; "

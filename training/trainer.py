@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +32,10 @@ from ..sharding import (
 from . import checkpoints
 from .checkpoints import SavedRun
 from .data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed
-from .errors import OptionsError
 from .model import VOCAB_SIZE, Block, build_model, model_config
 from .optimization import build_optimizer, learning_rate
 from .options import TrainOptions
+from .paths import require_writable_file, require_writable_folder
 from .progress import Reporter, reporter_for
 from .ranks import Place, choose_device, joined_group, max_over_ranks, mean_over_ranks
 from .recorder import Recorder
@@ -85,17 +84,17 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
         do not fit the run.
     """
     Share(options.batch, options.accumulate, 0, world_size)
-    if options.json is not None and not Path(options.json).absolute().parent.is_dir():
-        raise OptionsError(
-            f"expected --json in a folder that exists, got {options.json}; make the folder first"
-        )
+    if options.json is not None:
+        require_writable_file(options.json, "--json")
     plan = Plan(options, load_corpus(options.data, seq_len=options.seq_len), None)
     if options.checkpoint is None:
         return plan
     if not options.resume:
         checkpoints.refuse_to_mix(options.checkpoint)
+        require_writable_folder(options.checkpoint, "--checkpoint")
         return plan
     saved = checkpoints.checkpoint_to_resume(options.checkpoint, plan.defining, options.steps)
+    require_writable_folder(options.checkpoint, "--checkpoint")
     return replace(plan, resume_from=saved)
 
 

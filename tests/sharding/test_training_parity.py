@@ -61,9 +61,13 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_same_bits_however_sharded(world_size: int, policy: dict[str, torch.dtype]) -> None:
+# Three ranks cut unevenly and round sums by their order. Two do neither, whatever the policy.
+RUNS = [("fp32", 2), *((policy, 3) for policy in POLICIES)]
+
+
+@pytest.mark.parametrize(("policy_name", "world_size"), RUNS)
+def test_same_bits_however_sharded(policy_name: str, world_size: int) -> None:
+    policy = POLICIES[policy_name]
     jobs = {name: job.but(policy=policy, clip=0.5) for name, job in VARIANTS.items()}
     jobs |= {f"accumulate, zero{z}": Job(zero=z, accumulate=2, policy=policy) for z in range(4)}
     outcomes = run_on_ranks(run_all, world_size, jobs)

@@ -64,8 +64,9 @@ def test_other_runs_do_not_resume(tmp_path, defining, last_step, expected):
 
 
 def test_nothing_to_resume_from_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="got none; leave out --resume"):
-        checkpoint_to_resume(str(tmp_path / "missing"), DEFINING, last_step=4)
+    for name in ("missing", "m" * 300, "zero\0byte"):
+        with pytest.raises(CheckpointError, match="got none; leave out --resume"):
+            checkpoint_to_resume(str(tmp_path / name), DEFINING, last_step=4)
 
 
 def test_a_new_run_does_not_mix_into_an_old_one(tmp_path):
@@ -75,10 +76,20 @@ def test_a_new_run_does_not_mix_into_an_old_one(tmp_path):
         refuse_to_mix(str(tmp_path))
 
 
+FIELDS = {"format_version": 1, "step": 3, "world_size": 2, "loss_first": 5.5, "defining": {}}
+
+
 @pytest.mark.parametrize(
     "content",
-    ["{", "[]", json.dumps({"format_version": 99}), json.dumps({"format_version": 1})],
-    ids=["broken", "no_object", "later_format", "fields_missing"],
+    [
+        "{",
+        "[]",
+        json.dumps({"format_version": 99}),
+        json.dumps({"format_version": 1}),
+        json.dumps({**FIELDS, "step": "three"}),
+        json.dumps({**FIELDS, "defining": 3}),
+    ],
+    ids=["broken", "no_object", "later_format", "fields_missing", "step", "defining"],
 )
 def test_foreign_run_file_is_refused(tmp_path, content):
     path = _save(tmp_path, 3).path

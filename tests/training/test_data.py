@@ -122,6 +122,12 @@ def test_unusable_data_is_refused(tmp_path, make, expected):
         load_corpus(str(path), seq_len=SEQ_LEN)
 
 
+@pytest.mark.parametrize("path", ["d" * 300, "zero\0byte"], ids=["long", "zero byte"])
+def test_a_path_that_cannot_be_is_refused(path):
+    with pytest.raises(DataError, match=r"expected a file or a folder at --data .*, got nothing"):
+        load_corpus(path, seq_len=SEQ_LEN)
+
+
 def test_shortest_text_still_gives_batches(tmp_path):
     path = tmp_path / "data"
     path.write_bytes(b"x" * 4 * (SEQ_LEN + 1))

@@ -46,9 +46,14 @@ def test_defining_options_exist_and_leave_out_how_it_is_computed():
         ("--steps 0", "--steps >= 1, got 0"),
         ("--seed -1", "--seed >= 0, got -1"),
         ("--clip nan", "--clip >= 0, got nan"),
+        (f"--seed {2**63}", f"--seed <= {2**63 - 1}, got {2**63}; pass a smaller number"),
+        (f"--steps {2**31}", "--steps <= 2147483647, got 2147483648"),
         ("--lr 0", "--lr > 0, got 0"),
+        ("--lr inf", "a finite --lr > 0, got inf"),
+        ("--lr nan", "--lr > 0, got nan"),
         ("--dropout 1", "--dropout < 1, got 1"),
         ("--bucket-mib 0", "--bucket-mib > 0, got 0"),
+        ("--bucket-mib inf", "a finite --bucket-mib > 0, got inf"),
         ("--resume", "--checkpoint DIR beside --resume"),
         ("--checkpoint-every 5", "--checkpoint DIR beside --checkpoint-every"),
         ("--kill-rank 0", "--kill-at-step beside --kill-rank"),
@@ -58,6 +63,16 @@ def test_defining_options_exist_and_leave_out_how_it_is_computed():
 def test_impossible_options_are_refused(arguments, expected):
     with pytest.raises(OptionsError, match=expected):
         _parsed(*arguments.split())
+
+
+@pytest.mark.parametrize("name", ["data", "checkpoint", "json"])
+def test_empty_paths_are_refused(name):
+    with pytest.raises(OptionsError, match=f"a path for --{name}, got ''; name it or leave it out"):
+        _parsed(f"--{name}", "")
+
+
+def test_no_clipping_can_be_said_as_infinity():
+    assert _parsed("--clip", "inf").clip == float("inf")
 
 
 @pytest.mark.parametrize("name", ["model", "device", "zero", "compute", "grad_wire"])

@@ -41,7 +41,18 @@ def test_place_from_our_launcher():
     assert place_from(environ) == Place(1, 2, 1, 2, "file:///x")
 
 
-@pytest.mark.parametrize("environ", [{"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "1"}], ids=str)
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0"},
+        {"RANK": "x", "WORLD_SIZE": "1"},
+        {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"},
+    ],
+    ids=str,
+)
 def test_half_a_place_is_refused(environ):
     with pytest.raises(OptionsError, match="as torchrun sets them"):
         place_from(environ)

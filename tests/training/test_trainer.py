@@ -4,7 +4,7 @@ import shutil
 import pytest
 import torch
 
-from sidestream.training.cli import main
+from sidestream.cli import main
 from sidestream.training.result import parse_result
 
 TINY = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]

@@ -1,10 +1,9 @@
-"""The command line: `sidestream train` and `sidestream doctor`, also as `python -m sidestream`."""
+"""`sidestream train`: trains as one rank, or starts the ranks of this machine and watches them."""
 
 import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import NoReturn
 
 from ..sharding import CommunicationError
@@ -14,47 +13,27 @@ from .options import TrainOptions, add_train_arguments, options_from
 from .ranks import Place, choose_device, default_num_ranks, follow_launcher, place_from
 
 EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 cannot be done as asked, 130
-    interrupted.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    namespace = _parser().parse_args(arguments)
-    try:
-        if namespace.command == "doctor":
-            from .doctor import run_doctor
-
-            return run_doctor(as_json=namespace.json)
-        return _train(options_from(namespace), arguments)
-    except UsageError as error:
-        print(f"sidestream: error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except KeyboardInterrupt:
-        print("sidestream: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sidestream", description="Sharded data-parallel training on Triton kernels."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser(
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `train` and its options."""
+    parser = subparsers.add_parser(
         "train",
         help="train a byte-level GPT on any text",
         description="Train a byte-level GPT on any text. "
         "The last line of the output is RESULT and one JSON object.",
     )
-    add_train_arguments(train)
-    doctor = commands.add_parser(
-        "doctor", help="look at this machine and say what will be used, and why"
-    )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+    add_train_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train as asked and return the exit code.
+
+    Raises:
+        UsageError: what was asked for cannot be done; no rank was started.
+    """
+    return _train(options_from(options), options.arguments)
 
 
 def _train(options: TrainOptions, arguments: list[str]) -> int:

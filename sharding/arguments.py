@@ -1,0 +1,48 @@
+"""Checks of arguments that several public functions take."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+
+from torch import nn
+
+
+def kind_of(value: object) -> str:
+    """What `value` is, for an error: its type's name, or the class itself where that was passed."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def require_module(module: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module: expected a torch.nn.Module, got {kind_of(module)}; pass the model itself"
+        )
+
+
+def require_flag(name: str, value: object) -> None:
+    """Refuse what is no bool: any text would count as true.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def require_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
+    """Refuse what is no real number, as a bool and a tensor are not, or does not fit.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it does not fit, which `expected` says in words.
+    """
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_real and fits(value)):  # type: ignore[arg-type]
+        kind = ValueError if is_real else TypeError
+        raise kind(f"{name}: expected {expected}, got {value!r}")

@@ -1,0 +1,29 @@
+"""Ranges that name our work in the traces of `torch.profiler`: `sidestream::VERB WHAT`.
+
+    start WHAT       begins an operation; of a gradient exchange: packs, and starts to send
+    complete WHAT    what follows its operations: the sum
+    wait WHAT        the host waits for them (gloo; on a GPU streams wait and the host does not)
+
+WHAT names the unit. While no profiler runs this costs one look at a flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch.autograd.profiler import record_function
+
+PREFIX = "sidestream::"
+T = TypeVar("T")
+
+_is_profiling = torch._C._autograd._profiler_enabled
+
+
+def ranged(verb: str, what: str, work: Callable[[], T]) -> T:
+    """`work()`, as a range of that name if a profiler runs."""
+    if not _is_profiling():
+        return work()
+    with record_function(f"{PREFIX}{verb} {what}"):
+        return work()
