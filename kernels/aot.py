@@ -55,7 +55,7 @@ class CompiledKernel:
     """What the compiler made of one kernel for one target.
 
     `spill_bytes` is per thread: stack and local memory on NVIDIA, 4 a spilled register on AMD.
-    `code` is a cubin on NVIDIA, the assembly's text on AMD.
+    `code` is a cubin on NVIDIA, the assembly's text on AMD; `ptx` is None there.
     """
 
     target: str
@@ -64,6 +64,7 @@ class CompiledKernel:
     shared_bytes: int
     intermediate: str
     code: bytes
+    ptx: str | None
 
     @functools.cached_property
     def assembly(self) -> str:
@@ -131,6 +132,7 @@ def _read_nvidia(target: str, made: Any) -> CompiledKernel:
         shared_bytes=made.metadata.shared,
         intermediate=made.asm["ttir"],
         code=made.asm["cubin"],
+        ptx=made.asm["ptx"],
     )
 
 
@@ -170,6 +172,7 @@ def _read_amd(target: str, made: Any) -> CompiledKernel:
         shared_bytes=made.metadata.shared,
         intermediate=made.asm["ttir"],
         code=assembly.encode(),
+        ptx=None,
     )
 
 

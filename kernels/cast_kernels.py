@@ -16,10 +16,11 @@ import triton.language as tl
 
 from . import device_codes as device
 from .formats import E2M1
-from .launch import ACCESS_BYTES, THREADS_PER_WARP, is_aligned, on_device_of
+from .launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, on_device_of
 from .noise import GROUP_NUMEL
 from .portable import covered, round_to, to_fp32
 from .reference_cast import odd_row
+from .tuned import config_for
 
 NUM_WARPS = 4
 
@@ -247,8 +248,16 @@ def _cast_back_kernel(
 
 def block_numel(name: str) -> int:
     """Elements of a program: two accesses of 16 bytes a thread to codes, one to e2m1's pairs."""
-    two_accesses = 2 * NUM_WARPS * THREADS_PER_WARP * ACCESS_BYTES
-    return two_accesses // 2 if name in ("bf16", "fp16") else two_accesses
+    return default_config().block_bytes // _code_bytes(name)
+
+
+def default_config() -> LaunchConfig:
+    """The block is of codes, an element of e2m1 counted as a byte."""
+    return LaunchConfig(2 * NUM_WARPS * THREADS_PER_WARP * ACCESS_BYTES, NUM_WARPS)
+
+
+def _code_bytes(name: str) -> int:
+    return 2 if name in ("bf16", "fp16") else 1
 
 
 def cast_(
@@ -257,7 +266,9 @@ def cast_(
     """`reference_cast.cast_` in one launch."""
     row = odd_row(x.shape) if to == E2M1.name else 0
     numel = x.numel() // row * (row + 1) if row else x.numel()
-    block = block_numel(to)
+    case = to + " stochastic" * stochastic
+    config = config_for("cast_", case, default_config(), x.device)
+    block = config.block_bytes // _code_bytes(to)
     with on_device_of(x):
         _cast_kernel[(triton.cdiv(numel, block),)](
             out.view(torch.uint8) if out.element_size() == 1 else out,
@@ -273,7 +284,7 @@ def cast_(
             ALIGNED=row == 0 and is_aligned(x, out),
             HARDWARE=device.has_hardware_fp8(x.device),
             BLOCK=block,
-            num_warps=NUM_WARPS,
+            num_warps=config.num_warps,
             # A contracted multiply-add rounds once where the definition rounds twice.
             enable_fp_fusion=False,
         )
@@ -281,7 +292,8 @@ def cast_(
 
 def cast_back_(out: torch.Tensor, codes: torch.Tensor, from_: str) -> None:
     """`reference_cast.cast_back_` in one launch."""
-    block = block_numel(from_)
+    config = config_for("cast_back_", from_, default_config(), codes.device)
+    block = config.block_bytes // _code_bytes(from_)
     with on_device_of(codes):
         _cast_back_kernel[(triton.cdiv(out.numel(), block),)](
             out,
@@ -291,6 +303,6 @@ def cast_back_(out: torch.Tensor, codes: torch.Tensor, from_: str) -> None:
             ALIGNED=is_aligned(out, codes),
             HARDWARE=device.has_hardware_fp8(codes.device),
             BLOCK=block,
-            num_warps=NUM_WARPS,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )

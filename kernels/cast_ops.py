@@ -24,12 +24,13 @@ from .checks import (
     check_choice,
     check_contiguous,
     check_dtype,
-    check_integer,
     check_like,
+    check_result_dtype,
 )
 from .formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS
-from .noise import signed_seed
+from .noise import check_first_index, checked_seed
 from .ops import Op, call, on_first_use
+from .overlap import check_apart
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -37,7 +38,6 @@ DTYPES = {
     **{element.name: element.dtype for element in ELEMENT_FORMATS},
 }
 STOCHASTIC = ("bf16", E4M3.name, E5M2.name, E2M1.name)
-ROUNDINGS = ("nearest", "stochastic")
 
 _CAST = Op(
     "cast_(Tensor(a!) out, Tensor x, str to, bool stochastic, int seed, int first_index) -> ()",
@@ -64,16 +64,28 @@ def cast(
 
     x: FP32, BF16 or FP16, contiguous, any shape. rounding: "nearest", or "stochastic" with `seed`,
     any 64 bits as an integer from -2^63 to 2^64 - 1. first_index: where element 0 of `x` lies in
-    the whole tensor, so that a shard gets the bits it would get as part of it. out: memory for the
-    result. Raises `ValueError` before anything is written.
+    the whole tensor, so that a shard gets the bits it would get as part of it; no index exceeds
+    2^63 - 1. out: memory for the result, apart from that of `x`. Raises `ValueError` before
+    anything is written.
     """
-    _check_cast(x, to, rounding, seed, first_index)
+    check_choice("to", to, DTYPES)
+    check_dtype("x", x, SOURCE_DTYPES)
+    check_contiguous("x", x)
+    seed = checked_seed(rounding, seed)
+    if seed is not None and to not in STOCHASTIC:
+        known = ", ".join(STOCHASTIC)
+        raise ValueError(
+            f"to: expected one of {known} to round stochastically, got {to!r}; round to nearest"
+        )
+    check_first_index(first_index, x.numel())
     shape = _packed_shape(x.shape) if to == E2M1.name else x.shape
     if out is None:
         out = torch.empty(shape, dtype=DTYPES[to], device=x.device)
-    check_like("out", out, shape, DTYPES[to], x.device)
+    else:
+        check_like("out", out, shape, DTYPES[to], x.device)
+        check_apart({"out": out}, {"x": x})
     if x.numel():
-        call(_CAST, out, out, x, to, seed is not None, signed_seed(seed or 0), first_index)
+        call(_CAST, out, out, x, to, seed is not None, seed or 0, first_index)
     return out
 
 
@@ -88,14 +100,13 @@ def cast_back(
 
     For e2m1 it is [..., 2 * n], the odd end of a row with the 0 that `cast` put there. Exact in
     FP32; the others round to nearest even, too large being infinity as IEEE 754 has it. out: memory
-    for the result, of `dtype`. Raises `ValueError` before anything is written.
+    for the result, of `dtype`, apart from that of `codes`. Raises `ValueError` before anything is
+    written.
     """
     check_choice("from_", from_, DTYPES)
     check_dtype("codes", codes, (DTYPES[from_],))
     check_contiguous("codes", codes)
-    if dtype not in SOURCE_DTYPES:
-        known = ", ".join(str(found) for found in SOURCE_DTYPES)
-        raise ValueError(f"dtype: expected one of {known}, got {dtype}; use cast for the others")
+    check_result_dtype(dtype)
     shape = codes.shape
     if from_ == E2M1.name:
         if not codes.dim():
@@ -103,7 +114,9 @@ def cast_back(
         shape = torch.Size((*shape[:-1], 2 * shape[-1]))
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=codes.device)
-    check_like("out", out, shape, dtype, codes.device)
+    else:
+        check_like("out", out, shape, dtype, codes.device)
+        check_apart({"out": out}, {"codes": codes})
     if codes.numel():
         call(_CAST_BACK, out, out, codes, from_)
     return out
@@ -112,28 +125,3 @@ def cast_back(
 def _packed_shape(shape: torch.Size) -> torch.Size:
     """Two elements of a row a byte; a single number makes a byte of its own."""
     return torch.Size((*shape[:-1], -(-shape[-1] // 2))) if shape else torch.Size((1,))
-
-
-def _check_cast(
-    x: torch.Tensor, to: str, rounding: str, seed: int | None, first_index: int
-) -> None:
-    check_choice("to", to, DTYPES)
-    check_choice("rounding", rounding, ROUNDINGS)
-    check_dtype("x", x, SOURCE_DTYPES)
-    check_contiguous("x", x)
-    if rounding == "nearest":
-        if seed is not None:
-            raise ValueError(
-                f"seed: expected None to round to nearest, got {seed}; "
-                'pass rounding="stochastic" as well, or no seed'
-            )
-        return
-    if to not in STOCHASTIC:
-        known = ", ".join(STOCHASTIC)
-        raise ValueError(
-            f"to: expected one of {known} to round stochastically, got {to!r}; round to nearest"
-        )
-    if seed is None:
-        raise ValueError("seed: expected an integer to round stochastically, got None; pass one")
-    check_integer("seed", seed, -(2**63), 2**64 - 1)
-    check_integer("first_index", first_index, 0, 2**63 - 1 - x.numel())

@@ -10,6 +10,8 @@
 | decode_e2m1, _e8m0     | uint8 -> fp32          |                                  | arithmetic  |
 | encode, decode         | those of ELEMENT; encode_stochastic likewise                           |
 
+E2M1 codes that eight make a word are `device_e2m1`'s.
+
 HARDWARE is a constexpr, the launcher's `has_hardware_fp8(device)`; where Triton interprets there is
 arithmetic alone. Kernels must be launched with `enable_fp_fusion=False`. ELEMENT and RULE are
 constexpr names: "e4m3", "e5m2", "e2m1"; "rceil", "floor", "ceil", "even".
@@ -29,6 +31,7 @@ import triton.language as tl
 from . import noise
 from .formats import E2M1, E4M3, E5M2
 from .portable import INTERPRETED
+from .wide import side_by_side
 
 _MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
 _EXPONENT = tl.constexpr(0x7F80_0000)  # and the bits of infinity
@@ -186,7 +189,9 @@ def decode_e8m0(scales) -> tl.tensor:
 @triton.jit
 def reciprocal_e8m0(scales) -> tl.tensor:
     """`codes.reciprocal_e8m0(scales)`: 255 gives 255, a NaN, as it should."""
-    return decode_e8m0((254 - scales.to(tl.int32)) & 0xFF)
+    word = 254 - scales.to(tl.int32)
+    placed = tl.maximum(word << 23, _TWO_TO_MINUS_127)
+    return tl.where(word < 0, _QUIET_NAN, placed).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -208,8 +213,19 @@ def unpack_nibbles(packed) -> tl.tensor:
 
 @triton.jit
 def amax(x, axis: tl.constexpr) -> tl.tensor:
-    """max(|x|) along `axis`, a NaN if there is one: as integers, NaNs are above infinity."""
-    return tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis).to(tl.float32, bitcast=True)
+    """max(|x|) along `axis`, a NaN if there is one.
+
+    As integers, NaNs are above infinity; compiled, one instruction an element takes the magnitudes
+    and keeps NaNs.
+    """
+    if INTERPRETED:
+        return tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis).to(tl.float32, bitcast=True)
+    return tl.reduce(tl.abs(x), axis, _larger_or_nan)
+
+
+@triton.jit
+def _larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -262,18 +278,47 @@ def noise_of_block(seed, first_group, lanes) -> tl.tensor:
 
 
 @triton.jit
+def noise_of_groups(seed, groups) -> tl.tensor:
+    """`noise_of` the sixteen elements of each of `groups`, int64 [n]: [n, 16].
+
+    One Philox call a group and thread, which compilers do not always find out for themselves.
+    """
+    words = noise_words(seed, groups)
+    return side_by_side(spread_noise(words[0], words[1]), spread_noise(words[2], words[3]))
+
+
+@triton.jit
+def noise_words(seed, groups) -> tuple[tl.tensor, ...]:
+    """The four words of noise of each of `groups`, for four elements each: `spread_noise`."""
+    low, high = groups.to(tl.uint32), (groups >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, 0, 0, _PHILOX_ROUNDS)
+
+
+@triton.jit
+def spread_noise(first, second) -> tl.tensor:
+    """Two of the `noise_words`, [n] -> `noise_of` the eight elements that they are for, [n, 8]."""
+    lanes = tl.arange(0, 8)[None, :]
+    word = tl.where((lanes & 4) == 0, first[:, None], second[:, None])
+    return _rotated(word, lanes)
+
+
+@triton.jit
 def _noise(seed, group, lane):
     low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
     word_0, word_1, word_2, word_3 = tl.philox(seed, low, high, 0, 0, _PHILOX_ROUNDS)
     lower = tl.where((lane & 4) == 0, word_0, word_1)
     upper = tl.where((lane & 4) == 0, word_2, word_3)
-    word = tl.where((lane & 8) == 0, lower, upper)
+    return _rotated(tl.where((lane & 8) == 0, lower, upper), lane)
+
+
+@triton.jit
+def _rotated(word, lane):
     shift = ((lane & 3) * 8).to(tl.uint32)
     return (word >> shift) | (word << ((32 - shift) & 31))
 
 
 @triton.jit
-def _clamp(x, MAX: tl.constexpr):
+def clamp(x, MAX: tl.constexpr) -> tl.tensor:
     """x held to +-MAX, a NaN being +MAX: compiled minimum and maximum prefer a number."""
     if INTERPRETED:
         x = tl.where(x == x, x, MAX)
@@ -291,7 +336,7 @@ def _encode(x, MAX: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexp
     """
     MIN_NORMAL: tl.constexpr = (128 - BIAS) << 23
     TO_ANCHOR: tl.constexpr = (23 - MANTISSA_BITS) << 23
-    clamped = _clamp(x, MAX)
+    clamped = clamp(x, MAX)
     word = clamped.to(tl.int32, bitcast=True)
     binade = tl.maximum(word & _EXPONENT, MIN_NORMAL)
     anchor = binade + TO_ANCHOR
@@ -307,7 +352,7 @@ def _encode_stochastic(x, bits, MAX: tl.constexpr, MANTISSA_BITS: tl.constexpr, 
 
     Times 2^(BIAS - 127), the format's subnormals are FP32's, and the code is the top of the bits.
     """
-    clamped = _clamp(x, MAX)
+    clamped = clamp(x, MAX)
     scaled = tl.abs(clamped) * (2.0 ** (BIAS - 127))
     added = (bits >> (9 + MANTISSA_BITS)).to(tl.int32, bitcast=True)
     code = (scaled.to(tl.int32, bitcast=True) + added) >> (23 - MANTISSA_BITS)

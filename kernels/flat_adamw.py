@@ -206,7 +206,7 @@ def flat_adamw_(
 ) -> None:
     """`reference_optim.flat_adamw_` in one launch."""
     shards = (param, grad, exp_avg, exp_avg_sq, compute)
-    plan = flat_tiles.plan(shards, starts)
+    plan = flat_tiles.plan("flat_adamw_", shards, starts)
     if plan.num_tiles == 0:
         return
     powers = flat_tiles.device_powers(beta1, beta2, param.device)
@@ -221,7 +221,7 @@ def flat_adamw_(
             ALIGNED=plan.aligned,
             HARDWARE=plan.hardware_fp8,
             BLOCK=plan.block,
-            num_warps=flat_tiles.NUM_WARPS,
+            num_warps=plan.num_warps,
             # A contracted multiply-add rounds once where the definition rounds twice.
             enable_fp_fusion=False,
         )  # fmt: skip

@@ -184,7 +184,8 @@ def flat_sgd_(
     amax: torch.Tensor | None,
 ) -> None:
     """`reference_optim.flat_sgd_` in one launch."""
-    plan = flat_tiles.plan((param, grad, momentum_buffer, compute), starts)
+    shards = (param, grad, momentum_buffer, compute)
+    plan = flat_tiles.plan("flat_sgd_", shards, starts)
     if plan.num_tiles == 0:
         return
     with on_device_of(param):
@@ -197,7 +198,7 @@ def flat_sgd_(
             ALIGNED=plan.aligned,
             HARDWARE=plan.hardware_fp8,
             BLOCK=plan.block,
-            num_warps=flat_tiles.NUM_WARPS,
+            num_warps=plan.num_warps,
             # A contracted multiply-add rounds once where the definition rounds twice.
             enable_fp_fusion=False,
         )  # fmt: skip

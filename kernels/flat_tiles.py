@@ -24,9 +24,11 @@ import triton.language as tl
 
 from . import tables
 from .device_codes import encode_e4m3, has_hardware_fp8
-from .launch import ACCESS_BYTES, THREADS_PER_WARP, is_aligned, is_capturing
+from .formats import E4M3, WIRE_FORMATS
+from .launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, is_capturing
 from .portable import round_to
 from .reference_optim import BASE, DIGITS, bias_powers
+from .tuned import config_for
 
 NUM_WARPS = 4
 POWERS_NUMEL = DIGITS * BASE  # of one beta
@@ -35,6 +37,7 @@ SEGMENT_MULTIPLE = 16  # elements: 16 bytes of the narrowest side, one byte an e
 _SEGMENT, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
 _START, _FIRST_TILE = tl.constexpr(tables.OFFSET), tl.constexpr(tables.FIRST_TILE)
 _ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
+_NAMES = {form.dtype: form.name for form in WIRE_FORMATS}
 _FP32_CODE = tables.CODED_DTYPES.index(torch.float32)
 _BASE, _DIGITS = tl.constexpr(BASE), tl.constexpr(DIGITS)
 
@@ -127,6 +130,7 @@ class Plan:
     """How a shard is cut into tiles: `table` is None where it is one segment."""
 
     block: int
+    num_warps: int
     num_tiles: int
     tiles_at: int
     table: torch.Tensor | None
@@ -134,22 +138,37 @@ class Plan:
     hardware_fp8: bool
 
 
-def plan(shards: Sequence[torch.Tensor | None], starts: Sequence[int]) -> Plan:
-    """The plan for `shards` of one length, the first of them never None."""
+def plan(op: str, shards: Sequence[torch.Tensor | None], starts: Sequence[int]) -> Plan:
+    """The plan for `shards` of one length: the parameter, the gradient, ..., the compute shard."""
     given = [shard for shard in shards if shard is not None]
     numel, device = given[0].numel(), given[0].device
-    block = block_numel(min(shard.element_size() for shard in given))
+    narrowest = min(shard.element_size() for shard in given)
+    case = f"{_name_of(shards[1])} -> {_name_of(shards[-1])}"
+    config = config_for(op, case, default_config(), device)
+    block = config.block_bytes // narrowest
     aligned = is_aligned(*given) and not any(start % SEGMENT_MULTIPLE for start in starts)
     hardware = has_hardware_fp8(device)
     if not starts or numel == 0:
-        return Plan(block, triton.cdiv(numel, block), 0, None, aligned, hardware)
+        num_tiles = triton.cdiv(numel, block)
+        return Plan(block, config.num_warps, num_tiles, 0, None, aligned, hardware)
     made = segment_tiles(tuple(starts), numel, block, device)
-    return Plan(block, made.num_tiles, made.tiles_at, made.entries, aligned, hardware)
+    return Plan(
+        block, config.num_warps, made.num_tiles, made.tiles_at, made.entries, aligned, hardware
+    )
+
+
+def _name_of(shard: torch.Tensor | None) -> str:
+    return "none" if shard is None else _NAMES.get(shard.dtype, E4M3.name)
 
 
 def block_numel(narrowest_bytes: int) -> int:
     """Elements of a tile: one access of 16 bytes a thread to the narrowest of the shards."""
-    return NUM_WARPS * THREADS_PER_WARP * ACCESS_BYTES // narrowest_bytes
+    return default_config().block_bytes // narrowest_bytes
+
+
+def default_config() -> LaunchConfig:
+    """The block is of the narrowest of the shards."""
+    return LaunchConfig(NUM_WARPS * THREADS_PER_WARP * ACCESS_BYTES, NUM_WARPS)
 
 
 def as_bits(amax: torch.Tensor | None) -> torch.Tensor | None:

@@ -34,6 +34,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .checks import check_choice, check_integer
+
 BITS_PER_BYTE = 8
 
 
@@ -62,7 +64,7 @@ class WireFormat:
 
         Raises `ValueError` for a negative `numel`.
         """
-        _check_count("numel", numel)
+        check_integer("numel", numel, 0)
         element_bytes = -(-numel * self.element_bits // BITS_PER_BYTE)
         if self.scale_dtype is None:
             return element_bytes
@@ -141,14 +143,14 @@ class BlockFormat:
 
     def num_blocks(self, numel: int) -> int:
         """Blocks, and so scales, of a row of `numel` elements; the last one may be short."""
-        _check_count("numel", numel)
+        check_integer("numel", numel, 0)
         if self.block_numel is None:
             return min(numel, 1)
         return -(-numel // self.block_numel)
 
     def data_bytes(self, numel: int) -> int:
         """Bytes of the codes of a row of `numel` elements, two a byte for e2m1."""
-        _check_count("numel", numel)
+        check_integer("numel", numel, 0)
         return -(-numel * self.element.bits // BITS_PER_BYTE)
 
     def scale_bytes(self, numel: int) -> int:
@@ -162,11 +164,6 @@ class BlockFormat:
         """
         tensor_bytes = torch.float32.itemsize if self.tensor_scale and numel else 0
         return self.data_bytes(numel) + self.scale_bytes(numel) + tensor_bytes
-
-
-def _check_count(name: str, count: int) -> None:
-    if count < 0:
-        raise ValueError(f"{name}: expected 0 or more, got {count}; pass an element count")
 
 
 # IEEE 754-2019, table 3.5: binary32 has p = 24, emax = 127.
@@ -206,7 +203,7 @@ _BY_NAME = {wire_format.name: wire_format for wire_format in WIRE_FORMATS}
 
 def wire_format_of(dtype: torch.dtype) -> WireFormat:
     """The format whose elements have `dtype`; `ValueError` when the kernels know none."""
-    found = _BY_DTYPE.get(dtype)
+    found = _BY_DTYPE.get(dtype) if isinstance(dtype, torch.dtype) else None
     if found is None:
         known = ", ".join(str(known_dtype) for known_dtype in _BY_DTYPE)
         raise ValueError(f"dtype: expected one of {known}, got {dtype}; cast the tensor first")
@@ -215,8 +212,5 @@ def wire_format_of(dtype: torch.dtype) -> WireFormat:
 
 def wire_format_named(name: str) -> WireFormat:
     """The format called `name`; `ValueError` when there is none."""
-    found = _BY_NAME.get(name)
-    if found is None:
-        known = ", ".join(_BY_NAME)
-        raise ValueError(f"name: expected one of {known}, got {name!r}; choose a known format")
-    return found
+    check_choice("name", name, _BY_NAME)
+    return _BY_NAME[name]

@@ -15,8 +15,9 @@ import triton
 
 from . import fp8_kernels, fp8_two_pass
 from .device_codes import has_hardware_fp8
-from .launch import is_aligned, on_device_of
+from .launch import LaunchConfig, is_aligned, on_device_of
 from .reference_fp8 import BY_DTYPE, ELEMENTS, SQUARE
+from .tuned import MAX_WARPS, config_for
 
 BLOCK = 4096
 NUM_WARPS = 4
@@ -35,6 +36,7 @@ class Lines:
     count: int
     contiguous: bool
     wide: bool
+    config: LaunchConfig
 
     @property
     def lines(self) -> int:
@@ -49,10 +51,27 @@ class Lines:
     @property
     def num_warps(self) -> int:
         """Warps of a program, so that each thread has as many elements."""
-        return NUM_WARPS * max(1, self.line // BLOCK)
+        return line_warps(self.line, self.config)
 
 
-def lines_of(shape: torch.Size, scaling: str, *, aligned: bool, max_line: int) -> Lines:
+def line_warps(line: int, config: LaunchConfig) -> int:
+    """Warps of a program that has lines of `line` elements."""
+    return min(config.num_warps * max(1, line // config.block_bytes), MAX_WARPS)
+
+
+def default_config() -> LaunchConfig:
+    """The block is of codes, a byte an element."""
+    return LaunchConfig(BLOCK, NUM_WARPS)
+
+
+def squares_config() -> LaunchConfig:
+    """For squares of 128 x 128, whose block is not looked at."""
+    return LaunchConfig(BLOCK, SQUARE_WARPS)
+
+
+def lines_of(
+    shape: torch.Size, scaling: str, config: LaunchConfig, *, aligned: bool, max_line: int
+) -> Lines:
     """The lines of a tensor that has elements; aligned: it, and what it becomes, by 16 bytes."""
     if scaling == "tensor":
         rows, columns = 1, shape.numel()
@@ -65,9 +84,10 @@ def lines_of(shape: torch.Size, scaling: str, *, aligned: bool, max_line: int) -
         rows=rows,
         columns=columns,
         line=line,
-        count=max(1, BLOCK // line),
+        count=max(1, config.block_bytes // line),
         contiguous=aligned and (rows == 1 or columns % line == 0),
         wide=aligned and columns % MIN_LINE == 0,
+        config=config,
     )
 
 
@@ -100,7 +120,8 @@ def _quantize_lines(
     element: str,
     power_of_2: bool,
 ) -> None:
-    plan = lines_of(x.shape, scaling, aligned=is_aligned(codes, x), max_line=MAX_LINE)
+    config = config_for("quantize_fp8_", scaling, default_config(), x.device)
+    plan = lines_of(x.shape, scaling, config, aligned=is_aligned(codes, x), max_line=MAX_LINE)
     fp8_kernels._lines_kernel[(plan.programs,)](
         codes,
         scale_inv,
@@ -125,6 +146,7 @@ def _quantize_squares(
     codes: torch.Tensor, scale_inv: torch.Tensor, x: torch.Tensor, element: str, power_of_2: bool
 ) -> None:
     rows, columns = x.shape[-2:]
+    config = config_for("quantize_fp8_", "128x128", squares_config(), x.device)
     fp8_kernels._square_kernel[(scale_inv.numel(),)](
         codes,
         scale_inv,
@@ -135,7 +157,7 @@ def _quantize_squares(
         POWER_OF_2=power_of_2,
         WIDE=is_aligned(codes, x) and columns % MIN_LINE == 0,
         HARDWARE=has_hardware_fp8(x.device),
-        num_warps=SQUARE_WARPS,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,
     )
 
@@ -151,7 +173,10 @@ def _quantize_known(
 ) -> None:
     """Rows, or the tensor as one: amax first, unless the scale is given, then the codes."""
     columns = x.numel() // scale_inv.numel()
-    parts = triton.cdiv(columns, BLOCK)
+    case = "tensor" if scale is None else "delayed"
+    config = config_for("quantize_fp8_", case, default_config(), x.device)
+    block, num_warps = config.block_bytes, config.num_warps
+    parts = triton.cdiv(columns, block)
     grid = (scale_inv.numel() * parts,)
     wide = is_aligned(codes, x) and columns % MIN_LINE == 0
     aligned = wide or (is_aligned(codes, x) and scale_inv.numel() == 1)
@@ -159,7 +184,7 @@ def _quantize_known(
     if scale is None:
         bits = torch.zeros(scale_inv.numel(), dtype=torch.int32, device=x.device)
         fp8_two_pass._amax_kernel[grid](
-            bits, x, columns, parts, ALIGNED=aligned, WIDE=wide, BLOCK=BLOCK, num_warps=NUM_WARPS
+            bits, x, columns, parts, ALIGNED=aligned, WIDE=wide, BLOCK=block, num_warps=num_warps
         )
     else:
         bits = None if amax is None else amax.view(torch.int32)
@@ -176,8 +201,8 @@ def _quantize_known(
         ALIGNED=aligned,
         WIDE=wide,
         HARDWARE=has_hardware_fp8(x.device),
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
+        BLOCK=block,
+        num_warps=num_warps,
         enable_fp_fusion=False,
     )
 
@@ -186,7 +211,10 @@ def dequantize_fp8_(
     out: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, scaling: str
 ) -> None:
     """`reference_fp8.dequantize_fp8_` in one launch."""
-    plan = lines_of(codes.shape, scaling, aligned=is_aligned(codes, out), max_line=BLOCK)
+    config = config_for("dequantize_fp8_", scaling, default_config(), codes.device)
+    plan = lines_of(
+        codes.shape, scaling, config, aligned=is_aligned(codes, out), max_line=config.block_bytes
+    )
     matrix_rows = codes.shape[-2] if scaling == "128x128" else plan.rows
     with on_device_of(codes):
         fp8_kernels._dequantize_kernel[(plan.programs,)](

@@ -32,12 +32,16 @@ from .checks import (
     SOURCE_DTYPES,
     check_choice,
     check_contiguous,
-    check_device,
     check_dtype,
+    check_flag,
     check_integer,
     check_like,
+    check_one,
+    check_pair,
+    check_result_dtype,
 )
 from .ops import Op, call, on_first_use
+from .overlap import check_apart
 from .reference_fp8 import BY_DTYPE, ELEMENTS, scale_shape
 
 MIN_DIMS = {"tensor": 0, "row": 1, "1x128": 1, "128x128": 2}
@@ -82,27 +86,33 @@ def quantize_fp8(
     scale: for delayed scaling, with scaling "tensor": one FP32 to multiply with, on the device, as
     `update_fp8_scales_` leaves it, used as it is. amax: only with `scale`, one FP32 >= 0 that
     becomes the larger of itself and max |x|, a NaN if there is one: pass `amax_history[i, 0]`.
-    out: memory for the results. Raises `ValueError` before anything is written.
+    out: memory for the results. What is written shares no memory with anything else here. Raises
+    `ValueError` before anything is written.
     """
     check_choice("scaling", scaling, MIN_DIMS)
     check_choice("element", element, ELEMENTS)
     check_dtype("x", x, SOURCE_DTYPES)
     check_contiguous("x", x)
     _check_dims("x", x, scaling)
+    power_of_2 = check_flag("power_of_2", power_of_2)
     _check_delayed(x, scaling, power_of_2, scale, amax)
     dtype, shape = ELEMENTS[element].dtype, scale_shape(x.shape, scaling)
     if out is None:
         codes = torch.empty(x.shape, dtype=dtype, device=x.device)
         out = codes, torch.empty(shape, dtype=torch.float32, device=x.device)
+    else:
+        check_pair("out", out)
+        check_like("out[0]", out[0], x.shape, dtype, x.device)
+        check_like("out[1]", out[1], shape, torch.float32, x.device)
     codes, scale_inv = out
-    check_like("out[0]", codes, x.shape, dtype, x.device)
-    check_like("out[1]", scale_inv, shape, torch.float32, x.device)
+    written = {"out[0]": codes, "out[1]": scale_inv, "amax": amax}
+    check_apart(written, {"x": x, "scale": scale})
     if x.numel():
         call(_QUANTIZE, codes, codes, scale_inv, x, scaling, power_of_2, scale, amax)
-    elif scale is None:
-        scale_inv.fill_(1.0)
     else:
-        scale_inv.copy_((torch.ones_like(scale) / scale).view(()))
+        with torch.no_grad():
+            ones = torch.ones_like(scale_inv)
+            scale_inv.copy_(ones if scale is None else ones / scale.view(()))
     return codes, scale_inv
 
 
@@ -117,7 +127,8 @@ def dequantize_fp8(
     """decode(code) * scale_inv of its block, in FP32, rounded to `dtype`: of the codes' shape.
 
     codes: float8_e4m3fn or float8_e5m2, contiguous. scale_inv and scaling: as `quantize_fp8` has
-    them. dtype: FP32, BF16 or FP16. Raises `ValueError` before anything is written.
+    them. dtype: FP32, BF16 or FP16. out: memory for the result, apart from theirs. Raises
+    `ValueError` before anything is written.
     """
     check_choice("scaling", scaling, MIN_DIMS)
     check_dtype("codes", codes, tuple(BY_DTYPE))
@@ -125,12 +136,12 @@ def dequantize_fp8(
     _check_dims("codes", codes, scaling)
     shape = scale_shape(codes.shape, scaling)
     check_like("scale_inv", scale_inv, shape, torch.float32, codes.device)
-    if dtype not in SOURCE_DTYPES:
-        known = ", ".join(str(found) for found in SOURCE_DTYPES)
-        raise ValueError(f"dtype: expected one of {known}, got {dtype}; choose one of them")
+    check_result_dtype(dtype)
     if out is None:
         out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    check_like("out", out, codes.shape, dtype, codes.device)
+    else:
+        check_like("out", out, codes.shape, dtype, codes.device)
+        check_apart({"out": out}, {"codes": codes, "scale_inv": scale_inv})
     if codes.numel():
         call(_DEQUANTIZE, out, out, codes, scale_inv, scaling)
     return out
@@ -158,7 +169,7 @@ def update_fp8_scales_(
     """
     check_choice("element", element, ELEMENTS)
     check_choice("algorithm", algorithm, ALGORITHMS)
-    check_integer("margin", margin, 0, MAX_MARGIN)
+    margin = check_integer("margin", margin, 0, MAX_MARGIN)
     check_dtype("amax_history", amax_history, (torch.float32,))
     if amax_history.dim() != _HISTORY_DIMS or not 1 <= amax_history.shape[1] <= MAX_HISTORY:
         raise ValueError(
@@ -167,6 +178,7 @@ def update_fp8_scales_(
         )
     check_contiguous("amax_history", amax_history)
     check_like("scales", scales, amax_history.shape[:1], torch.float32, amax_history.device)
+    check_apart({"amax_history": amax_history, "scales": scales}, {})
     if scales.numel():
         call(_UPDATE, scales, amax_history, scales, element, margin, algorithm)
 
@@ -187,14 +199,8 @@ def _check_delayed(
     amax: torch.Tensor | None,
 ) -> None:
     for name, tensor in (("scale", scale), ("amax", amax)):
-        if tensor is None:
-            continue
-        check_dtype(name, tensor, (torch.float32,))
-        check_device(name, tensor, x.device)
-        if tensor.numel() != 1:
-            raise ValueError(
-                f"{name}: expected one element, got shape {tuple(tensor.shape)}; pass a view of it"
-            )
+        if tensor is not None:
+            check_one(name, tensor, (torch.float32,), x.device)
     if amax is not None and scale is None:
         raise ValueError(
             "amax: expected None without scale, got a tensor; leave it out, or pass a scale as well"

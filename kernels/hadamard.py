@@ -14,9 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import is_aligned, on_device_of
+from .formats import wire_format_of
+from .launch import LaunchConfig, is_aligned, on_device_of
 from .portable import covered, round_to, to_fp32
 from .reference_hadamard import GROUP_NUMEL, NORM, SIGNS
+from .tuned import config_for
+from .wide import aligned_eights
 
 _NORM = tl.constexpr(NORM)
 _NEGATIVE = tl.constexpr(sum(1 << lane for lane, sign in enumerate(SIGNS) if sign < 0))
@@ -47,7 +50,7 @@ def transform_halves(low, high, INVERSE: tl.constexpr) -> tuple[tl.tensor, tl.te
     """`reference_hadamard.hadamard16` of FP32 groups, not yet rounded.
 
     low, high: [groups, 8], elements 0 to 7 and 8 to 15 of each group. So eight elements lie in one
-    thread, and no stage has to move them to another: 30 instructions an element for a fused NVFP4
+    thread, and no stage has to move them to another: 29 instructions an element for a fused NVFP4
     cast of BF16, 50 with whole groups.
     """
     GROUPS: tl.constexpr = low.shape[0]
@@ -65,10 +68,8 @@ def transform_halves(low, high, INVERSE: tl.constexpr) -> tuple[tl.tensor, tl.te
 @triton.jit
 def aligned_halves(source, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """BLOCK elements from aligned memory on, in FP32, as halves of groups, [BLOCK / 16, 8] each."""
-    places = tl.arange(0, BLOCK // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
-    low = tl.load(tl.multiple_of(source + places, [1, 16]))
-    high = tl.load(tl.multiple_of(source + (places + 8), [1, 16]))
-    return to_fp32(low), to_fp32(high)
+    places = tl.arange(0, BLOCK // 16) * 16
+    return aligned_eights(source, places), aligned_eights(source, places + 8)
 
 
 @triton.jit
@@ -110,7 +111,9 @@ def _transform_full_block(source, destination, INVERSE: tl.constexpr, BLOCK: tl.
     low, high = transform_halves(low, high, INVERSE)
     dtype: tl.constexpr = destination.dtype.element_ty
     made = joined(round_to(low, dtype), round_to(high, dtype))
-    tl.store(tl.multiple_of(destination + tl.arange(0, BLOCK), 16), made)
+    # Of 32-bit offsets AMD's compiler makes other sums, without the hint.
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    tl.store(tl.multiple_of(destination + lanes, 16), made)
 
 
 @triton.jit
@@ -166,6 +169,11 @@ def _hadamard_kernel(
         )
 
 
+def default_config(element_bytes: int) -> LaunchConfig:
+    """The block is of the source."""
+    return LaunchConfig(BLOCK_NUMEL * element_bytes, NUM_WARPS)
+
+
 def hadamard16_(out: torch.Tensor, x: torch.Tensor, inverse: bool = False) -> None:
     """`reference_hadamard.hadamard16_` in one launch."""
     rows, row_numel = shape_in_rows(x)
@@ -173,8 +181,11 @@ def hadamard16_(out: torch.Tensor, x: torch.Tensor, inverse: bool = False) -> No
         return
     row_groups = triton.cdiv(row_numel, GROUP_NUMEL)
     num_groups = rows * row_groups
+    default = default_config(x.element_size())
+    config = config_for("hadamard16_", wire_format_of(x.dtype).name, default, x.device)
+    block = config.block_bytes // x.element_size()
     with on_device_of(x):
-        _hadamard_kernel[(triton.cdiv(num_groups, BLOCK_NUMEL // GROUP_NUMEL),)](
+        _hadamard_kernel[(triton.cdiv(num_groups, block // GROUP_NUMEL),)](
             x,
             out,
             num_groups,
@@ -182,8 +193,8 @@ def hadamard16_(out: torch.Tensor, x: torch.Tensor, inverse: bool = False) -> No
             row_numel,
             INVERSE=inverse,
             FLAT=rows == 1 and is_aligned(x, out),
-            BLOCK=BLOCK_NUMEL,
-            num_warps=NUM_WARPS,
+            BLOCK=block,
+            num_warps=config.num_warps,
             # A contracted multiply-add rounds once where the definition rounds twice.
             enable_fp_fusion=False,
         )

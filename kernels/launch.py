@@ -41,9 +41,19 @@ def pack_config() -> LaunchConfig:
     return _config(num_warps=8, accesses=2)
 
 
+def pack_case(flat: str, accumulate: bool) -> str:
+    """The case of pack_ and unpack_ that a table knows: by the dtype of the flat buffer."""
+    return flat + " accumulate" * accumulate
+
+
 def reduce_config(world_size: int) -> LaunchConfig:
     """For reduce_ over `world_size` rows. The block is of the narrower of a row and the result."""
     return _config(num_warps=4, accesses=2 if world_size <= SMALL_WORLD else 1)
+
+
+def reduce_case(part: str, world_size: int) -> str:
+    """The case of `reduce_` that a table knows: by the dtype of the rows, and few or many."""
+    return f"{part} {'few' if world_size <= SMALL_WORLD else 'many'} ranks"
 
 
 def _config(num_warps: int, accesses: int) -> LaunchConfig:

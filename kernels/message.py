@@ -18,12 +18,23 @@ The ops write in place, return nothing and are not differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from . import reference_message
-from .checks import SOURCE_DTYPES, check_choice, check_device, check_dtype
+from .checks import (
+    SOURCE_DTYPES,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_integer,
+    check_integers,
+    check_number,
+    check_one_a_tensor,
+    check_tensors,
+)
 from .codes import SCALE_RULES
 from .formats import FP16, FP32
 from .message_layout import (
@@ -34,12 +45,11 @@ from .message_layout import (
     layout_of_bytes,
     message_layout,
 )
-from .noise import signed_seed
-from .ops import Op, call, check_disjoint, on_first_use
+from .noise import MAX_INDEX, checked_seed
+from .ops import Op, call, on_first_use
+from .overlap import check_apart, check_destinations, check_disjoint
 
-ROUNDINGS = ("nearest", "stochastic")
 ALWAYS_NEAREST = (FP32.name, FP16.name)  # nothing to round, and no such cast
-_SEED_BITS = 64
 
 _PACK = Op(
     "pack_message_(Tensor(a!) message, Tensor[] tensors, str format, SymInt numel, "
@@ -73,8 +83,8 @@ def pack_message_(
     """Write every byte of `message`: the tensors, times `scale` in FP32, in the format.
 
     message: uint8, 1-D, contiguous, of `message_layout(format, numels, row_numel=...).num_bytes`.
-    tensors: FP32, BF16 or FP16, mixed, any shapes and strides, on the message's device. format:
-    fp32, bf16, fp16, fp8_row, fp8_1x128, mxfp8, mxfp4 or nvfp4.
+    tensors: FP32, BF16 or FP16, mixed, any shapes and strides, on the message's device, none of
+    their memory the message's. format: fp32, bf16, fp16, fp8_row, fp8_1x128, mxfp8, mxfp4 or nvfp4.
     offsets: where each tensor begins, in elements, by default one after the other; multiples of the
     layout's alignment, disjoint. With them the message may be of any length that has room.
     row_numel: elements of a row of fp8_row and nvfp4. rule: of MX's scales, "rceil", "floor",
@@ -82,18 +92,25 @@ def pack_message_(
 
     rounding: "nearest", ties to even, or "stochastic", not for fp32 and fp16, with noise of `seed`,
     any 64 bits, and an element's index: its place in its tensor plus the tensor's of
-    `first_indices`, by default its offset. So a tensor's parts round as the tensor does, wherever
-    they are cut between blocks. Raises `ValueError` before anything is written.
+    `first_indices`, by default its offset, and at most 2^63 - 1 less the message's elements. So a
+    tensor's parts round as the tensor does, wherever they are cut between blocks. Raises
+    `ValueError` before anything is written.
     """
-    _check_options(format, rule, rounding, seed)
-    tensors = list(tensors)
-    _check_tensors(message, tensors)
-    layout, offsets = _placed(message, tensors, format, offsets, row_numel)
+    check_choice("rule", rule, SCALE_RULES)
+    power_of_2 = check_flag("power_of_2", power_of_2)
+    seed = checked_seed(rounding, seed)
+    if seed is not None and format in ALWAYS_NEAREST:
+        raise ValueError(
+            f"rounding: expected nearest for {format}, got {rounding!r}; there is no such cast"
+        )
+    named = _named(message, tensors)
+    layout, offsets = _placed(message, named, format, offsets, row_numel)
     if first_indices is None:
         first_indices = offsets
-    _check_indices(tensors, first_indices)
-    signed = None if seed is None else signed_seed(seed)
-    options = (scale, row_numel, rule, power_of_2, signed)
+    first_indices = _checked_indices(named, first_indices, layout)
+    check_apart({"message": message}, named)
+    tensors = list(named.values())
+    options = (check_number("scale", scale), row_numel, rule, power_of_2, seed)
     call(_PACK, message, message, tensors, format, layout.numel, offsets, first_indices, *options)
 
 
@@ -110,64 +127,52 @@ def unpack_message_(
     """Fill the tensors from a message: the inverse of `pack_message_`, with its arguments.
 
     tensor = round(decoded * scale), or with `accumulate` round(float32(tensor) + decoded * scale):
-    in FP32, no fused multiply-add, rounded once, to nearest even. Nobody looks at the header, which
+    in FP32, no fused multiply-add, rounded once, to nearest even. The tensors share no memory with
+    the message or each other. Nobody looks at the header, which
     would make the host wait: `read_header` does. Raises `ValueError` before anything is written.
     """
-    tensors = list(tensors)
-    _check_tensors(message, tensors)
-    layout, offsets = _placed(message, tensors, format, offsets, row_numel)
+    named = _named(message, tensors)
+    layout, offsets = _placed(message, named, format, offsets, row_numel)
+    tensors = list(named.values())
+    check_apart({"message": message}, named)
+    check_destinations("tensors", tensors)
+    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
     if tensors:
         options = (scale, accumulate, row_numel)
         call(_UNPACK, message, tensors, message, format, layout.numel, offsets, *options)
 
 
-def _check_options(format: str, rule: str, rounding: str, seed: int | None) -> None:
-    check_choice("rule", rule, SCALE_RULES)
-    check_choice("rounding", rounding, ROUNDINGS)
-    if rounding == "stochastic" and format in ALWAYS_NEAREST:
-        raise ValueError(
-            f"rounding: expected nearest for {format}, got {rounding!r}; there is no such cast"
-        )
-    if (rounding == "stochastic") != (seed is not None):
-        raise ValueError(
-            f"seed: expected {'an integer' if seed is None else 'None'} with {rounding!r} "
-            f"rounding, got {seed}; a seed goes with 'stochastic', and with that alone"
-        )
-    if seed is not None and not -(2 ** (_SEED_BITS - 1)) <= seed < 2**_SEED_BITS:
-        raise ValueError(f"seed: expected -2^63 to 2^64 - 1, got {seed}; take its low 64 bits")
-
-
-def _check_tensors(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def _named(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors by their names, all of them and the message being what they may be."""
     check_message("message", message)
-    for index, tensor in enumerate(tensors):
-        check_dtype(f"tensors[{index}]", tensor, SOURCE_DTYPES)
-        check_device(f"tensors[{index}]", tensor, message.device)
+    named = {f"tensors[{i}]": tensor for i, tensor in enumerate(check_tensors("tensors", tensors))}
+    for name, tensor in named.items():
+        check_dtype(name, tensor, SOURCE_DTYPES)
+        check_device(name, tensor, message.device)
+    return named
 
 
 def _placed(
     message: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
+    named: Mapping[str, torch.Tensor],
     format: str,
     offsets: Sequence[int] | None,
     row_numel: int,
 ) -> tuple[MessageLayout, Sequence[int]]:
     """The message's layout, and where in it the tensors are."""
-    numels = [tensor.numel() for tensor in tensors]
+    numels = [tensor.numel() for tensor in named.values()]
     if offsets is None:
         layout = message_layout(format, numels, row_numel=row_numel)
         check_length("message", message, layout)
         return layout, layout.offsets
     layout = layout_of_bytes(format, message.numel(), row_numel=row_numel)
+    offsets = check_integers("offsets", offsets)
+    check_one_a_tensor("offsets", offsets, named)
     _check_offsets(numels, offsets, layout)
     return layout, offsets
 
 
 def _check_offsets(numels: Sequence[int], offsets: Sequence[int], layout: MessageLayout) -> None:
-    if len(offsets) != len(numels):
-        raise ValueError(
-            f"offsets: expected one per tensor, {len(numels)}, got {len(offsets)}; pass lists of "
-            "equal length"
-        )
     align = layout.format.align_numel(layout.row_numel)
     for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
         if offset < 0 or offset % align or offset + numel > layout.numel:
@@ -178,14 +183,12 @@ def _check_offsets(numels: Sequence[int], offsets: Sequence[int], layout: Messag
     check_disjoint(numels, offsets)
 
 
-def _check_indices(tensors: Sequence[torch.Tensor], first_indices: Sequence[int]) -> None:
-    if len(first_indices) != len(tensors):
-        raise ValueError(
-            f"first_indices: expected one per tensor, {len(tensors)}, got {len(first_indices)}; "
-            "pass lists of equal length"
-        )
+def _checked_indices(
+    named: Mapping[str, torch.Tensor], first_indices: Sequence[int], layout: MessageLayout
+) -> list[int]:
+    """The first indices, so small that even the gaps after tensors, which are encoded, have one."""
+    first_indices = check_integers("first_indices", first_indices)
+    check_one_a_tensor("first_indices", first_indices, named)
     for index, first_index in enumerate(first_indices):
-        if first_index < 0:
-            raise ValueError(
-                f"first_indices[{index}]: expected 0 or more, got {first_index}; count from 0"
-            )
+        check_integer(f"first_indices[{index}]", first_index, 0, MAX_INDEX - layout.numel)
+    return first_indices

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from . import device_codes as device
 from . import tables
-from .launch import on_device_of
+from .launch import LaunchConfig, on_device_of
 from .message_layout import ALIGN_NUMEL, HEADER_BYTES, layout_of_numel
 from .message_tiles import (
     KIND_BF16,
@@ -42,6 +42,7 @@ from .message_tiles import (
 from .nvfp4_blocks import decode_factors
 from .portable import covered, round_to, to_fp32
 from .reference_message import aligned_memory
+from .tuned import config_for
 
 _ADDRESS, _NUMEL, _OFFSET = (
     tl.constexpr(field) for field in (tables.ADDRESS, tables.NUMEL, tables.OFFSET)
@@ -259,6 +260,11 @@ def _unpack_kernel(
             )
 
 
+def default_config() -> LaunchConfig:
+    """An element counts as a byte."""
+    return LaunchConfig(TILE_NUMEL, NUM_WARPS)
+
+
 def unpack_message_(
     tensors: Sequence[torch.Tensor],
     message: torch.Tensor,
@@ -274,13 +280,15 @@ def unpack_message_(
     keys = unpacked_pieces(rows, offsets)
     if not keys:
         return
-    paths = paths_of(keys, TILE_NUMEL)
+    config = config_for("unpack_message_", format, default_config(), message.device)
+    tile = config.block_bytes
+    paths = paths_of(keys, tile)
     row_numel = row_numel if layout.format.has_rows else ALIGN_NUMEL
     source = aligned_memory(message)
     if source is not message:
         source.copy_(message)
     with on_device_of(message):
-        table = _tables.get(keys, TILE_NUMEL, message.device)
+        table = _tables.get(keys, tile, message.device)
         _unpack_kernel[(table.num_tiles,)](
             source,
             table.entries,
@@ -295,9 +303,9 @@ def unpack_message_(
             KIND=paths.dtype,
             FULL=paths.full,
             MASKED=paths.masked,
-            TILE=TILE_NUMEL,
-            PART=part_numel(TILE_NUMEL, row_numel),
-            num_warps=NUM_WARPS,
+            TILE=tile,
+            PART=part_numel(tile, row_numel),
+            num_warps=config.num_warps,
             # A contracted multiply-add rounds once where the definition rounds twice.
             enable_fp_fusion=False,
         )

@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 
 from . import device_codes as device
+from . import reference_mx as mx
+from . import reference_nvfp4 as nvfp4
+from .device_e2m1 import packed_e2m1
 from .fp8_kernels import inverse_of, scale_of
 from .hadamard import joined
 from .message_layout import HEADER_BYTES
@@ -27,21 +30,32 @@ from .message_tiles import (
     kind_pointer,
     section,
 )
-from .mx import encode_rounded, scaled_blocks
-from .nvfp4_blocks import largest_of, magnitudes, quantize_halves, tensor_scale_of
+from .mx import encoded, scaled_blocks
+from .nvfp4_blocks import largest_of, magnitudes, scaled_halves, tensor_scale_of
 from .portable import round_to, to_fp32
+from .wide import aligned_blocks, aligned_eights
 
 _DATA_AT = tl.constexpr(HEADER_BYTES)
+_HALF = tl.constexpr(nvfp4.BLOCK_NUMEL // 2)
+_MX_BLOCK = tl.constexpr(mx.BLOCK_NUMEL)
 
 
 @triton.jit
-def _loaded(source, lanes, count, scale, FULL: tl.constexpr):
-    """FP32 elements times `scale`; zeros where the tensor has none, whatever the scale."""
+def _loaded(
+    source, places, count, scale, SIXTEENS: tl.constexpr, FULL: tl.constexpr, NUMEL: tl.constexpr
+):
+    """FP32 [n, NUMEL] from each place on, times `scale`; zeros where the tensor has none."""
     if FULL:
-        x = to_fp32(tl.load(aligned_from(source, lanes)))
+        if NUMEL == _HALF:
+            x = aligned_eights(source, places)
+        elif SIXTEENS:
+            x = aligned_blocks(source, places, NUMEL)
+        else:
+            x = to_fp32(tl.load(aligned_from(source, _lanes(places, NUMEL))))
         if scale is not None:
             x = x * scale
     else:
+        lanes = _lanes(places, NUMEL)
         exists = lanes < count
         x = to_fp32(tl.load(source + lanes, mask=exists, other=0.0))
         if scale is not None:
@@ -50,27 +64,47 @@ def _loaded(source, lanes, count, scale, FULL: tl.constexpr):
 
 
 @triton.jit
-def _values(address, kind, begin, lanes, count, scale, FULL: tl.constexpr):
+def _lanes(places, NUMEL: tl.constexpr):
+    return places[:, None] + tl.arange(0, NUMEL)[None, :]
+
+
+@triton.jit
+def _values(
+    address,
+    kind,
+    begin,
+    places,
+    count,
+    scale,
+    SIXTEENS: tl.constexpr,
+    FULL: tl.constexpr,
+    NUMEL: tl.constexpr,
+):
     """`_loaded` from the tensor at `address`, from its element `begin` on; kind: its dtype's code.
 
     A kind known when compiling leaves one of the branches, and one layout.
     """
     if kind == KIND_FP32:
-        x = _loaded(kind_pointer(address, KIND_FP32) + begin, lanes, count, scale, FULL)
+        wide = kind_pointer(address, KIND_FP32) + begin
+        x = _loaded(wide, places, count, scale, SIXTEENS, FULL, NUMEL)
     elif kind == KIND_BF16:
-        x = _loaded(kind_pointer(address, KIND_BF16) + begin, lanes, count, scale, FULL)
+        brain = kind_pointer(address, KIND_BF16) + begin
+        x = _loaded(brain, places, count, scale, SIXTEENS, FULL, NUMEL)
     else:
-        x = _loaded(kind_pointer(address, KIND_FP16) + begin, lanes, count, scale, FULL)
+        half = kind_pointer(address, KIND_FP16) + begin
+        x = _loaded(half, places, count, scale, SIXTEENS, FULL, NUMEL)
     return x
 
 
 @triton.jit
-def _noise(seed, index, lanes, FULL: tl.constexpr):
-    """The noise of the elements `index` + `lanes`; in full tiles `index` is a multiple of 16."""
+def _noise(seed, index, places, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    """The noise of [n, NUMEL] elements from `index` + each place on, a multiple of 16 with FULL."""
     if FULL:
-        return device.noise_of_block(seed, index >> 4, lanes)
+        GROUPS: tl.constexpr = places.shape[0] * NUMEL // 16
+        bits = device.noise_of_groups(seed, (index >> 4) + tl.arange(0, GROUPS))
+        return tl.reshape(bits, [places.shape[0], NUMEL])
     else:
-        return device.noise_of(seed, index + lanes)
+        return device.noise_of(seed, index + _lanes(places, NUMEL))
 
 
 @triton.jit
@@ -105,9 +139,9 @@ def _stored_blocks(
         data = section(message, _DATA_AT, dtype) + start
     elif FORMAT == "mxfp4":
         x, scale_bytes = scaled_blocks(x, "e2m1", RULE)
-        made = device.pack_nibbles(encode_rounded(x, bits, "e2m1", STOCHASTIC, HARDWARE))
-        lanes = blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        data = message + _DATA_AT + (start >> 1)
+        made = encoded(x, bits, "e2m1", HARDWARE)
+        lanes = blocks[:, None] * 4 + tl.arange(0, 4)[None, :]
+        data = section(message, _DATA_AT + (start >> 1), tl.uint32)
         tl.store(message + scales_at + (start >> 5) + blocks, scale_bytes, mask=mask)
     else:
         if FORMAT == "mxfp8":
@@ -120,9 +154,22 @@ def _stored_blocks(
             inverses = section(message, at, tl.float32) + start // BLOCK + blocks
             tl.store(inverses, inverse_of(scale), mask=mask)
             x = x * scale[:, None]
-        made = encode_rounded(x, bits, "e4m3", STOCHASTIC, HARDWARE)
+        made = encoded(x, bits, "e4m3", HARDWARE)
         data = message + _DATA_AT + start
     tl.store(aligned_from(data, lanes), made, mask=mask_blocks)
+
+
+@triton.jit
+def _scaled_rows(low, high, ROW: tl.constexpr, HARDWARE: tl.constexpr):
+    """Halves of blocks in rows of ROW elements -> (both scaled, scale bytes, the rows' amaxes)."""
+    BLOCKS: tl.constexpr = low.shape[0]
+    ROWS: tl.constexpr = BLOCKS * 16 // ROW
+    largest = largest_of(tl.maximum(magnitudes(low), magnitudes(high)), 1)
+    row_amax = tl.max(tl.reshape(largest, [ROWS, ROW // 16]), 1)
+    row_scale = tensor_scale_of(row_amax, False)[:, None] + tl.zeros([ROWS, ROW // 16], tl.float32)
+    scale = tl.reshape(row_scale, [BLOCKS])
+    low, high, scale_bytes = scaled_halves(low, high, scale, False, HARDWARE)
+    return low, high, scale_bytes, row_amax
 
 
 @triton.jit
@@ -131,44 +178,34 @@ def _stored_halves(
     high,
     low_bits,
     high_bits,
+    scale_bytes,
+    row_amax,
     message,
     start,
     extent,
     scales_at,
     rows_at,
     ROW: tl.constexpr,
-    HARDWARE: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """NVFP4 of halves of blocks, FP32 [n, 8] twice, in rows of ROW elements."""
+    """NVFP4 of scaled halves of blocks, FP32 [n, 8] twice, in rows of ROW elements."""
     BLOCKS: tl.constexpr = low.shape[0]
-    ROWS: tl.constexpr = BLOCKS * 16 // ROW
-    largest = largest_of(tl.maximum(magnitudes(low), magnitudes(high)), 1)
-    row_amax = tl.max(tl.reshape(largest, [ROWS, ROW // 16]), 1)
-    row_scale = tensor_scale_of(row_amax, False)[:, None] + tl.zeros([ROWS, ROW // 16], tl.float32)
-    low, high, scale_bytes = quantize_halves(
-        low,
-        high,
-        low_bits,
-        high_bits,
-        tl.reshape(row_scale, [BLOCKS]),
-        low_bits is not None,
-        False,
-        HARDWARE,
-    )
-    blocks, rows, pairs = tl.arange(0, BLOCKS), tl.arange(0, ROWS), tl.arange(0, BLOCKS * 8)
+    blocks = tl.arange(0, BLOCKS)
+    rows = tl.arange(0, BLOCKS * 16 // ROW)
+    words = tl.arange(0, BLOCKS * 2)
     mask_blocks = None
     mask_rows = None
-    mask_pairs = None
+    mask_words = None
     if not FULL:
         mask_blocks = blocks * 16 < extent
         mask_rows = rows * ROW < extent
-        mask_pairs = pairs * 2 < extent
+        mask_words = words * 8 < extent
     tl.store(message + scales_at + (start >> 4) + blocks, scale_bytes, mask=mask_blocks)
     amaxes = section(message, rows_at, tl.float32) + start // ROW + rows
     tl.store(amaxes, row_amax, mask=mask_rows)
-    data = tl.multiple_of(message + _DATA_AT + (start >> 1) + pairs.to(tl.int64), 16)
-    tl.store(data, joined(low, high), mask=mask_pairs)
+    data = section(message, _DATA_AT + (start >> 1), tl.uint32) + words.to(tl.int64)
+    made = joined(packed_e2m1(low, low_bits), packed_e2m1(high, high_bits))
+    tl.store(tl.multiple_of(data, 16), made, mask=mask_words)
 
 
 @triton.jit
@@ -197,34 +234,48 @@ def pack_part(
     The tensor has `count` of them, its piece of the message `extent`. index: `begin`'s, for noise.
     """
     if FORMAT == "nvfp4":
-        lanes = tl.arange(0, NUMEL // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
+        places = tl.arange(0, NUMEL // 16) * 16
+        low, high, scale_bytes, row_amax = _scaled_rows(
+            _values(address, kind, begin, places, count, scale, False, FULL, 8),
+            _values(address, kind, begin, places + 8, count, scale, False, FULL, 8),
+            ROW,
+            HARDWARE,
+        )
         low_bits = None
         high_bits = None
         if seed is not None:
-            low_bits = _noise(seed, index, lanes, FULL)
-            high_bits = _noise(seed, index, lanes + 8, FULL)
+            if FULL:
+                words = device.noise_words(seed, (index >> 4) + tl.arange(0, NUMEL // 16))
+                low_bits = device.spread_noise(words[0], words[1])
+                high_bits = device.spread_noise(words[2], words[3])
+            else:
+                low_bits = _noise(seed, index, places, FULL, 8)
+                high_bits = _noise(seed, index, places + 8, FULL, 8)
         _stored_halves(
-            _values(address, kind, begin, lanes, count, scale, FULL),
-            _values(address, kind, begin, lanes + 8, count, scale, FULL),
+            low,
+            high,
             low_bits,
             high_bits,
+            scale_bytes,
+            row_amax,
             message,
             start,
             extent,
             scales_at,
             rows_at,
             ROW,
-            HARDWARE,
             FULL,
         )
     else:
         BLOCK: tl.constexpr = block_numel(FORMAT, ROW)
-        lanes = tl.arange(0, NUMEL // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        places = tl.arange(0, NUMEL // BLOCK) * BLOCK
         bits = None
         if seed is not None:
-            bits = _noise(seed, index, lanes, FULL)
+            bits = _noise(seed, index, places, FULL, BLOCK)
+        # Where there is little to share, neighbouring threads had better read neighbouring bytes.
+        SIXTEENS: tl.constexpr = seed is not None or BLOCK == _MX_BLOCK
         _stored_blocks(
-            _values(address, kind, begin, lanes, count, scale, FULL),
+            _values(address, kind, begin, places, count, scale, SIXTEENS, FULL, BLOCK),
             bits,
             message,
             start,

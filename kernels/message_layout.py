@@ -30,7 +30,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import check_dtype
+from .checks import (
+    check_choice,
+    check_dtype,
+    check_integer,
+    check_integers,
+    check_is_integer,
+    check_vector,
+)
 from .formats import (
     BF16,
     BITS_PER_BYTE,
@@ -134,11 +141,8 @@ class MessageLayout:
 
 def message_format(name: str) -> MessageFormat:
     """The format called `name`; `ValueError` when messages have none of that name."""
-    found = _BY_NAME.get(name)
-    if found is None:
-        known = ", ".join(_BY_NAME)
-        raise ValueError(f"format: expected one of {known}, got {name!r}; choose one of them")
-    return found
+    check_choice("format", name, _BY_NAME)
+    return _BY_NAME[name]
 
 
 def message_layout(
@@ -152,11 +156,10 @@ def message_layout(
     row_numel: elements of a row, a power of two from 128 to 4096; only fp8_row and nvfp4 look at
     it. Raises `ValueError` for an unknown format, another `row_numel` and a negative numel.
     """
-    align = _checked_align(format, row_numel)
+    align = checked_align(format, row_numel)
     offsets, end = [], 0
-    for index, numel in enumerate(numels):
-        if numel < 0:
-            raise ValueError(f"numels[{index}]: expected 0 or more, got {numel}; pass tensor sizes")
+    for index, numel in enumerate(check_integers("numels", numels)):
+        check_integer(f"numels[{index}]", numel, 0)
         offsets.append(end)
         end += -(-numel // align) * align
     return _layout(message_format(format), row_numel, end, tuple(offsets))
@@ -172,7 +175,7 @@ def layout_of_numel(
 
     Raises `ValueError` as `message_layout` does, and for another `numel`.
     """
-    align = _checked_align(format, row_numel)
+    align = checked_align(format, row_numel)
     if numel < 0 or numel % align:
         raise ValueError(
             f"numel: expected a multiple of {align}, 0 or more, got {numel}; count the gaps too"
@@ -190,7 +193,7 @@ def layout_of_bytes(
 
     Raises `ValueError` as `message_layout` does, and where there is none.
     """
-    align = _checked_align(format, row_numel)
+    align = checked_align(format, row_numel)
     form = message_format(format)
     low, high = 0, max(0, num_bytes) * BITS_PER_BYTE // (form.element_bits * align) + 1
     while low < high:  # messages grow with every `align` elements
@@ -233,6 +236,8 @@ def read_header(message: torch.Tensor, *, row_numel: int = DEFAULT_ROW_NUMEL) ->
             f"message: expected {HEADER_BYTES} bytes or more, got {message.numel()}; it is too "
             "short for its header"
         )
+    if message.is_meta:
+        raise ValueError("message: expected bytes to read, got a meta tensor; pass a real one")
     header = bytes(message[:HEADER_BYTES].tolist())
     magic, identifier, numel = _HEADER.unpack(header)
     if magic != MAGIC:
@@ -246,7 +251,7 @@ def read_header(message: torch.Tensor, *, row_numel: int = DEFAULT_ROW_NUMEL) ->
             f"{identifier}; use the sender's version"
         )
     name = MESSAGE_FORMATS[identifier].name
-    align = _checked_align(name, row_numel)
+    align = checked_align(name, row_numel)
     if numel % align:
         raise ValueError(
             f"message: expected a multiple of {align} elements in its header, {name}, got {numel}; "
@@ -259,11 +264,7 @@ def read_header(message: torch.Tensor, *, row_numel: int = DEFAULT_ROW_NUMEL) ->
 def check_message(name: str, message: torch.Tensor) -> None:
     """Raise `ValueError` unless `message` is a contiguous 1-D uint8 tensor."""
     check_dtype(name, message, (torch.uint8,))
-    if message.dim() != 1 or not message.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous 1-D tensor, got shape {tuple(message.shape)} with "
-            f"strides {message.stride()}; pass bytes of contiguous memory"
-        )
+    check_vector(name, message)
 
 
 def check_length(name: str, message: torch.Tensor, layout: MessageLayout) -> None:
@@ -275,8 +276,10 @@ def check_length(name: str, message: torch.Tensor, layout: MessageLayout) -> Non
         )
 
 
-def _checked_align(name: str, row_numel: int) -> int:
+def checked_align(name: str, row_numel: int) -> int:
+    """`align_numel` of the format; raises for a format or `row_numel` that there is not."""
     form = message_format(name)
+    check_is_integer("row_numel", row_numel)
     is_power = row_numel > 0 and row_numel & (row_numel - 1) == 0
     if not is_power or not MIN_ROW_NUMEL <= row_numel <= MAX_ROW_NUMEL:
         raise ValueError(

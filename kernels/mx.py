@@ -18,20 +18,23 @@ import triton
 import triton.language as tl
 
 from . import device_codes as device
+from .device_e2m1 import bytes_of, packed_e2m1
 from .launch import on_device_of
 from .mx_tiles import (
-    NUM_WARPS,
     TILE_BLOCKS,
     aligned_pointers,
     block_places,
     block_starts,
     code_places,
+    default_config,
     is_full_tile,
     plan_launch,
 )
 from .noise import GROUP_NUMEL
 from .portable import INTERPRETED, round_to, to_fp32
 from .reference_mx import MxCast
+from .tuned import config_for
+from .wide import aligned_blocks
 
 # A masked tile's other shape keeps the compiler from giving both paths one layout. To Triton's
 # interpreter a layout is nothing, and a piece as much work as a tile.
@@ -39,14 +42,17 @@ PIECES = tl.constexpr(1 if INTERPRETED else 4)
 
 
 @triton.jit
-def encode_rounded(
-    x, bits, ELEMENT: tl.constexpr, STOCHASTIC: tl.constexpr, HARDWARE: tl.constexpr
-) -> tl.tensor:
-    """Codes of FP32 `x`, one a byte: stochastically with the noise `bits`, else to nearest."""
-    if STOCHASTIC:
-        return device.encode_stochastic(x, bits, ELEMENT)
-    else:
+def encoded(x, bits, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """FP32 [n, m] as it is stored, stochastically if there are `bits`, of noise, else to nearest.
+
+    Codes, one a byte; of e2m1 words of eight codes, uint32 [n, m / 8].
+    """
+    if ELEMENT == "e2m1":
+        return packed_e2m1(x, bits)
+    elif bits is None:
         return device.encode(x, ELEMENT, HARDWARE)
+    else:
+        return device.encode_stochastic(x, bits, ELEMENT)
 
 
 @triton.jit
@@ -71,18 +77,19 @@ def _quantize_full_tile(
     BLOCKS: tl.constexpr,
 ):
     """Blocks whose elements begin at `starts`; `scales` points at the first one's."""
-    x = to_fp32(tl.load(aligned_pointers(source, starts, 32)))
-    x, scale_bytes = scaled_blocks(x, ELEMENT, RULE)
+    x, scale_bytes = scaled_blocks(aligned_blocks(source, starts, 32), ELEMENT, RULE)
+    tl.store(tl.multiple_of(scales + tl.arange(0, BLOCKS), 16), scale_bytes)
     bits = None
     if STOCHASTIC:
-        lanes = tl.zeros([BLOCKS, 1], tl.int32) + tl.arange(0, 32)[None, :]
-        bits = device.noise_of_block(seed, ((first_index + starts) >> 4)[:, None], lanes)
-    code = encode_rounded(x, bits, ELEMENT, STOCHASTIC, HARDWARE)
-    tl.store(tl.multiple_of(scales + tl.arange(0, BLOCKS), 16), scale_bytes)
+        groups = ((first_index + starts) >> 4)[:, None] + tl.arange(0, 2)[None, :]
+        bits = device.noise_of_groups(seed, tl.reshape(groups, [2 * BLOCKS]))
+        bits = tl.reshape(bits, [BLOCKS, 32])
+    made = encoded(x, bits, ELEMENT, HARDWARE)
     if ELEMENT == "e2m1":
-        tl.store(aligned_pointers(data, starts >> 1, 16), device.pack_nibbles(code))
+        words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
+        tl.store(aligned_pointers(words, starts >> 3, 4), made)
     else:
-        tl.store(aligned_pointers(data, starts, 32), code)
+        tl.store(aligned_pointers(data, starts, 32), made)
 
 
 @triton.jit
@@ -113,9 +120,10 @@ def _quantize_masked_piece(
     bits = None
     if STOCHASTIC:
         bits = device.noise_of(seed, first_index + index)
-    code = tl.where(exists, encode_rounded(x, bits, ELEMENT, STOCHASTIC, HARDWARE), 0).to(tl.uint8)
+    # A NaN's block has NaNs in the place of what does not exist.
+    code = encoded(tl.where(exists, x, 0.0), bits, ELEMENT, HARDWARE)
     if ELEMENT == "e2m1":
-        code = device.pack_nibbles(code)
+        code = bytes_of(code)
     places, in_row = code_places(row, column, row_numel, ELEMENT)
     tl.store(data + places, code, mask=begins[:, None] & in_row)
     scales_at = scales + first + tl.arange(0, BLOCKS)
@@ -156,6 +164,7 @@ def _quantize_kernel(
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     rows = rows.to(tl.int64)
     row_numel = row_numel.to(tl.int64)
+    tl.assume(row_numel >= 0)
     first_index = first_index.to(tl.int64)
     is_full = FULL
     if FULL and MASKED:
@@ -296,6 +305,8 @@ def quantize_mx_(data: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, *opt
     stochastic = cast.seed is not None
     # Noise is drawn for 16 elements at once, from a multiple of 16 on.
     full = launch.full and not (stochastic and cast.first_index % GROUP_NUMEL)
+    case = cast.element + " stochastic" * stochastic + " swizzled" * cast.swizzled
+    config = config_for("quantize_mx_", case, default_config(), x.device)
     with on_device_of(x):
         _quantize_kernel[(launch.programs,)](
             x,
@@ -314,7 +325,7 @@ def quantize_mx_(data: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, *opt
             FULL=full,
             MASKED=launch.masked or not full,
             BLOCKS=TILE_BLOCKS,
-            num_warps=NUM_WARPS,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )
 
@@ -330,6 +341,8 @@ def dequantize_mx_(
     launch = plan_launch((out, data, scales), out.shape, swizzled)
     if launch.programs == 0:
         return
+    case = element + " swizzled" * swizzled
+    config = config_for("dequantize_mx_", case, default_config(), out.device)
     with on_device_of(out):
         _dequantize_kernel[(launch.programs,)](
             out,
@@ -344,6 +357,6 @@ def dequantize_mx_(
             FULL=launch.full,
             MASKED=launch.masked,
             BLOCKS=TILE_BLOCKS,
-            num_warps=NUM_WARPS,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )

@@ -14,8 +14,21 @@ from __future__ import annotations
 import torch
 
 from . import ops, reference_mx, swizzle
-from .formats import E2M1, E8M0, wire_format_of
-from .noise import signed_seed
+from .checks import (
+    SOURCE_DTYPES,
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_integer,
+    check_like,
+    check_pair,
+    check_result_dtype,
+    check_tensor,
+)
+from .codes import SCALE_RULES
+from .formats import E2M1, E8M0
+from .noise import check_first_index, checked_seed
+from .overlap import check_apart
 from .reference_mx import BLOCK_NUMEL, ELEMENTS, MxCast, row_blocks, row_bytes
 
 _QUANTIZE = ops.Op(
@@ -53,26 +66,34 @@ def quantize_mx(
     float8_e8m0fnu [..., ceil(K / 32)], or, swizzled, 1-D in the layout of `swizzle_scales`.
 
     rounding: "nearest", ties to even, or "stochastic", which needs a `seed`, of 64 bits; its noise
-    depends on that and an element's index alone, `first_index` being that of x's first.
+    depends on that and an element's index alone, at most 2^63 - 1, `first_index` being that of x's
+    first.
 
     byte = rule(max |x| of the block); code = round(x * 2^(127 - byte)), saturating. Where a block
     has a NaN or infinity its byte is 255, and it decodes to NaNs. Bytes moved an element, of BF16:
-    3.03, or 2.53 for e2m1. out: written into instead, contiguous (data, scales).
+    3.03, or 2.53 for e2m1. out: written into instead, contiguous (data, scales), which share memory
+    with nothing.
 
     Source: OCP MX 1.0, section 6.3; the rules': see `reference_mx`. Raises `ValueError` before
     anything is written.
     """
-    _check_rounding(rounding, seed)
-    cast = MxCast(element, rule, _signed(seed), first_index, swizzled)
+    check_choice("element", element, ELEMENTS)
+    swizzled = check_flag("swizzled", swizzled)
+    check_choice("rule", rule, SCALE_RULES)
+    seed = checked_seed(rounding, seed)
     _check_source("x", x)
+    check_first_index(first_index, x.numel())
+    cast = MxCast(element, rule, seed, first_index, swizzled)
     if out is None:
         data_shape, scale_shape = _shapes(x.shape, cast)
         data = x.new_empty(data_shape, dtype=ELEMENTS[element].dtype)
         scales = x.new_empty(scale_shape, dtype=E8M0.dtype)
     else:
+        check_pair("out", out)
         data, scales = out
-        _check_parts(data, scales, x.shape, x.device, cast)
-    ops.call(_QUANTIZE, x, data, scales, x, element, rule, cast.seed, first_index, swizzled)
+        _check_parts(("out[0]", "out[1]"), out, x.shape, x.device, cast)
+        check_apart({"out[0]": data, "out[1]": scales}, {"x": x})
+    ops.call(_QUANTIZE, x, data, scales, x, element, rule, seed, first_index, swizzled)
     return data, scales
 
 
@@ -89,48 +110,40 @@ def dequantize_mx(
     """The values of what `quantize_mx` returns: [..., K] of `dtype`, FP32, BF16 or FP16.
 
     row_numel: K, which data of "e2m1" leaves open; by default, 2 for each of its bytes. out: is
-    written into instead, contiguous, its dtype counting. value = round(code * 2^(byte - 127)),
-    rounded once, to nearest even. Bytes moved an element, to BF16: 3.03, or 2.53 for e2m1. Raises
-    `ValueError` before anything is written.
+    written into instead, contiguous, its dtype counting, its memory apart. value =
+    round(code * 2^(byte - 127)), rounded once, to nearest even. Bytes moved an element, to BF16:
+    3.03, or 2.53 for e2m1. Raises `ValueError` before anything is written.
     """
+    check_choice("element", element, ELEMENTS)
+    swizzled = check_flag("swizzled", swizzled)
+    check_result_dtype(dtype)
     cast = MxCast(element, swizzled=swizzled)
+    check_tensor("data", data)
     if data.dim() == 0:
         raise ValueError("data: expected [..., K], got a scalar; pass what quantize_mx returns")
-    if row_numel is None:
-        row_numel = data.shape[-1] * (2 if element == E2M1.name else 1)
-    shape = torch.Size((*data.shape[:-1], row_numel))
-    _check_parts(data, scales, shape, data.device, cast)
+    shape = torch.Size((*data.shape[:-1], _row_numel(data.shape[-1], row_numel, element)))
+    _check_parts(("data", "scales"), (data, scales), shape, data.device, cast)
     if out is None:
-        wire_format_of(dtype)
         out = data.new_empty(shape, dtype=dtype)
     else:
         _check_source("out", out)
-        _check_tensor("out", out, tuple(shape), out.dtype, data.device)
+        check_like("out", out, shape, out.dtype, data.device)
+        check_apart({"out": out}, {"data": data, "scales": scales})
     ops.call(_DEQUANTIZE, data, out, data, scales, element, swizzled)
     return out
 
 
-def _check_rounding(rounding: str, seed: int | None) -> None:
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding: expected nearest or stochastic, got {rounding!r}; choose one")
-    if (rounding == "stochastic") != (seed is not None):
-        raise ValueError(
-            f"seed: expected {'an integer' if seed is None else 'None'} with {rounding!r} "
-            f"rounding, got {seed}; a seed goes with 'stochastic', and with that alone"
-        )
-
-
-def _signed(seed: int | None) -> int | None:
-    """The same 64 bits as a signed number, which is what schemas and kernels take."""
-    if seed is None:
-        return None
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed: expected -2^63 to 2^64 - 1, got {seed}; take the low 64 bits")
-    return signed_seed(seed)
+def _row_numel(num_bytes: int, row_numel: int | None, element: str) -> int:
+    """The elements of a row whose data are `num_bytes`: `row_numel`, if it is given and may be."""
+    high = num_bytes * (2 if element == E2M1.name else 1)
+    if row_numel is None:
+        return high
+    low = high - 1 if element == E2M1.name and high else high
+    return check_integer("row_numel", row_numel, low, high)
 
 
 def _check_source(name: str, tensor: torch.Tensor) -> None:
-    wire_format_of(tensor.dtype)
+    check_dtype(name, tensor, SOURCE_DTYPES)
     if tensor.dim() == 0 or not tensor.is_contiguous():
         raise ValueError(
             f"{name}: expected a contiguous tensor [..., K], got shape {tuple(tensor.shape)} with "
@@ -154,26 +167,12 @@ def _shapes(shape: torch.Size, cast: MxCast) -> tuple[tuple[int, ...], tuple[int
 
 
 def _check_parts(
-    data: torch.Tensor, scales: torch.Tensor, shape: torch.Size, device: torch.device, cast: MxCast
-) -> None:
-    data_shape, scale_shape = _shapes(shape, cast)
-    _check_tensor("data", data, data_shape, ELEMENTS[cast.element].dtype, device)
-    _check_tensor("scales", scales, scale_shape, E8M0.dtype, device)
-
-
-def _check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+    names: tuple[str, str],
+    parts: tuple[torch.Tensor, torch.Tensor],
+    shape: torch.Size,
     device: torch.device,
+    cast: MxCast,
 ) -> None:
-    if tensor.device != device:
-        raise ValueError(
-            f"{name}: expected device {device}, as the data, got {tensor.device}; move the tensor"
-        )
-    if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous {dtype} of shape {shape}, got {tensor.dtype} of "
-            f"{tuple(tensor.shape)} with strides {tensor.stride()}; see quantize_mx for the layout"
-        )
+    dtypes = (ELEMENTS[cast.element].dtype, E8M0.dtype)
+    for name, part, wanted, dtype in zip(names, parts, _shapes(shape, cast), dtypes, strict=True):
+        check_like(name, part, wanted, dtype, device)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from . import swizzle
-from .launch import is_aligned
+from .launch import LaunchConfig, is_aligned
 from .reference_mx import BLOCK_NUMEL, row_blocks
 
 # Sixteen bytes of MXFP4's codes a thread: a block each of 32 threads * 4 warps.
@@ -42,6 +42,14 @@ def aligned_pointers(base, places, BLOCK: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _tile_of(first, width):
+    """(Row, column), int64, of the swizzled tile that has the scale `first`; unsigned is faster."""
+    tile = (first // _SCALE_TILE).to(tl.uint32)
+    across = width.to(tl.uint32)
+    return (tile // across).to(tl.int64), (tile % across).to(tl.int64)
+
+
+@triton.jit
 def block_places(
     first, width, SWIZZLED: tl.constexpr, BLOCKS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -52,10 +60,10 @@ def block_places(
     """
     lanes = tl.arange(0, BLOCKS)
     if SWIZZLED:
-        tile = (first // _SCALE_TILE).to(tl.int32)
+        tile_row, tile_column = _tile_of(first, width)
         place = (first % _SCALE_TILE).to(tl.int32) + lanes
-        row = (tile // width).to(tl.int64) * 128 + ((place >> 4) + ((place >> 2) & 3) * 32)
-        column = tile % width * 4 + (place & 3)
+        row = tile_row * 128 + ((place >> 4) + ((place >> 2) & 3) * 32)
+        column = tile_column * 4 + (place & 3)
     else:
         beyond = (first % width).to(tl.int32) + lanes
         row = first // width + beyond // width
@@ -92,10 +100,14 @@ def is_full_tile(
 ) -> tl.tensor:
     """Whether all of the program's blocks exist. Rows must be whole blocks, or it says nothing."""
     if SWIZZLED:
-        tile = (first // _SCALE_TILE).to(tl.int32)
-        end = ((tile // width).to(tl.int64) + 1) * 128
-        return (end <= rows) & ((tile % width + 1).to(tl.int64) * 128 <= row_numel)
+        tile_row, tile_column = _tile_of(first, width)
+        return ((tile_row + 1) * 128 <= rows) & ((tile_column + 1) * 128 <= row_numel)
     return first + BLOCKS <= rows * width
+
+
+def default_config() -> LaunchConfig:
+    """An element counts as a byte; the block follows from the scales, so only warps may differ."""
+    return LaunchConfig(TILE_BLOCKS * BLOCK_NUMEL, NUM_WARPS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,10 @@ from __future__ import annotations
 
 import torch
 
+from .checks import check_choice, check_integer
+
+ROUNDINGS = ("nearest", "stochastic")
+MAX_INDEX = 2**63 - 1  # of an element in its whole tensor, as ops and kernels take integers
 PHILOX_ROUNDS = 7
 GROUP_NUMEL = 16  # elements that share one Philox call
 
@@ -31,17 +35,37 @@ def signed_seed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
+def checked_seed(rounding: str, seed: int | None) -> int | None:
+    """The signed seed to round stochastically with, `None` to round to nearest.
+
+    Raises `ValueError` where `rounding` and `seed` do not go together or are not what they may be.
+    """
+    check_choice("rounding", rounding, ROUNDINGS)
+    if (rounding == "stochastic") != (seed is not None):
+        raise ValueError(
+            f"seed: expected {'an integer' if seed is None else 'None'} with {rounding!r} "
+            f"rounding, got {seed}; a seed goes with 'stochastic', and with that alone"
+        )
+    if seed is None:
+        return None
+    return signed_seed(check_integer("seed", seed, -(2**63), 2**64 - 1))
+
+
+def check_first_index(first_index: int, numel: int) -> None:
+    """Raise unless the elements from `first_index` on, `numel` of them, all have an index."""
+    check_integer("first_index", first_index, 0, MAX_INDEX - numel)
+
+
 def noise_bits(
     seed: int, first_index: int, numel: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """The noise of elements [first_index, first_index + numel): int32 [numel], all 32 bits random.
 
     seed: any 64 bits, as an integer from -2^63 to 2^64 - 1. Raises `ValueError` for a negative
-    `first_index` or `numel`.
+    `first_index` or `numel`, and for indices that exceed `MAX_INDEX`.
     """
-    for name, value in (("first_index", first_index), ("numel", numel)):
-        if value < 0:
-            raise ValueError(f"{name}: expected 0 or more, got {value}; pass an element count")
+    check_integer("numel", numel, 0)
+    check_first_index(first_index, numel)
     first_group = first_index // GROUP_NUMEL
     last_group = -(-(first_index + numel) // GROUP_NUMEL)
     groups = torch.arange(first_group, last_group, dtype=torch.int64, device=device)

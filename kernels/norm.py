@@ -22,9 +22,11 @@ import triton
 import triton.language as tl
 
 from . import tables
-from .launch import ACCESS_BYTES, on_device_of
+from .formats import wire_format_of
+from .launch import ACCESS_BYTES, LaunchConfig, on_device_of
 from .portable import to_fp32
 from .reference_optim import CHUNK_BYTES, CHUNK_LANES, COMBINE_LANES
+from .tuned import config_for
 
 _ADDRESS, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
 _FIRST_TILE, _DTYPE = tl.constexpr(tables.FIRST_TILE), tl.constexpr(tables.DTYPE)
@@ -160,6 +162,7 @@ def l2_norm_(
     """`reference_optim.l2_norm_` in two launches; tensors not contiguous are made so first."""
     rows = [tensor.contiguous() for tensor in tensors]
     keys = tuple(_key(row) for row in rows if row.numel())
+    config = config_for("l2_norm_", _case(rows), default_config(), norm.device)
     with on_device_of(norm):
         table = _tables.get(keys, CHUNK_BYTES, norm.device) if keys else None
         num_chunks = table.num_tiles if table is not None else 0
@@ -172,13 +175,23 @@ def l2_norm_(
                 sums,
                 flags,
                 CHUNK_BYTES=CHUNK_BYTES,
-                num_warps=_NUM_WARPS,
+                num_warps=config.num_warps,
                 # A contracted multiply-add rounds once where the definition rounds twice.
                 enable_fp_fusion=False,
             )
         _combine_kernel[(1,)](
             norm, found_inf, sums, flags, num_chunks, SQUARED=squared, num_warps=_COMBINE_WARPS
         )
+
+
+def default_config() -> LaunchConfig:
+    """The sums are of chunks of one size, so that only warps may be tuned."""
+    return LaunchConfig(CHUNK_BYTES, _NUM_WARPS)
+
+
+def _case(tensors: Sequence[torch.Tensor]) -> str:
+    names = {wire_format_of(tensor.dtype).name for tensor in tensors}
+    return names.pop() if len(names) == 1 else "mixed"
 
 
 def _key(tensor: torch.Tensor) -> tables.TensorKey:

@@ -20,20 +20,22 @@ import triton
 import triton.language as tl
 
 from . import device_codes as device
+from .device_e2m1 import bytes_of, packed_e2m1
 from .hadamard import joined
-from .launch import is_aligned, on_device_of
+from .launch import LaunchConfig, is_aligned, on_device_of
 from .nvfp4_blocks import (
     cut_of,
     full_halves,
     largest_of,
     magnitudes,
     prepared_halves,
-    quantize_halves,
     scale_pointers,
+    scaled_halves,
     tensor_scale_of,
 )
 from .portable import covered
 from .reference_nvfp4 import BLOCK_NUMEL, Nvfp4Cast
+from .tuned import config_for
 
 # Sixteen bytes of codes a thread: 32 elements * 32 threads * 4 warps.
 TILE_NUMEL = 4096
@@ -57,17 +59,16 @@ def _quantize_full_tile(
 ):
     """`scales`: where each block's scale goes, pointers [TILE / 16]."""
     low, high = full_halves(source, HADAMARD, TILE)
-    low_bits = None
-    high_bits = None
+    low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
     if STOCHASTIC:
-        lanes = tl.arange(0, TILE // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
-        low_bits = device.noise_of_block(seed, first_group, lanes)
-        high_bits = device.noise_of_block(seed, first_group, lanes + 8)
-    low, high, scale_bytes = quantize_halves(
-        low, high, low_bits, high_bits, tensor_scale, STOCHASTIC, TORCHAO, HARDWARE
-    )
+        words = device.noise_words(seed, first_group + tl.arange(0, TILE // 16))
+        low = packed_e2m1(low, device.spread_noise(words[0], words[1]))
+        high = packed_e2m1(high, device.spread_noise(words[2], words[3]))
+    else:
+        low, high = packed_e2m1(low, None), packed_e2m1(high, None)
     tl.store(scales, scale_bytes)
-    tl.store(tl.multiple_of(data + tl.arange(0, TILE // 2), 16), joined(low, high))
+    words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
+    tl.store(tl.multiple_of(words + tl.arange(0, TILE // 8), 16), joined(low, high))
 
 
 @triton.jit
@@ -93,13 +94,13 @@ def _quantize_masked_blocks(
     if STOCHASTIC:
         low_bits = device.noise_of(seed, first_index + places)
         high_bits = device.noise_of(seed, first_index + places + 8)
-    low, high, scale_bytes = quantize_halves(
-        low, high, low_bits, high_bits, tensor_scale, STOCHASTIC, TORCHAO, HARDWARE
-    )
+    low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
     row_bytes = (row_numel + 1) // 2
     columns = (blocks % row_blocks)[:, None] * 8 + tl.arange(0, 4)[None, :]
     columns = tl.where((blocks < num_blocks)[:, None], columns, row_bytes)
     data += (blocks // row_blocks)[:, None] * row_bytes + columns
+    low = bytes_of(packed_e2m1(low, low_bits))
+    high = bytes_of(packed_e2m1(high, high_bits))
     tl.store(data, low, mask=columns < row_bytes)
     tl.store(data + 4, high, mask=columns + 4 < row_bytes)
     return scale_bytes
@@ -218,11 +219,26 @@ def _amax_kernel(
             tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
+def amax_config(hadamard: bool) -> LaunchConfig:
+    """An element counts as a byte. The transform takes registers, so its tiles are smaller."""
+    return LaunchConfig(TILE_NUMEL if hadamard else AMAX_TILE_NUMEL, NUM_WARPS)
+
+
+def quantize_config() -> LaunchConfig:
+    """An element counts as a byte."""
+    return LaunchConfig(TILE_NUMEL, NUM_WARPS)
+
+
+def case_of(hadamard: bool, stochastic: bool = False) -> str:
+    """The case that a table knows."""
+    return ("hadamard" * hadamard + " stochastic" * stochastic).strip() or "plain"
+
+
 def amax_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
     """`reference_nvfp4.amax_`, in one launch after the one that writes the zero it starts from."""
     amax.zero_()
-    tile_numel = TILE_NUMEL if hadamard else AMAX_TILE_NUMEL  # for the transform's registers
-    cut = cut_of(x, tile_numel)
+    config = config_for("amax_nvfp4_", case_of(hadamard), amax_config(hadamard), x.device)
+    cut = cut_of(x, config.block_bytes)
     if cut.num_blocks:
         with on_device_of(x):
             _amax_kernel[(cut.num_tiles,)](
@@ -233,8 +249,8 @@ def amax_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
                 cut.row_numel,
                 HADAMARD=hadamard,
                 FLAT=cut.is_flat and is_aligned(x),
-                TILE=tile_numel,
-                num_warps=NUM_WARPS,
+                TILE=config.block_bytes,
+                num_warps=config.num_warps,
                 enable_fp_fusion=False,
             )
 
@@ -248,7 +264,9 @@ def quantize_(
 ) -> None:
     """`reference_nvfp4.quantize_` in one launch, and one for the padding of swizzled scales."""
     cast = Nvfp4Cast(*options)
-    cut = cut_of(x, TILE_NUMEL)
+    case = case_of(cast.hadamard, cast.seed is not None)
+    config = config_for("quantize_nvfp4_", case, quantize_config(), x.device)
+    cut = cut_of(x, config.block_bytes)
     scale_bytes = scales.view(torch.uint8)
     if cast.swizzled:
         scale_bytes.zero_()
@@ -274,8 +292,8 @@ def quantize_(
             SWIZZLED=cast.swizzled,
             HARDWARE=device.has_hardware_fp8(x.device),
             FLAT=is_flat and is_aligned(x, data, scale_bytes),
-            TILE=TILE_NUMEL,
-            num_warps=NUM_WARPS,
+            TILE=config.block_bytes,
+            num_warps=config.num_warps,
             # A contracted multiply-add rounds once where the definition rounds twice.
             enable_fp_fusion=False,
         )

@@ -107,26 +107,13 @@ def largest_of(magnitude, axis: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def quantize_halves(
-    low,
-    high,
-    low_bits,
-    high_bits,
-    tensor_scale,
-    STOCHASTIC: tl.constexpr,
-    TORCHAO: tl.constexpr,
-    HARDWARE: tl.constexpr,
+def scaled_halves(
+    low, high, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """FP32 [blocks, 8] twice -> (bytes of codes [blocks, 4] twice, scale bytes [blocks])."""
+    """FP32 [blocks, 8] twice -> (both as they are to be encoded, scale bytes [blocks])."""
     largest = largest_of(tl.maximum(magnitudes(low), magnitudes(high)), 1)
     scale_bytes, factors = _block_scales(largest, tensor_scale, TORCHAO, HARDWARE)
-    low, high = low * factors[:, None], high * factors[:, None]
-    if STOCHASTIC:
-        low_code = device.encode_e2m1_stochastic(low, low_bits)
-        high_code = device.encode_e2m1_stochastic(high, high_bits)
-    else:
-        low_code, high_code = device.encode_e2m1(low), device.encode_e2m1(high)
-    return device.pack_nibbles(low_code), device.pack_nibbles(high_code), scale_bytes
+    return low * factors[:, None], high * factors[:, None], scale_bytes
 
 
 @triton.jit

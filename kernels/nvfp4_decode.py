@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 
 from . import device_codes as device
-from .launch import is_aligned, on_device_of
+from .formats import wire_format_of
+from .launch import LaunchConfig, is_aligned, on_device_of
 from .nvfp4_blocks import cut_of, decode_factors, scale_pointers
 from .portable import covered, round_to
 from .reference_nvfp4 import BLOCK_NUMEL
+from .tuned import config_for
 
 TILE_NUMEL = 4096
 NUM_WARPS = 4
@@ -106,6 +108,11 @@ def _dequantize_kernel(
             )
 
 
+def default_config() -> LaunchConfig:
+    """An element counts as a byte."""
+    return LaunchConfig(TILE_NUMEL, NUM_WARPS)
+
+
 def dequantize_(
     out: torch.Tensor,
     data: torch.Tensor,
@@ -115,7 +122,9 @@ def dequantize_(
     swizzled: bool = False,
 ) -> None:
     """`reference_nvfp4.dequantize_` in one launch."""
-    cut = cut_of(out, TILE_NUMEL)
+    case = wire_format_of(out.dtype).name
+    config = config_for("dequantize_nvfp4_", case, default_config(), out.device)
+    cut = cut_of(out, config.block_bytes)
     if cut.num_blocks == 0:
         return
     scale_bytes = scales.view(torch.uint8)
@@ -133,7 +142,7 @@ def dequantize_(
             SWIZZLED=swizzled,
             HARDWARE=device.has_hardware_fp8(out.device),
             FLAT=cut.is_flat and is_aligned(out, data, scale_bytes),
-            TILE=TILE_NUMEL,
-            num_warps=NUM_WARPS,
+            TILE=config.block_bytes,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )

@@ -14,20 +14,30 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from . import reference
-from .formats import WIRE_FORMATS, wire_format_of
+from .checks import (
+    SOURCE_DTYPES,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_integers,
+    check_number,
+    check_one_a_tensor,
+    check_tensors,
+    check_vector,
+)
+from .overlap import PLAIN_TYPES, check_apart, check_destinations, check_disjoint
 
 _OPTIONS = "float scale=1.0, bool accumulate=False"
 _library = torch.library.Library("sidestream", "DEF")
 
-_DTYPES = frozenset(wire_format.dtype for wire_format in WIRE_FORMATS)
-_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_DTYPES = frozenset(SOURCE_DTYPES)
 _REDUCE_DIMS = 2
 
 
@@ -44,7 +54,8 @@ def pack_(
 
     flat: 1-D, contiguous. tensors: any shapes and strides, mixed dtypes. offsets: in elements of
     `flat`, one per tensor; the intervals [offset, offset + numel) are in bounds and disjoint.
-    dtypes: FP32, BF16, FP16; one device. What no interval covers keeps its value.
+    dtypes: FP32, BF16, FP16; one device. No tensor shares memory with `flat`. What no interval
+    covers keeps its value.
 
     flat[o : o + n] = round(float32(tensor) * scale), or with `accumulate`
     flat[o : o + n] = round(float32(flat[o : o + n]) + float32(tensor) * scale): in FP32, no fused
@@ -52,13 +63,15 @@ def pack_(
 
     slots: the views of `flat` that `offsets` name, shaped like the tensors, where the caller packs
     into the same memory again and again. They are trusted, so that a CPU neither makes the views
-    nor checks the arguments anew; other devices need no views and pay no attention.
+    nor checks the arguments anew; other devices need no views, and spare themselves the look at
+    what shares memory.
     """
     if slots is not None and flat.is_cpu and _runs_directly(flat):
         reference.move_(slots, tensors, scale, accumulate)
         return
-    _check_flat(flat)
-    _check_tensors(flat, tensors, offsets, disjoint=True)
+    apart = slots is not None
+    tensors, offsets = _checked_tensors(flat, tensors, offsets, disjoint=True, apart=apart)
+    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
     call(_PACK, flat, flat, tensors, offsets, scale, accumulate)
 
 
@@ -72,10 +85,12 @@ def unpack_(
 ) -> None:
     """Fill every tensor from `flat` at its offset: the inverse of `pack_`, same rules and rounding.
 
-    `flat` is only read, so intervals may overlap. Raises `ValueError` before anything is written.
+    `flat` is only read, so intervals may overlap, but no two elements written may be the same
+    memory. Raises `ValueError` before anything is written.
     """
-    _check_flat(flat)
-    _check_tensors(flat, tensors, offsets, disjoint=False)
+    tensors, offsets = _checked_tensors(flat, tensors, offsets, disjoint=False, apart=False)
+    check_destinations("tensors", tensors)
+    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
     call(_UNPACK, flat, tensors, flat, offsets, scale, accumulate)
 
 
@@ -96,9 +111,10 @@ def reduce_(
     rows: the rows of `parts`, where the caller has them at hand; trusted like `pack_`'s slots.
     """
     if rows is not None and out.is_cpu and _runs_directly(out):
-        reference.sum_rows_(out, rows, scale, accumulate)
+        reference.reduce_(out, parts, scale, accumulate, rows)
         return
     _check_reduce(out, parts)
+    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
     call(_REDUCE, out, out, parts, scale, accumulate)
 
 
@@ -173,7 +189,7 @@ def _runs_directly(anchor: torch.Tensor) -> bool:
     """Whether nobody watches operators: no trace, no dispatch mode, no tensor subclass."""
     return (
         not torch.compiler.is_compiling()
-        and type(anchor) in _PLAIN_TYPES
+        and type(anchor) in PLAIN_TYPES
         and not torch._C._len_torch_dispatch_stack()
     )
 
@@ -192,89 +208,121 @@ def call(op: Op, anchor: torch.Tensor, *arguments: Any) -> None:
         op.overload(*arguments)
 
 
-def _check_flat(flat: torch.Tensor) -> None:
-    if flat.dim() != 1 or not flat.is_contiguous():
-        raise ValueError(
-            f"flat: expected a contiguous 1-D tensor, got shape {tuple(flat.shape)} with strides "
-            f"{flat.stride()}; pass flat.view(-1) of contiguous memory"
-        )
-    wire_format_of(flat.dtype)
+def _checked_tensors(
+    flat: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    *,
+    disjoint: bool,
+    apart: bool,
+) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
+    """Accept the usual case, ascending offsets, in one pass; look at all else closely.
+
+    apart: the caller knows that `flat` and the tensors share no memory, which takes time to see.
+    """
+    if _is_usual(_are_tensors, flat, tensors, offsets, apart):
+        return tensors, offsets
+    return _closely_checked(flat, tensors, offsets, disjoint=disjoint)
 
 
-def _check_tensors(
-    flat: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[int], *, disjoint: bool
-) -> None:
-    """Accept the usual case, ascending offsets, in one pass; look at all else closely."""
+def _is_usual(looks: Callable[..., bool], anchor: torch.Tensor, *arguments: Any) -> bool:
+    """Whether arguments are as they are in every step of a training: a host has no time for more.
+
+    What is not, a closer look accepts or names.
+    """
+    try:
+        return _runs_directly(anchor) and looks(anchor, *arguments)
+    except (AttributeError, RuntimeError, TypeError):  # it is no tensor, or has no memory
+        return False
+
+
+def _are_tensors(flat: torch.Tensor, tensors: Any, offsets: Sequence[int], apart: bool) -> bool:
+    if (
+        flat.dtype not in _DTYPES
+        or flat.dim() != 1
+        or not flat.is_contiguous()
+        or len(tensors) != len(offsets)
+        or isinstance(tensors, torch.Tensor)
+        or not (flat_start := flat.data_ptr())
+    ):
+        return False
     device = flat.device
+    flat_stop = flat_start + flat.nbytes
     end = 0
-    usual = len(tensors) == len(offsets)
-    if usual:
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            if offset < end or tensor.dtype not in _DTYPES or tensor.device != device:
-                usual = False
-                break
-            end = offset + tensor.numel()
-    if not usual or end > flat.numel():
-        _check_tensors_closely(flat, tensors, offsets, disjoint=disjoint)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        if (
+            type(offset) is not int
+            or offset < end
+            or tensor.dtype not in _DTYPES
+            or tensor.device != device
+        ):
+            return False
+        end = offset + tensor.numel()
+        if apart:
+            continue
+        if type(tensor) not in PLAIN_TYPES or tensor.is_nested:
+            return False
+        start = tensor.data_ptr()
+        if not start or (
+            start < flat_stop and (start + tensor.nbytes > flat_start or not tensor.is_contiguous())
+        ):
+            return False
+    return end <= flat.numel()
 
 
-def _check_tensors_closely(
+def _closely_checked(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[int], *, disjoint: bool
-) -> None:
-    if len(tensors) != len(offsets):
-        raise ValueError(
-            f"offsets: expected one per tensor, {len(tensors)}, got {len(offsets)}; "
-            "pass lists of equal length"
-        )
+) -> tuple[list[torch.Tensor], list[int]]:
+    check_dtype("flat", flat, SOURCE_DTYPES)
+    check_vector("flat", flat)
+    tensors = check_tensors("tensors", tensors)
+    offsets = check_integers("offsets", offsets)
+    check_one_a_tensor("offsets", offsets, tensors)
     for index, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
-        _check_tensor(f"tensors[{index}]", tensor, flat.device)
-        if offset < 0 or offset + tensor.numel() > flat.numel():
+        check_dtype(f"tensors[{index}]", tensor, SOURCE_DTYPES)
+        check_device(f"tensors[{index}]", tensor, flat.device)
+        last = flat.numel() - tensor.numel()
+        if offset < 0 or offset > last:
             raise ValueError(
-                f"offsets[{index}]: expected 0 to {flat.numel() - tensor.numel()} for "
+                f"offsets[{index}]: expected {f'0 to {last}' if last >= 0 else 'no tensor'} for "
                 f"{tensor.numel()} elements in a flat buffer of {flat.numel()}, got {offset}; "
                 "make the buffer longer or correct the offset"
             )
     if disjoint:
         check_disjoint([tensor.numel() for tensor in tensors], offsets)
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(
-            f"{name}: expected device {device}, as the buffer, got {tensor.device}; move the tensor"
-        )
-    if tensor.dtype not in _DTYPES:
-        known = ", ".join(str(wire_format.dtype) for wire_format in WIRE_FORMATS)
-        raise ValueError(
-            f"{name}: expected one of {known}, got {tensor.dtype}; cast the tensor first"
-        )
-
-
-def check_disjoint(numels: Sequence[int], offsets: Sequence[int]) -> None:
-    """Raise `ValueError` unless tensors of `numels` elements at `offsets` keep apart."""
-    filled = sorted((offsets[i], offsets[i] + numel, i) for i, numel in enumerate(numels) if numel)
-    for (_, end, left), (start, _, right) in itertools.pairwise(filled):
-        if start < end:
-            raise ValueError(
-                f"offsets[{right}]: expected {end} or more, where tensors[{left}] ends, got "
-                f"{start}; give every tensor its own interval"
-            )
+    named = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
+    check_apart({"flat": flat}, named)
+    return tensors, offsets
 
 
 def _check_reduce(out: torch.Tensor, parts: torch.Tensor) -> None:
-    if out.dim() != 1 or not out.is_contiguous():
-        raise ValueError(
-            f"out: expected a contiguous 1-D tensor, got shape {tuple(out.shape)} with strides "
-            f"{out.stride()}; pass a contiguous shard"
-        )
+    if _is_usual(_are_rows, out, parts):
+        return
+    check_dtype("out", out, SOURCE_DTYPES)
+    check_vector("out", out)
+    check_dtype("parts", parts, SOURCE_DTYPES)
+    check_device("parts", parts, out.device)
     if parts.dim() != _REDUCE_DIMS or parts.shape[1] != out.numel() or parts.shape[0] == 0:
         raise ValueError(
             f"parts: expected shape (world, {out.numel()}) with world >= 1, got "
             f"{tuple(parts.shape)}; pass one row per rank"
         )
-    if not parts.is_contiguous():
-        raise ValueError(
-            f"parts: expected contiguous rows, got strides {parts.stride()}; call .contiguous()"
-        )
-    _check_tensor("out", out, out.device)
-    _check_tensor("parts", parts, out.device)
+    check_contiguous("parts", parts)
+    check_apart({"out": out}, {"parts": parts})
+
+
+def _are_rows(out: torch.Tensor, parts: torch.Tensor) -> bool:
+    start, parts_start = out.data_ptr(), parts.data_ptr()
+    return (
+        out.dtype in _DTYPES
+        and parts.dtype in _DTYPES
+        and out.device == parts.device
+        and out.dim() == 1
+        and parts.dim() == _REDUCE_DIMS
+        and parts.shape[1] == out.numel()
+        and parts.shape[0] > 0
+        and out.is_contiguous()
+        and parts.is_contiguous()
+        and start > 0
+        and (start >= parts_start + parts.nbytes or parts_start >= start + out.nbytes)
+    )

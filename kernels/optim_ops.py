@@ -7,23 +7,38 @@
 | l2_norm_    | tensors             | norm, found_inf                   | `norm.l2_norm_`          |
 
 On CPUs each is its definition in `reference_optim`. The ops write in place, return nothing and are
-not differentiable; what they write must not overlap. No host waits for a device: numbers that
-change from step to step are read from it, so a captured CUDA graph follows them.
+not differentiable; what they write shares memory with nothing else that they are given. No host
+waits for a device: numbers that change from step to step are read from it, so a captured CUDA graph
+follows them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import reference_optim
-from .checks import check_device
-from .formats import WIRE_FORMATS
+from .checks import (
+    MAX_FP32,
+    SOURCE_DTYPES,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_integers,
+    check_like,
+    check_number,
+    check_one,
+    check_pair,
+    check_tensor,
+    check_tensors,
+    check_vector,
+)
 from .ops import Op, on_first_use
+from .overlap import check_apart
 
 _SHARED_OPTIONS = (
     "float weight_decay, bool maximize, SymInt[] starts, Tensor? lr_scales, Tensor? weight_decays, "
@@ -48,7 +63,6 @@ _L2_NORM = Op(
     on_first_use("norm", "l2_norm_"),
 )
 
-_GRADIENTS = tuple(wire_format.dtype for wire_format in WIRE_FORMATS)
 _MASTER = (torch.float32,)
 _PRECISE = (torch.float32, torch.float64)
 _COUNTS = (torch.int32, torch.int64, torch.float32)
@@ -110,13 +124,16 @@ def flat_adamw_(
 
     Raises `ValueError` before anything is written.
     """
-    for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
-        _check_range(name, beta, below_one=True)
-    _check_range("eps", eps)
+    check_pair("betas", betas)
+    beta1, beta2 = (
+        _checked_range(f"betas[{index}]", beta, below_one=True) for index, beta in enumerate(betas)
+    )
+    eps = _checked_range("eps", eps)
     _check_param(param)
-    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    for name, moment in moments.items():
         _check_shard(name, moment, param, _MASTER)
-    _check_scalar("step", step, param.device, _COUNTS)
+    check_one("step", step, _COUNTS, param.device)
     _FLAT_ADAMW.overload(
         param,
         grad,
@@ -124,12 +141,13 @@ def flat_adamw_(
         exp_avg_sq,
         lr,
         step,
-        beta1=betas[0],
-        beta2=betas[1],
+        beta1=beta1,
+        beta2=beta2,
         eps=eps,
         **_shared(
-            param, grad, lr, weight_decay, maximize, segments=segments, factor=factor,
-            found_inf=found_inf, compute=compute, compute_scale=compute_scale, amax=amax,
+            param, moments, grad, lr, step, weight_decay=weight_decay, maximize=maximize,
+            segments=segments, factor=factor, found_inf=found_inf, compute=compute,
+            compute_scale=compute_scale, amax=amax,
         ),
     )  # fmt: skip
 
@@ -161,7 +179,11 @@ def flat_sgd_(
     it: at step 1 the gradient fills it and what was in it does not count. All else is as for
     `flat_adamw_`. Raises `ValueError` before anything is written.
     """
-    _check_range("momentum", momentum)
+    momentum = _checked_range("momentum", momentum)
+    nesterov = check_flag("nesterov", nesterov)
+    dampening = check_number("dampening", dampening)
+    if not abs(dampening) <= MAX_FP32:
+        raise ValueError(f"dampening: expected a finite number, got {dampening}; correct it")
     _check_param(param)
     has_momentum = momentum != 0.0
     for name, tensor in (("momentum_buffer", momentum_buffer), ("step", step)):
@@ -177,7 +199,7 @@ def flat_sgd_(
         )
     if momentum_buffer is not None and step is not None:
         _check_shard("momentum_buffer", momentum_buffer, param, _MASTER)
-        _check_scalar("step", step, param.device, _COUNTS)
+        check_one("step", step, _COUNTS, param.device)
     _FLAT_SGD.overload(
         param,
         grad,
@@ -188,8 +210,9 @@ def flat_sgd_(
         dampening=dampening,
         nesterov=nesterov,
         **_shared(
-            param, grad, lr, weight_decay, maximize, segments=segments, factor=factor,
-            found_inf=found_inf, compute=compute, compute_scale=compute_scale, amax=amax,
+            param, {"momentum_buffer": momentum_buffer}, grad, lr, step, weight_decay=weight_decay,
+            maximize=maximize, segments=segments, factor=factor, found_inf=found_inf,
+            compute=compute, compute_scale=compute_scale, amax=amax,
         ),
     )  # fmt: skip
 
@@ -213,22 +236,28 @@ def l2_norm_(
 
     Raises `ValueError` before anything is written.
     """
-    _check_scalar("norm", norm, norm.device, _PRECISE)
+    check_tensor("norm", norm)
+    check_one("norm", norm, _PRECISE, norm.device)
     if found_inf is not None:
-        _check_scalar("found_inf", found_inf, norm.device, _FLAGS)
-    tensors = list(tensors)  # module.parameters() can be gone through but once
-    for index, tensor in enumerate(tensors):
-        _check_device_and_dtype(f"tensors[{index}]", tensor, norm.device, _GRADIENTS)
-    _L2_NORM.overload(norm, tensors, found_inf=found_inf, squared=squared)
+        check_one("found_inf", found_inf, _FLAGS, norm.device)
+    tensors = check_tensors("tensors", tensors)  # parameters() can be gone through but once
+    named = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
+    for name, tensor in named.items():
+        check_dtype(name, tensor, SOURCE_DTYPES)
+        check_device(name, tensor, norm.device)
+    check_apart({"norm": norm, "found_inf": found_inf}, named)
+    _L2_NORM.overload(norm, tensors, found_inf=found_inf, squared=check_flag("squared", squared))
 
 
 def _shared(
     param: torch.Tensor,
+    moments: Mapping[str, torch.Tensor | None],
     grad: torch.Tensor,
     lr: torch.Tensor,
+    step: torch.Tensor | None,
+    *,
     weight_decay: float,
     maximize: bool,
-    *,
     segments: Segments | None,
     factor: torch.Tensor | None,
     found_inf: torch.Tensor | None,
@@ -238,22 +267,28 @@ def _shared(
 ) -> dict[str, Any]:
     """The ops' options that both optimizers have, checked together with what they read."""
     device = param.device
-    _check_shard("grad", grad, param, _GRADIENTS)
-    _check_scalar("lr", lr, device, _PRECISE)
-    _check_range("weight_decay", weight_decay)
+    _check_shard("grad", grad, param, SOURCE_DTYPES)
+    check_one("lr", lr, _PRECISE, device)
+    weight_decay = _checked_range("weight_decay", weight_decay)
     if factor is not None:
-        _check_scalar("factor", factor, device, _MASTER)
+        check_one("factor", factor, _MASTER, device)
     if found_inf is not None:
-        _check_scalar("found_inf", found_inf, device, _FLAGS)
+        check_one("found_inf", found_inf, _FLAGS, device)
+    read = {"grad": grad, "lr": lr, "step": step, "factor": factor, "found_inf": found_inf}
+    starts: list[int] = []
     if segments is not None:
-        _check_segments(segments, param)
+        starts = _checked_starts(segments, param)
+        read["segments.lr_scales"] = segments.lr_scales
+        read["segments.weight_decays"] = segments.weight_decays
     _check_compute(param, compute, compute_scale, amax)
+    written = {"param": param, **moments, "compute": compute, "amax": amax}
+    check_apart(written, read | {"compute_scale": compute_scale})
     if compute is not None and compute.dtype in _CODES:
         compute = compute.view(torch.uint8)
     return {
         "weight_decay": weight_decay,
-        "maximize": maximize,
-        "starts": [] if segments is None else list(segments.starts),
+        "maximize": check_flag("maximize", maximize),
+        "starts": starts,
         "lr_scales": None if segments is None else segments.lr_scales,
         "weight_decays": None if segments is None else segments.weight_decays,
         "factor": factor,
@@ -264,10 +299,12 @@ def _shared(
     }
 
 
-def _check_range(name: str, value: float, *, below_one: bool = False) -> None:
-    if not 0.0 <= value < (1.0 if below_one else float("inf")):
-        limit = "0 or more and below 1" if below_one else "a finite number of 0 or more"
+def _checked_range(name: str, value: float, *, below_one: bool = False) -> float:
+    value = check_number(name, value)
+    if not 0.0 <= value <= MAX_FP32 or (below_one and value >= 1.0):
+        limit = "0 or more and below 1" if below_one else "a finite number of 0 or more, in FP32"
         raise ValueError(f"{name}: expected {limit}, got {value}; correct the setting")
+    return value
 
 
 def _check_param(param: torch.Tensor) -> None:
@@ -277,36 +314,22 @@ def _check_param(param: torch.Tensor) -> None:
 def _check_shard(
     name: str, shard: torch.Tensor, param: torch.Tensor, dtypes: Sequence[torch.dtype]
 ) -> None:
-    expected = (param.numel(),)
-    if tuple(shard.shape) != expected or not shard.is_contiguous():
+    check_dtype(name, shard, dtypes)
+    check_device(name, shard, param.device)
+    check_vector(name, shard)
+    if shard.numel() != param.numel():
         raise ValueError(
-            f"{name}: expected a contiguous 1-D tensor of {expected[0]} elements, got shape "
-            f"{tuple(shard.shape)} with strides {shard.stride()}; pass a flat shard like param"
+            f"{name}: expected {param.numel()} elements, as param has, got {shard.numel()}; pass a "
+            "shard of its length"
         )
-    _check_device_and_dtype(name, shard, param.device, dtypes)
 
 
-def _check_scalar(
-    name: str, scalar: torch.Tensor, device: torch.device, dtypes: Sequence[torch.dtype]
-) -> None:
-    if scalar.numel() != 1:
-        raise ValueError(
-            f"{name}: expected one element, got shape {tuple(scalar.shape)}; pass a 0-d tensor"
-        )
-    _check_device_and_dtype(name, scalar, device, dtypes)
-
-
-def _check_device_and_dtype(
-    name: str, tensor: torch.Tensor, device: torch.device, dtypes: Sequence[torch.dtype]
-) -> None:
-    check_device(name, tensor, device)
-    if tensor.dtype not in dtypes:
-        known = " or ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"{name}: expected {known}, got {tensor.dtype}; cast the tensor first")
-
-
-def _check_segments(segments: Segments, param: torch.Tensor) -> None:
-    starts = list(segments.starts)
+def _checked_starts(segments: object, param: torch.Tensor) -> list[int]:
+    """The starts of the segments, which are found to be in order, with a number each."""
+    if not isinstance(segments, Segments):
+        got = type(segments).__name__
+        raise TypeError(f"segments: expected Segments, got {got}; pass Segments(starts, ...)")
+    starts = check_integers("segments.starts", segments.starts)
     in_order = all(left <= right for left, right in itertools.pairwise([*starts, param.numel()]))
     if not starts or starts[0] != 0 or not in_order:
         raise ValueError(
@@ -317,12 +340,9 @@ def _check_segments(segments: Segments, param: torch.Tensor) -> None:
         ("segments.lr_scales", segments.lr_scales),
         ("segments.weight_decays", segments.weight_decays),
     ):
-        if tuple(values.shape) != (len(starts),) or not values.is_contiguous():
-            raise ValueError(
-                f"{name}: expected shape ({len(starts)},) and contiguous, got "
-                f"{tuple(values.shape)}; pass one number a segment"
-            )
-        _check_device_and_dtype(name, values, param.device, _PRECISE)
+        check_dtype(name, values, _PRECISE)
+        check_like(name, values, (len(starts),), values.dtype, param.device)
+    return starts
 
 
 def _check_compute(
@@ -343,4 +363,4 @@ def _check_compute(
         raise ValueError("amax: expected None, got a tensor; it goes with an E4M3 compute shard")
     for name, scalar in (("compute_scale", compute_scale), ("amax", amax)):
         if scalar is not None:
-            _check_scalar(name, scalar, param.device, _MASTER)
+            check_one(name, scalar, _MASTER, param.device)

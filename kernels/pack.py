@@ -20,8 +20,10 @@ import triton
 import triton.language as tl
 
 from . import tables
-from .launch import on_device_of, pack_config
+from .formats import wire_format_of
+from .launch import on_device_of, pack_case, pack_config
 from .portable import covered, round_to, to_fp32
+from .tuned import config_for
 
 _ADDRESS, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
 _OFFSET, _FIRST_TILE = tl.constexpr(tables.OFFSET), tl.constexpr(tables.FIRST_TILE)
@@ -54,8 +56,11 @@ def _combine(
 def _move_full_tile(
     source, destination, scale, SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Both pointers are 16-byte aligned, which loaded addresses do not show: hence the hints."""
-    lanes = tl.arange(0, BLOCK)
+    """Both pointers are 16-byte aligned, which loaded addresses do not show: hence the hints.
+
+    Of 32-bit offsets AMD's compiler makes other sums, without the hints.
+    """
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
     sources = tl.multiple_of(source + lanes, 16)
     destinations = tl.multiple_of(destination + lanes, 16)
     value = tl.load(sources)
@@ -190,10 +195,11 @@ def _launch(
     *,
     unpack: bool,
 ) -> None:
-    config = pack_config()
     keys = tables.tensor_keys(flat, tensors, offsets)
     if not keys:
         return
+    case = pack_case(wire_format_of(flat.dtype).name, accumulate)
+    config = config_for("unpack_" if unpack else "pack_", case, pack_config(), flat.device)
     with on_device_of(flat):
         table = _tables.get(keys, config.block_bytes, flat.device)
         _pack_kernel[(table.num_tiles,)](

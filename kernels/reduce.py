@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import ACCESS_BYTES, is_aligned, on_device_of, reduce_config
+from .formats import wire_format_of
+from .launch import ACCESS_BYTES, is_aligned, on_device_of, reduce_case, reduce_config
 from .portable import covered, round_to, to_fp32
+from .tuned import config_for
 
 _GROUP = tl.constexpr(7)  # rows loaded before the first of them is added
 
@@ -116,7 +118,8 @@ def reduce_(
     world, shard = parts.shape
     if shard == 0:
         return
-    config = reduce_config(world)
+    case = reduce_case(wire_format_of(parts.dtype).name, world)
+    config = config_for("reduce_", case, reduce_config(world), out.device)
     part_bytes, out_bytes = parts.element_size(), out.element_size()
     block = config.block_bytes // min(part_bytes, out_bytes)
     aligned = is_aligned(out, parts) and (shard * part_bytes) % ACCESS_BYTES == 0

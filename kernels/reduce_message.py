@@ -18,14 +18,24 @@ import torch
 
 from . import ops
 from . import reference_reduce_message as reference
-from .checks import SOURCE_DTYPES, check_contiguous, check_device, check_dtype
+from .checks import (
+    SOURCE_DTYPES,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_number,
+    check_tensors,
+    check_vector,
+)
 from .message_layout import (
     DEFAULT_ROW_NUMEL,
     HEADER_BYTES,
     MessageLayout,
+    checked_align,
     layout_of_numel,
-    message_format,
 )
+from .overlap import check_apart
 
 _OPTIONS = (
     f"str format, float scale=1.0, bool accumulate=False, SymInt row_numel={DEFAULT_ROW_NUMEL}"
@@ -78,6 +88,8 @@ def reduce_messages_(
         )
     _check_num_bytes("messages", messages.shape[1], layout)
     check_contiguous("messages", messages)
+    check_apart({"out": out}, {"messages": messages})
+    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
     ops.call(_ROWS, out, out, messages, format, scale, accumulate, row_numel)
 
 
@@ -93,33 +105,31 @@ def reduce_peer_messages_(
     """`reduce_messages_` of messages that lie anywhere, such as in the symmetric memory of peers.
 
     messages: for each rank, in their order, a contiguous 1-D uint8 tensor that the device of `out`
-    can read. A GPU finds their addresses in a table, which is made anew only for other addresses;
-    all is fastest where all of them are multiples of 16. Whoever shares the memory sees to it that
-    every message is complete before, and untouched until the sum is.
+    can read, not overlapping `out`. A GPU finds their addresses in a table, which is made anew only
+    for other addresses; all is fastest where all of them are multiples of 16. Whoever shares the
+    memory sees to it that every message is complete before, and untouched until the sum is.
     """
     layout = _checked_layout(out, format, row_numel)
-    if len(messages) == 0:
+    messages = check_tensors("messages", messages)
+    if not messages:
         raise ValueError("messages: expected one or more, got none; pass one message per rank")
-    device = out.device
-    for rank, message in enumerate(messages):
-        if message.dtype is not torch.uint8 or message.device != device or message.dim() != 1:
-            _refuse_peer(rank, message, device)
-        _check_num_bytes(f"messages[{rank}]", message.shape[0], layout)
-        if not message.is_contiguous():
-            check_contiguous(f"messages[{rank}]", message)
+    named = {f"messages[{rank}]": message for rank, message in enumerate(messages)}
+    for name, message in named.items():
+        check_dtype(name, message, (torch.uint8,))
+        check_device(name, message, out.device)
+        check_vector(name, message)
+        _check_num_bytes(name, message.shape[0], layout)
+    check_apart({"out": out}, named)
+    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
     ops.call(_PEERS, out, out, messages, format, scale, accumulate, row_numel)
 
 
 def _checked_layout(out: torch.Tensor, format: str, row_numel: int) -> MessageLayout:
     """The layout of messages for `out`."""
     check_dtype("out", out, SOURCE_DTYPES)
-    if out.dim() != 1 or not out.is_contiguous():
-        raise ValueError(
-            f"out: expected a contiguous 1-D tensor, got shape {tuple(out.shape)} with strides "
-            f"{out.stride()}; pass a contiguous shard"
-        )
-    align = message_format(format).align_numel(row_numel)
-    if align > 0 and out.numel() % align:
+    check_vector("out", out)
+    align = checked_align(format, row_numel)
+    if out.numel() % align:
         raise ValueError(
             f"out: expected a multiple of {align} elements, as {format} messages have with "
             f"row_numel {row_numel}, got {out.numel()}; count the gaps between tensors too"
@@ -138,12 +148,3 @@ def _check_num_bytes(name: str, num_bytes: int, layout: MessageLayout) -> None:
             f"{name}: expected {layout.num_bytes} bytes a message, {layout.format.name} of out's "
             f"{layout.numel} elements, got {num_bytes}; pass messages of that layout"
         )
-
-
-def _refuse_peer(rank: int, message: torch.Tensor, device: torch.device) -> None:
-    name = f"messages[{rank}]"
-    check_dtype(name, message, (torch.uint8,))
-    check_device(name, message, device)
-    raise ValueError(
-        f"{name}: expected a 1-D tensor, got shape {tuple(message.shape)}; pass its bytes"
-    )

@@ -35,7 +35,7 @@ from .formats import (
     NVFP4,
     WIRE_FORMATS,
 )
-from .launch import ACCESS_BYTES, THREADS_PER_WARP, is_aligned, on_device_of
+from .launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, on_device_of
 from .message_layout import (
     ALIGN_NUMEL,
     DEFAULT_ROW_NUMEL,
@@ -48,6 +48,7 @@ from .mx_tiles import aligned_pointers
 from .nvfp4_blocks import decode_factors
 from .portable import round_to, to_fp32
 from .tables import TableCache
+from .tuned import config_for
 
 GROUP_NUMEL = ALIGN_NUMEL  # every message is a multiple of it, and so is every row of one
 NUM_WARPS = 4
@@ -258,6 +259,11 @@ def tile_groups(form: MessageFormat) -> int:
     return threads * numel // GROUP_NUMEL
 
 
+def default_config(form: MessageFormat) -> LaunchConfig:
+    """An element counts as a byte."""
+    return LaunchConfig(tile_groups(form) * GROUP_NUMEL, NUM_WARPS)
+
+
 def reduce_messages_(
     out: torch.Tensor,
     messages: torch.Tensor,
@@ -306,7 +312,10 @@ def _launch(
 ) -> None:
     """`messages`: uint8 [world, num_bytes], or int64 [world], the table of addresses."""
     form = layout.format
-    num_groups, groups = layout.numel // GROUP_NUMEL, tile_groups(form)
+    by_addresses = messages.dtype is torch.int64
+    op = "reduce_peer_messages_" if by_addresses else "reduce_messages_"
+    config = config_for(op, form.name, default_config(form), out.device)
+    num_groups, groups = layout.numel // GROUP_NUMEL, config.block_bytes // GROUP_NUMEL
     rows_at, row_numel = layout.row_scales_at, layout.row_numel
     if form.name == FP8_1X128.name:
         rows_at, row_numel = layout.scales_at, GROUP_NUMEL
@@ -322,7 +331,7 @@ def _launch(
         scale,
         ELEMENT=form.element,
         SCALES=SCALES[form.name],
-        TABLE=messages.dtype is torch.int64,
+        TABLE=by_addresses,
         REST=world - 1 if world <= MAX_UNROLLED else (world - 2) % ROWS_IN_LOOP + 1,
         LOOPED=world > MAX_UNROLLED,
         SCALED=scale != 1.0,
@@ -330,7 +339,7 @@ def _launch(
         ALIGNED=aligned,
         HARDWARE=device.has_hardware_fp8(out.device),
         GROUPS=groups,
-        num_warps=NUM_WARPS,
+        num_warps=config.num_warps,
         # A contracted multiply-add rounds once where the definition rounds twice.
         enable_fp_fusion=False,
     )

@@ -20,6 +20,8 @@ import torch
 # bf16 -> bf16 with a scale, 8 Mi elements, one core of an AMD EPYC 7003: 56 ms whole, 10.0 ms in
 # chunks of 32 Ki elements, 7.5 ms of 64 Ki, 7.5 ms of 128 Ki, 7.7 ms of 256 Ki (a plain copy: 2.8).
 CHUNK_NUMEL = 128 * 1024
+# From here on, adding small rows one by one costs more calls than arithmetic.
+MANY_ROWS = 16
 
 
 def pack_(
@@ -45,23 +47,26 @@ def unpack_(
 
 
 def reduce_(
-    out: torch.Tensor, parts: torch.Tensor, scale: float = 1.0, accumulate: bool = False
+    out: torch.Tensor,
+    parts: torch.Tensor,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    rows: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Sum `parts` [world, shard] over ranks into `out` [shard], which shares no memory with it."""
-    sum_rows_(out, parts.unbind(), scale, accumulate)
+    """Sum `parts` [world, shard] over ranks into `out` [shard], which shares no memory with it.
 
-
-def sum_rows_(
-    out: torch.Tensor, rows: Sequence[torch.Tensor], scale: float = 1.0, accumulate: bool = False
-) -> None:
-    """Sum `rows`, each [shard], in their order into `out` [shard]."""
+    rows: `parts.unbind()`, from a caller who has it at hand.
+    """
+    rows = parts.unbind() if rows is None else rows
     numel, chunk = out.numel(), _chunk_numel()
-    if numel <= chunk:
+    if len(rows) >= MANY_ROWS and parts.numel() <= CHUNK_NUMEL:
+        _reduce_many_rows_(out, parts, scale, accumulate)
+    elif numel <= chunk:
         _reduce_chunk_(out, rows, scale, accumulate)
-        return
-    for start in range(0, numel, chunk):
-        piece = slice(start, min(start + chunk, numel))
-        _reduce_chunk_(out[piece], [row[piece] for row in rows], scale, accumulate)
+    else:
+        for start in range(0, numel, chunk):
+            piece = slice(start, min(start + chunk, numel))
+            _reduce_chunk_(out[piece], [row[piece] for row in rows], scale, accumulate)
 
 
 def _slots(
@@ -166,8 +171,7 @@ def _move_chunk_(
 def _reduce_chunk_(
     out: torch.Tensor, rows: Sequence[torch.Tensor], scale: float, accumulate: bool
 ) -> None:
-    in_place = out.dtype is torch.float32 and not accumulate
-    total = out if in_place else torch.empty_like(out, dtype=torch.float32)
+    total = _total_for(out, accumulate)
     if len(rows) > 1 and rows[0].dtype is torch.float32:
         torch.add(rows[0], rows[1], out=total)
         rest = rows[2:]
@@ -176,9 +180,34 @@ def _reduce_chunk_(
         rest = rows[1:]
     for row in rest:
         total.add_(row)
+    _finish_(out, total, scale, accumulate)
+
+
+def _reduce_many_rows_(
+    out: torch.Tensor, parts: torch.Tensor, scale: float, accumulate: bool
+) -> None:
+    """One call for all rows: on a CPU `index_add_` adds row after row, in the order of its index.
+
+    1024 rows of 128 FP32 elements: 72 us, and 4.9 ms by a call a row. Larger rows are the other way
+    round, since `index_add_` is slower an element.
+    """
+    total = _total_for(out, accumulate)
+    total.copy_(parts[0])
+    index = torch.zeros(len(parts) - 1, dtype=torch.int64)
+    total.view(1, -1).index_add_(0, index, parts[1:].float())
+    _finish_(out, total, scale, accumulate)
+
+
+def _total_for(out: torch.Tensor, accumulate: bool) -> torch.Tensor:
+    """An FP32 tensor to sum in: `out` itself where nothing is left to do with the sum."""
+    in_place = out.dtype is torch.float32 and not accumulate
+    return out if in_place else torch.empty_like(out, dtype=torch.float32)
+
+
+def _finish_(out: torch.Tensor, total: torch.Tensor, scale: float, accumulate: bool) -> None:
     if scale != 1.0:
         total.mul_(_factor(scale))
-    if not in_place:
+    if total is not out:
         _store_(out, total, accumulate)
 
 

@@ -124,7 +124,7 @@ def flat_sgd_(
         if momentum_buffer is not None:
             assert step is not None
             buffer = momentum_buffer[piece]
-            if int(step) == 1:
+            if bool(step.long() == 1):
                 buffer.copy_(g)
             else:
                 buffer.mul_(_fp32(momentum)).add_(g * _fp32(1.0 - dampening))

@@ -22,7 +22,8 @@ Every op is a function of `sidestream.kernels` and of `torch.ops.sidestream`, on
 tensors without data. Its definition is plain PyTorch, `kernels/reference*.py`: that runs on a CPU
 and is the oracle of the Triton kernel, to which the interpreter agrees bit for bit. All kernels
 compile without spills for sm_80, sm_89, sm_90, sm_100, sm_120 and gfx942; FP8 is converted by the
-hardware from sm_90 on and by arithmetic elsewhere, to the same bits.
+hardware from sm_90 on and by arithmetic elsewhere, to the same bits; FP4 by arithmetic everywhere,
+since the instructions of sm_100a and sm_103a have not run here to be compared.
 
 *bytes an element*: what must move, once; *of a copy*: the part of a copy's rate that large sizes
 are to reach on a GPU, **a target until measured** (0.60 with stochastic rounding, 0.70 to e2m1).
@@ -193,24 +194,24 @@ BLOCK_FORMATS = (
         "source + 1 or 0.5 + 1/32", _MX_ROUNDING,
         "bit-exact: torchao (floor, ceil, even, rceil), golden vectors", "OCP MX 1.0, 6.3", 0.88,
         (
-            Gate("e4m3", 8.0), Gate("e5m2", 8.0), Gate("e2m1", 22.0),
-            Gate("e2m1 stochastic", 27.0), Gate("e4m3 stochastic", 23.0),
-            Gate("e4m3 swizzled", 10.0, 80), Gate("e2m1 swizzled", 24.5, 80),
-            Gate("e2m1 stochastic swizzled", 29.0, 80),
+            Gate("e4m3", 6.5), Gate("e5m2", 6.5), Gate("e2m1", 18.0),
+            Gate("e2m1 stochastic", 18.0), Gate("e4m3 stochastic", 20.5),
+            Gate("e4m3 swizzled", 8.0), Gate("e2m1 swizzled", 19.5),
+            Gate("e2m1 stochastic swizzled", 19.5),
         ),
     ),
     Row(
         "dequantize_mx_", "dequantize_mx", "mxfp8, mxfp4 -> fp32, bf16, fp16",
         "1 or 0.5 + 1/32 + result", _ONCE, "bit-exact: `reference_mx`", "OCP MX 1.0, 6.3", 0.88,
         (
-            Gate("e4m3", 7.0), Gate("e2m1", 11.5),
-            Gate("e4m3 swizzled", 10.0, 80), Gate("e2m1 swizzled", 14.0, 80),
+            Gate("e4m3", 6.5), Gate("e2m1", 10.5),
+            Gate("e4m3 swizzled", 9.0), Gate("e2m1 swizzled", 12.5),
         ),
     ),
     Row(
         "amax_nvfp4_", "amax_nvfp4", "fp32, bf16, fp16 -> fp32", "source", "exact",
         "bit-exact: `reference_nvfp4`", "TransformerEngine", 0.92,
-        (Gate("bf16", 4.0), Gate("fp32", 4.0), Gate("fp32 hadamard", 12.0)),
+        (Gate("bf16", 4.0), Gate("fp32", 3.5), Gate("fp32 hadamard", 8.5)),
     ),
     Row(
         "quantize_nvfp4_", "quantize_nvfp4", "fp32, bf16, fp16 -> nvfp4 (e2m1, e4m3, fp32)",
@@ -218,9 +219,9 @@ BLOCK_FORMATS = (
         "bit-exact: torchao (its variant), golden vectors (TE's)",
         "TransformerEngine; torchao", 0.70,
         (
-            Gate("nearest", 24.0), Gate("nearest fp32", 24.0), Gate("stochastic", 26.0),
-            Gate("torchao", 26.0), Gate("swizzled", 30.0), Gate("hadamard", 32.0),
-            Gate("hadamard stochastic", 34.0),
+            Gate("nearest", 22.5), Gate("nearest fp32", 22.0), Gate("stochastic", 22.5, 96),
+            Gate("torchao", 24.0), Gate("swizzled", 28.0), Gate("hadamard", 29.5),
+            Gate("hadamard stochastic", 29.5, 80),
         ),
     ),
     Row(
@@ -234,7 +235,7 @@ BLOCK_FORMATS = (
         "fp32 sums in a fixed order, then nearest even, once",
         "bit-exact: `reference_hadamard`; its matrix in FP64",
         "NVIDIA, NVFP4 pretraining, 2025", 0.88,
-        (Gate("forward bf16", 11.0), Gate("inverse fp32", 11.0)),
+        (Gate("forward bf16", 8.5), Gate("inverse fp32", 8.5)),
     ),
 )  # fmt: skip
 
@@ -247,14 +248,14 @@ _SUM_OF_8 = (
 )  # fmt: skip
 
 _PACKED = (
-    ("fp32 from bf16", 5.0, 40), ("bf16 from bf16", 2.0, 40), ("bf16 from fp32", 2.5, 40),
-    ("bf16 from bf16 stochastic", 22.0, 48), ("fp8_row from bf16", 10.5, 64),
-    ("fp8_1x128 from bf16", 10.0, 64), ("fp8_1x128 from bf16 stochastic", 26.0, 80),
-    ("mxfp8 from bf16", 8.0, 80), ("mxfp8 from bf16 stochastic", 24.0, 64),
-    ("mxfp4 from bf16", 22.0, 64), ("mxfp4 from bf16 stochastic", 27.0, 64),
-    # From FP32, which is twice as much to read, there is time for 45 instructions.
-    ("mxfp4 from fp32 stochastic", 37.0, 80),
-    ("nvfp4 from bf16", 25.0, 64), ("nvfp4 from bf16 stochastic", 26.0, 64),
+    ("fp32 from bf16", 5.0, 40), ("bf16 from bf16", 1.5, 40), ("bf16 from fp32", 2.5, 40),
+    ("bf16 from bf16 stochastic", 11.5, 48), ("fp8_row from bf16", 10.5, 64),
+    ("fp8_1x128 from bf16", 9.0, 64), ("fp8_1x128 from bf16 stochastic", 23.5, 80),
+    ("mxfp8 from bf16", 6.0, 64), ("mxfp8 from bf16 stochastic", 21.0, 64),
+    ("mxfp4 from bf16", 18.5, 64), ("mxfp4 from bf16 stochastic", 18.5, 64),
+    ("mxfp4 from fp32 stochastic", 17.5, 64),
+    ("nvfp4 from bf16", 23.0, 64), ("nvfp4 from bf16 stochastic", 23.5, 96),
+    ("nvfp4 from fp32 stochastic", 23.0, 96),
 )  # fmt: skip
 _UNPACKED = (
     ("fp32 to bf16", 3.0, 48), ("bf16 to bf16", 2.0, 40), ("fp16 to fp16", 2.0, 40),

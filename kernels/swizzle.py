@@ -21,6 +21,8 @@ from typing import TypeVar
 
 import torch
 
+from .checks import check_integer, check_tensor
+
 TILE_ROWS = 128
 TILE_COLUMNS = 4
 TILE_NUMEL = TILE_ROWS * TILE_COLUMNS
@@ -70,9 +72,7 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, columns: int) -> torch.T
     Raises `ValueError` when `swizzled` has not `swizzled_numel(rows, columns)` bytes.
     """
     _check_bytes("swizzled", swizzled)
-    for name, count in (("rows", rows), ("columns", columns)):
-        if count < 0:
-            raise ValueError(f"{name}: expected 0 or more, got {count}; pass the matrix's shape")
+    rows, columns = check_integer("rows", rows, 0), check_integer("columns", columns, 0)
     check_swizzled_numel("swizzled", swizzled, rows, columns)
     matrix = swizzled.view(torch.uint8)[_indices(rows, columns, swizzled.device)]
     return matrix.view(swizzled.dtype)
@@ -95,7 +95,8 @@ def _indices(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 
 
 def _check_bytes(name: str, scales: torch.Tensor) -> None:
-    if scales.element_size() != 1:
+    check_tensor(name, scales)
+    if scales.element_size() != 1 or scales.is_quantized:
         raise ValueError(
             f"{name}: expected a dtype of one byte, got {scales.dtype}; scales are E8M0 or E4M3"
         )

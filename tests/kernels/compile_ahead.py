@@ -2,7 +2,8 @@
 
 A file of tests that has a function `compiled_ahead` names the calls. What they make lies in
 Triton's cache on disk, where the tests find it. A process, since Python's parser, by which Triton
-reads kernels, fails when two threads use it at once (Python 3.11).
+reads kernels, fails when two threads use it at once (Python 3.11). It gives way to the tests, which
+come to what is compiled last, and takes the time in which they leave a core idle.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 @contextlib.contextmanager
 def running(modules: Sequence[str]) -> Iterator[None]:
     """Begin at once with the last of `modules`, names of modules; end with the block."""
-    process = subprocess.Popen([sys.executable, "-m", __name__, *modules])
+    process = subprocess.Popen(["nice", sys.executable, "-m", __name__, *modules])
     try:
         yield
     finally:

@@ -5,15 +5,11 @@ ask for it.
 """
 
 import functools
-import re
 from dataclasses import dataclass
 
-from sidestream.kernels import aot, registry
+from sidestream.kernels import ahead, aot, registry
 
-HARDWARE_FP8 = ("sm_90", "sm_100", "sm_120")
 OTHERS = tuple(target for target in aot.TARGETS if target != "sm_90")
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+([^;]+);")
-_PADDING = re.compile(r"\bNOP\b|BRA `\(\.L_x")
 
 
 @dataclass(frozen=True)
@@ -48,6 +44,13 @@ def compile_kernel(kernel, signature, constexprs, target, *, num_warps):
     return _compiled(kernel, tuple(signature.items()), tuple(constexprs.items()), target, num_warps)
 
 
+def compile_for(configuration, target):
+    """`configuration` for `target`, compiled once."""
+    constexprs = configuration.constexprs_for(target)
+    kernel, signature = configuration.kernel, configuration.signature
+    return compile_kernel(kernel, signature, constexprs, target, num_warps=configuration.num_warps)
+
+
 @functools.cache
 def _compiled(kernel, signature, constexprs, target, num_warps):
     return aot.compile_kernel(
@@ -63,6 +66,14 @@ def measure(op, case, compiled, instructions=None):
     found = Measured(op, case, gate, instructions, compiled.registers, compiled.spill_bytes)
     _table[op, case] = found
     return found.faults()
+
+
+def measure_case(op, name):
+    """The case `name` of `op` compiled for sm_90, and what its gate finds wrong with it."""
+    case = ahead.case_of(op, name)
+    made = compile_for(case.configuration, "sm_90")
+    counted = None if case.gate.instructions is None else case.instructions(made)
+    return made, measure(op, name, made, counted)
 
 
 def measured():
@@ -93,24 +104,3 @@ def widths(compiled, *functions):
     found = [{access.bits for access in accesses if access.is_load == load} for load in (1, 0)]
     assert all(found), "no load or no store: the gate sees nothing"
     return found
-
-
-def path_cost(compiled, elements_per_thread):
-    """SASS instructions an element, from the start to the end of the first path that is wide.
-
-    Up to the unconditional EXIT that follows the first store of 16 bytes. What comes after it is
-    another path, or a division's routine for subnormal operands.
-    """
-    lines = _INSTRUCTION.findall(compiled.assembly)
-    store = next(at for at, line in enumerate(lines) if "STG.E.128" in line)
-    end = next(at for at in range(store, len(lines)) if lines[at].strip() == "EXIT")
-    assert end > 20, "the count sees nothing"
-    return (end + 1) / elements_per_thread
-
-
-def program_cost(compiled, elements_per_thread):
-    """SASS instructions an element of a kernel of one path, its end's padding left out."""
-    lines = _INSTRUCTION.findall(compiled.assembly)
-    counted = [line for line in lines if not _PADDING.search(line)]
-    assert len(counted) > 50, "the count sees nothing"
-    return len(counted) / elements_per_thread

@@ -13,50 +13,32 @@ from pathlib import Path
 import pytest
 
 from sidestream.kernels import aot, launch, pack, reduce, registry
+from sidestream.kernels.ahead import many_tensors
+from sidestream.kernels.ahead.many_tensors import PACK, REDUCE
 from sidestream.tests.kernels import costs
 
 ACCESS_BITS = 128
 NVIDIA = [target for target in aot.TARGETS if target.startswith("sm_")]
-BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
 
 
 def compile_pack(target, flat, *, unpack, accumulate, module=pack):
-    config = launch.pack_config()
-    return costs.compile_kernel(
-        module._pack_kernel,
-        {"flat": flat, "table": "*i64", "tiles_at": "i32", "scale": "fp32"},
-        {
-            "UNPACK": unpack,
-            "SCALED": True,
-            "ACCUMULATE": accumulate,
-            "TILE_BYTES": config.block_bytes,
-        },
-        target,
-        num_warps=config.num_warps,
+    configuration = many_tensors.pack_configuration(
+        flat, unpack=unpack, accumulate=accumulate, module=module
     )
+    return costs.compile_for(configuration, target)
 
 
 def compile_reduce(target, parts, out, world, *, accumulate, module=reduce):
-    config = launch.reduce_config(world)
-    return costs.compile_kernel(
-        module._reduce_kernel,
-        {"out": out, "parts": parts, "shard": "i32", "scale": "fp32"},
-        {
-            "WORLD": world,
-            "SCALED": True,
-            "ACCUMULATE": accumulate,
-            "ALIGNED": True,
-            "BLOCK": config.block_bytes // min(BYTES[parts], BYTES[out]),
-        },
-        target,
-        num_warps=config.num_warps,
+    configuration = many_tensors.reduce_configuration(
+        parts, out, world, accumulate=accumulate, module=module
     )
+    return costs.compile_for(configuration, target)
 
 
 def full_tile_functions(module):
     if hasattr(module, "_move_full_tile"):
-        return [module._move_full_tile]
-    return [module._reduce_full_block, module._aligned_row]
+        return many_tensors.pack_functions(module)
+    return many_tensors.reduce_functions(module)
 
 
 def faults(compiled, module):
@@ -76,18 +58,17 @@ def faults(compiled, module):
     return found
 
 
-PACK = [("*fp32", True), ("*bf16", True), ("*fp16", True), ("*bf16", False)]
-REDUCE = [("*bf16", "*fp32", world) for world in (2, 8, 64)]
-REDUCE += [("*fp32", "*fp32", 8), ("*fp32", "*bf16", 8)]
-
-
 def compiled_ahead():
     packs = [
         partial(compile_pack, "sm_90", flat, unpack=unpack, accumulate=accumulate)
         for unpack in (False, True)
         for flat, accumulate in PACK
     ]
-    return packs + [partial(compile_reduce, "sm_90", *case, accumulate=True) for case in REDUCE]
+    calls = packs + [partial(compile_reduce, "sm_90", *case, accumulate=True) for case in REDUCE]
+    for target in NVIDIA:
+        calls.append(partial(compile_pack, target, "*fp32", unpack=False, accumulate=True))
+        calls.append(partial(compile_reduce, target, "*bf16", "*fp32", 8, accumulate=True))
+    return calls
 
 
 @pytest.mark.parametrize(("flat", "accumulate"), PACK)
@@ -114,6 +95,16 @@ def test_other_nvidia_targets(target):
     ):
         assert faults(compiled, module) == []
         assert compiled.registers <= 48
+
+
+@pytest.mark.parametrize(("flat", "accumulate"), PACK)
+@pytest.mark.parametrize("unpack", [False, True], ids=["pack", "unpack"])
+def test_full_tiles_are_wide_on_amd(flat, unpack, accumulate):
+    """A thread has four elements of an FP32 tensor: 8 bytes of a half-precision buffer."""
+    compiled = compile_pack("gfx942", flat, unpack=unpack, accumulate=accumulate)
+    accesses = compiled.accesses_of(*full_tile_functions(pack))
+    assert {access.bits for access in accesses} <= {64, ACCESS_BITS}
+    assert {access.is_load for access in accesses if access.bits == ACCESS_BITS} == {True, False}
 
 
 def test_amd_compiles_without_spills():

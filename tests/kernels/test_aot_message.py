@@ -6,81 +6,23 @@ from functools import partial
 
 import pytest
 
-from sidestream.kernels import message_decode, message_encode, message_kernels, message_tiles
-from sidestream.kernels.message_layout import ALIGN_NUMEL, DEFAULT_ROW_NUMEL, message_format
+from sidestream.kernels import message_decode, message_encode
+from sidestream.kernels.ahead import messages
+from sidestream.kernels.ahead.messages import PACK, UNPACK
 from sidestream.tests.kernels import costs
 
 ACCESS_BITS = 128
-KINDS = {"fp32": 0, "bf16": 1, "fp16": 2, "mixed": message_tiles.MIXED}
-PACK_COUNTS = ("tiles_at", "num_tiles", "header", "numel", "scales_at", "scales_end", "rows_at",
-               "rows_end", "num_bytes")  # fmt: skip
-# (format, dtype of the tensors, stochastic). While an H100 moves the bytes of BF16 to MXFP8 there
-# is time for 30 instructions an element, to FP4 for 25, from FP32 to FP4 for 45.
-PACK = [
-    ("fp32", "bf16", False),
-    ("bf16", "bf16", False),
-    ("bf16", "fp32", False),
-    ("bf16", "bf16", True),
-    ("fp8_row", "bf16", False),
-    ("fp8_1x128", "bf16", False),
-    ("fp8_1x128", "bf16", True),
-    ("mxfp8", "bf16", False),
-    ("mxfp8", "bf16", True),
-    ("mxfp4", "bf16", False),
-    ("mxfp4", "bf16", True),
-    ("mxfp4", "fp32", True),
-    ("nvfp4", "bf16", False),
-    ("nvfp4", "bf16", True),
-]
-UNPACK = [
-    ("fp16", "fp16"),
-    *(
-        (name, "bf16")
-        for name in ("fp32", "bf16", "fp8_row", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
-    ),
-]
 ELSEWHERE = ("bf16", "fp8_row", "mxfp4", "nvfp4")
-PATHS = {"full": (True, False), "masked": (False, True), "both": (True, True)}
-
-
-def options(target, name, kind, paths, tile):
-    row_numel = DEFAULT_ROW_NUMEL if message_format(name).has_rows else ALIGN_NUMEL
-    full, masked = PATHS[paths]
-    return {
-        "FORMAT": name,
-        "ROW": row_numel,
-        "HARDWARE": target in costs.HARDWARE_FP8,
-        "KIND": KINDS[kind],
-        "FULL": full,
-        "MASKED": masked,
-        "TILE": tile,
-        "PART": message_tiles.part_numel(tile, row_numel),
-    }
 
 
 def compile_pack(target, case, paths="both", scaled=False):
-    name, kind, stochastic = case
-    signature = {"message": "*u8", "table": "*i64", **dict.fromkeys(PACK_COUNTS, "i64")}
-    rule = message_kernels.scale_rule(name, "rceil", False)
-    tile = message_kernels.tile_numel(name, stochastic)
-    constexprs = {"RULE": rule} | options(target, name, kind, paths, tile)
-    for argument, type_name, is_there in (("scale", "fp32", scaled), ("seed", "i64", stochastic)):
-        (signature if is_there else constexprs)[argument] = type_name if is_there else None
-    kernel = message_kernels._pack_kernel
-    return costs.compile_kernel(
-        kernel, signature, constexprs, target, num_warps=message_tiles.NUM_WARPS
-    )
+    configuration = messages.pack_configuration(*case, paths=paths, scaled=scaled)
+    return costs.compile_for(configuration, target)
 
 
 def compile_unpack(target, case, paths="both", scaled=False):
-    signature = {"message": "*u8", "table": "*i64"}
-    signature |= dict.fromkeys(("tiles_at", "scales_at", "rows_at"), "i64")
-    constexprs = {"ACCUMULATE": scaled} | options(target, *case, paths, message_tiles.TILE_NUMEL)
-    (signature if scaled else constexprs)["scale"] = "fp32" if scaled else None
-    kernel = message_decode._unpack_kernel
-    return costs.compile_kernel(
-        kernel, signature, constexprs, target, num_warps=message_tiles.NUM_WARPS
-    )
+    configuration = messages.unpack_configuration(*case, paths=paths, scaled=scaled)
+    return costs.compile_for(configuration, target)
 
 
 def compiled_ahead():
@@ -108,18 +50,13 @@ def faults(compiled, values, is_load):
     return [] if widths == {ACCESS_BITS} else [f"accesses of {sorted(widths)} bits to the tensors"]
 
 
-def cost(compiled, tile):
-    return costs.path_cost(compiled, tile / (message_tiles.NUM_WARPS * 32))
-
-
 @pytest.mark.parametrize("case", PACK, ids=str)
 def test_pack_on_hopper(case):
     name, kind, stochastic = case
-    compiled = compile_pack("sm_90", case, "full")
-    found = cost(compiled, message_kernels.tile_numel(name, stochastic))
     gate = f"{name} from {kind}" + " stochastic" * stochastic
-    assert costs.measure("pack_message_", gate, compiled, found) == []
-    assert faults(compiled, [message_encode._loaded], True) == []
+    compiled, found = costs.measure_case("pack_message_", gate)
+    assert found == []
+    assert faults(compiled, messages.PACK_FUNCTIONS, True) == []
     stored = {access.bits for access in compiled.accesses if not access.is_load}
     assert ACCESS_BITS in stored
     converted = "F2FP.SATFINITE.E" in compiled.assembly
@@ -129,9 +66,8 @@ def test_pack_on_hopper(case):
 @pytest.mark.parametrize("case", UNPACK, ids=str)
 def test_unpack_on_hopper(case):
     name, kind = case
-    compiled = compile_unpack("sm_90", case, "full")
-    found = cost(compiled, message_tiles.TILE_NUMEL)
-    assert costs.measure("unpack_message_", f"{name} to {kind}", compiled, found) == []
+    compiled, found = costs.measure_case("unpack_message_", f"{name} to {kind}")
+    assert found == []
     assert faults(compiled, [message_decode._store], False) == []
 
 
@@ -166,6 +102,4 @@ def test_everything_at_once():
 
 def test_gate_fails_on_masked_accesses():
     masked = compile_pack("sm_90", ("mxfp8", "bf16", False), "masked")
-    assert faults(masked, [message_encode._loaded], True) == [
-        "accesses of [16] bits to the tensors"
-    ]
+    assert faults(masked, messages.PACK_FUNCTIONS, True) == ["accesses of [16] bits to the tensors"]

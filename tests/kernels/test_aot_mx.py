@@ -5,86 +5,28 @@ from functools import partial
 
 import pytest
 
-from sidestream.kernels import aot, mx, mx_tiles
+from sidestream.kernels import ahead, aot
+from sidestream.kernels.ahead import mx
+from sidestream.kernels.ahead.counting import program_cost
 from sidestream.tests.kernels import costs
 
 ACCESS_BITS = 128
-ELEMENTS_PER_THREAD = mx_tiles.TILE_BLOCKS * 32 // (mx_tiles.NUM_WARPS * 32)
-# (element, stochastic, swizzled). While an H100 moves its bytes there is time for 30 instructions
-# an element of MXFP8 and 25 of MXFP4; swizzled tiles cost one division more.
-QUANTIZE = [
-    ("e4m3", False, False),
-    ("e5m2", False, False),
-    ("e2m1", False, False),
-    ("e2m1", True, False),
-    ("e4m3", True, False),
-    ("e4m3", False, True),
-    ("e2m1", False, True),
-    ("e2m1", True, True),
-]
-DEQUANTIZE = [("e4m3", False), ("e2m1", False), ("e4m3", True), ("e2m1", True)]
-PATHS = {"full": (True, False), "masked": (False, True), "both": (True, True)}
+ELEMENTS_PER_THREAD = ahead.case_of("quantize_mx_", "e4m3").elements_per_thread
 
 
 def compile_quantize(target, case, paths="both", source="*bf16"):
-    element, stochastic, swizzled = case
-    full, masked = PATHS[paths]
-    return costs.compile_kernel(
-        mx._quantize_kernel,
-        {
-            "source": source,
-            "data": "*u8",
-            "scales": "*u8",
-            "rows": "i32",
-            "row_numel": "i32",
-            "width": "i32",
-            "seed": "i64",
-            "first_index": "i64",
-        },
-        {
-            "ELEMENT": element,
-            "RULE": "rceil",
-            "STOCHASTIC": stochastic,
-            "HARDWARE": target in costs.HARDWARE_FP8,
-            "SWIZZLED": swizzled,
-            "FULL": full,
-            "MASKED": masked,
-            "BLOCKS": mx_tiles.TILE_BLOCKS,
-        },
-        target,
-        num_warps=mx_tiles.NUM_WARPS,
-    )
+    configuration = mx.quantize_configuration(*case, paths=paths, source=source)
+    return costs.compile_for(configuration, target)
 
 
 def compile_dequantize(target, case, paths="both", out="*bf16"):
-    element, swizzled = case
-    full, masked = PATHS[paths]
-    return costs.compile_kernel(
-        mx._dequantize_kernel,
-        {
-            "out": out,
-            "data": "*u8",
-            "scales": "*u8",
-            "rows": "i32",
-            "row_numel": "i32",
-            "width": "i32",
-        },
-        {
-            "ELEMENT": element,
-            "HARDWARE": target in costs.HARDWARE_FP8,
-            "SWIZZLED": swizzled,
-            "FULL": full,
-            "MASKED": masked,
-            "BLOCKS": mx_tiles.TILE_BLOCKS,
-        },
-        target,
-        num_warps=mx_tiles.NUM_WARPS,
-    )
+    configuration = mx.dequantize_configuration(*case, paths=paths, out=out)
+    return costs.compile_for(configuration, target)
 
 
 def compiled_ahead():
-    calls = [partial(compile_quantize, "sm_90", case, "full") for case in QUANTIZE]
-    calls += [partial(compile_dequantize, "sm_90", case, "full") for case in DEQUANTIZE]
+    calls = [partial(compile_quantize, "sm_90", case, "full") for case in mx.QUANTIZE]
+    calls += [partial(compile_dequantize, "sm_90", case, "full") for case in mx.DEQUANTIZE]
     for target in aot.TARGETS:
         calls.append(partial(compile_quantize, target, ("e2m1", True, True)))
         calls.append(partial(compile_dequantize, target, ("e2m1", True)))
@@ -105,17 +47,12 @@ def faults(compiled):
     return found
 
 
-def measure(op, case, compiled):
-    cost = costs.program_cost(compiled, ELEMENTS_PER_THREAD)
-    return costs.measure(op, case, compiled, cost)
-
-
-@pytest.mark.parametrize("case", QUANTIZE, ids=str)
+@pytest.mark.parametrize("case", mx.QUANTIZE, ids=str)
 def test_quantize_on_hopper(case):
     element, stochastic, swizzled = case
-    compiled = compile_quantize("sm_90", case, "full")
     name = element + " stochastic" * stochastic + " swizzled" * swizzled
-    assert measure("quantize_mx_", name, compiled) == []
+    compiled, found = costs.measure_case("quantize_mx_", name)
+    assert found == []
     assert faults(compiled) == []
     assert {access.bits for access in compiled.accesses if access.is_load} == {ACCESS_BITS}
     narrow = [access.bits for access in compiled.accesses if not access.is_load]
@@ -124,11 +61,11 @@ def test_quantize_on_hopper(case):
     assert converted == (element != "e2m1" and not stochastic)
 
 
-@pytest.mark.parametrize("case", DEQUANTIZE, ids=str)
+@pytest.mark.parametrize("case", mx.DEQUANTIZE, ids=str)
 def test_dequantize_on_hopper(case):
     element, swizzled = case
-    compiled = compile_dequantize("sm_90", case, "full")
-    assert measure("dequantize_mx_", element + " swizzled" * swizzled, compiled) == []
+    compiled, found = costs.measure_case("dequantize_mx_", element + " swizzled" * swizzled)
+    assert found == []
     assert faults(compiled) == []
     assert {access.bits for access in compiled.accesses if not access.is_load} == {ACCESS_BITS}
 
@@ -141,7 +78,7 @@ def test_other_dtypes_on_hopper(source):
     ):
         assert faults(compiled) == []
         assert compiled.spill_bytes == 0
-        assert costs.program_cost(compiled, ELEMENTS_PER_THREAD) <= 9.0
+        assert program_cost(compiled, ELEMENTS_PER_THREAD) <= 9.0
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
@@ -154,6 +91,12 @@ def test_every_target_compiles_both_paths_without_spills(target):
         assert compiled.registers > 0
 
 
+def test_full_tiles_are_wide_on_amd():
+    compiled = compile_quantize("gfx942", ("e4m3", False, False), "full")
+    assert faults(compiled) == []
+    assert {access.bits for access in compiled.accesses if access.is_load} == {ACCESS_BITS}
+
+
 def test_the_masked_path_alone_compiles():
     assert compile_quantize("sm_90", ("e2m1", True, True), "masked").spill_bytes == 0
 
@@ -163,8 +106,16 @@ def test_gate_fails_on_masked_accesses():
     assert "loads of 16 bits at most" in faults(masked)
 
 
+@pytest.mark.parametrize("target", ahead.HARDWARE_FP8)
+def test_the_amax_keeps_nans(target):
+    """The interpreter, whose maxima are others, cannot show it: no maximum drops a NaN."""
+    compiled = compile_quantize(target, ("e4m3", False, False), "full")
+    assert set(re.findall(r"FMNMX[^ ]*", compiled.assembly)) <= {"FMNMX.NAN", "FMNMX3.NAN"}
+    assert "FMNMX.NAN" in compiled.assembly
+
+
 def test_noise_is_shared_by_a_thread_s_elements():
     """Seven rounds an element would be 28 multiplications; 16 elements share them."""
     compiled = compile_quantize("sm_90", ("e2m1", True, False), "full")
     multiplications = len(re.findall(r"IMAD\.(?:HI|WIDE)\.U32", compiled.assembly))
-    assert 14 <= multiplications <= 2 * 14 * (ELEMENTS_PER_THREAD // 8)
+    assert 14 <= multiplications <= 2 * 14 * (ELEMENTS_PER_THREAD // 16)

@@ -10,11 +10,13 @@ from functools import partial
 import pytest
 
 from sidestream.kernels import aot, reduce_message_kernels
+from sidestream.kernels.ahead import CountError, messages
+from sidestream.kernels.ahead.counting import path_cost
+from sidestream.kernels.ahead.messages import WORLD
 from sidestream.kernels.message_layout import message_format
 from sidestream.tests.kernels import costs
 
 ACCESS_BITS = 128
-WORLD = 8
 # Besides the elements' 16 bytes: the widths in bits of loads of scales, of a thread's share.
 SCALE_BITS = {"fp8_row": {32}, "fp8_1x128": {32}, "mxfp8": {8}, "mxfp4": {8}, "nvfp4": {16, 32}}
 # (format, result) -> instructions for which an H100 has time while it moves the bytes.
@@ -34,31 +36,9 @@ BUDGETS = {
 }
 
 
-def compile_reduce(target, format, out="*fp32", **changed):
+def compile_reduce(target, name, out="*fp32", **changed):
     """By default of 8 messages in rows, aligned, scaled."""
-    form = message_format(format)
-    table = changed.get("TABLE", False)
-    signature = {"out": out, "messages": "*i64" if table else "*u8", "world": "i32"}
-    signature |= dict.fromkeys(("num_bytes", "num_groups", "scales_at", "row_scales_at"), "i64")
-    constexprs = {
-        "ELEMENT": form.element,
-        "SCALES": reduce_message_kernels.SCALES[format],
-        "TABLE": table,
-        "REST": WORLD - 1,
-        "LOOPED": False,
-        "SCALED": True,
-        "ACCUMULATE": False,
-        "ALIGNED": True,
-        "HARDWARE": target in costs.HARDWARE_FP8,
-        "GROUPS": reduce_message_kernels.tile_groups(form),
-    }
-    return costs.compile_kernel(
-        reduce_message_kernels._reduce_kernel,
-        signature | {"row_shift": "i32", "scale": "fp32"},
-        constexprs | changed,
-        target,
-        num_warps=reduce_message_kernels.NUM_WARPS,
-    )
+    return costs.compile_for(messages.reduce_configuration(name, out, **changed), target)
 
 
 def compiled_ahead():
@@ -98,12 +78,11 @@ def faults(compiled, format):
 @pytest.mark.parametrize("case", BUDGETS, ids=str)
 def test_sum_of_eight_on_hopper(case):
     name, out = case
-    compiled = compile_reduce("sm_90", name, out)
-    cost = costs.path_cost(compiled, elements_per_thread(name))
     gate = f"{name} -> {out[1:]} world {WORLD}"
-    assert costs.measure("reduce_messages_", gate, compiled, cost) == []
+    compiled, found = costs.measure_case("reduce_messages_", gate)
+    assert found == []
     assert faults(compiled, name) == []
-    assert cost <= BUDGETS[case]
+    assert path_cost(compiled, elements_per_thread(name)) <= BUDGETS[case]
     converted = "F2FP.F16.E4M3.UNPACK_B" in compiled.assembly
     assert converted == (name.startswith("fp8") or name in ("mxfp8", "nvfp4"))
 
@@ -141,8 +120,8 @@ def test_every_target_compiles_without_spills(target):
 def test_gate_fails():
     """On memory that may begin anywhere, and on accesses that another format has."""
     unaligned = compile_reduce("sm_90", "fp8_1x128", ALIGNED=False)
-    with pytest.raises(StopIteration):
-        costs.path_cost(unaligned, elements_per_thread("fp8_1x128"))
+    with pytest.raises(CountError, match="a store of 16 bytes"):
+        path_cost(unaligned, elements_per_thread("fp8_1x128"))
     narrow = {access.bits for access in unaligned.accesses if access.is_load}
     assert narrow == {8}
     compiled = compile_reduce("sm_90", "mxfp4")

@@ -133,7 +133,7 @@ STEP = torch.tensor(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"momentum": -0.1}, r"momentum: expected a finite number of 0 or more, got -0\.1"),
+        ({"momentum": -0.1}, r"momentum: expected a finite number of 0 or more, .* got -0\.1"),
         (
             {"momentum": 0.9},
             r"momentum_buffer: expected a tensor with a momentum of 0\.9, got None",
@@ -145,11 +145,11 @@ STEP = torch.tensor(1)
         ({"momentum": 0.9, "momentum_buffer": torch.ones(8)}, r"step: expected a tensor"),
         (
             {"momentum": 0.9, "momentum_buffer": torch.ones(7), "step": STEP},
-            r"momentum_buffer: expected a contiguous 1-D tensor of 8 elements, got shape \(7,\)",
+            r"momentum_buffer: expected 8 elements, as param has, got 7",
         ),
         ({"nesterov": True}, r"nesterov: expected a momentum above 0 and no dampening, got 0\.0"),
         ({"param": torch.ones(8).half()}, r"param: expected torch\.float32, got torch\.float16"),
-        ({"grad": torch.ones(9)}, r"grad: expected a contiguous 1-D tensor of 8"),
+        ({"grad": torch.ones(9)}, r"grad: expected 8 elements"),
         ({"weight_decay": float("inf")}, r"weight_decay: expected a finite number"),
         ({"amax": STEP}, r"amax: expected None"),
     ],

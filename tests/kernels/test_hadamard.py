@@ -120,7 +120,7 @@ def test_input_is_kept_and_empty_is_fine():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"x: expected one of torch\.float32.*got torch\.int64"):
+    with pytest.raises(ValueError, match=r"x: expected torch\.float32.*got torch\.int64"):
         hadamard16(torch.zeros(16, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"x: expected contiguous memory, got strides \(1, 16\)"):
+    with pytest.raises(ValueError, match=r"x: expected a contiguous tensor.* strides \(1, 16\)"):
         hadamard16(torch.zeros(16, 16).t())

@@ -45,17 +45,17 @@ def test_no_gradient_and_kept_input():
 
 X = torch.ones(4, 32)
 BAD_QUANTIZE = [
-    ({"x": X.double()}, r"x: expected one of torch\.float32.*got torch\.float64"),
+    ({"x": X.double()}, r"x: expected torch\.float32.*got torch\.float64"),
     ({"x": torch.tensor(1.0)}, r"x: expected at least one dim"),
-    ({"x": X.t()}, r"x: expected contiguous memory, got strides"),
+    ({"x": X.t()}, r"x: expected a contiguous tensor, got .*strides"),
     ({"rounding": "up"}, r"rounding: expected one of nearest, stochastic, got 'up'"),
     ({"variant": "ao"}, r"variant: expected one of te, torchao, got 'ao'"),
-    ({"rounding": "stochastic"}, r"seed: expected an integer with stochastic rounding, got None"),
-    ({"seed": 3}, r"seed: expected None with nearest rounding, got 3"),
-    ({"rounding": "stochastic", "seed": 2**64}, r"seed: expected -2\^63 to 2\^64 - 1"),
-    ({"first_index": -1}, r"first_index: expected 0 or more, got -1"),
-    ({"global_amax": X}, r"global_amax: expected one torch\.float32 number, got.*\(4, 32\)"),
-    ({"global_amax": torch.tensor(1)}, r"global_amax: expected one torch\.float32.*torch\.int64"),
+    ({"rounding": "stochastic"}, r"seed: expected an integer with 'stochastic' rounding, got None"),
+    ({"seed": 3}, r"seed: expected None with 'nearest' rounding, got 3"),
+    ({"rounding": "stochastic", "seed": 2**64}, r"seed: expected -9223.* to 1844"),
+    ({"first_index": -1}, r"first_index: expected 0 to .*, got -1"),
+    ({"global_amax": X}, r"global_amax: expected one element, got.*\(4, 32\)"),
+    ({"global_amax": torch.tensor(1)}, r"global_amax: expected torch\.float32, got torch\.int64"),
     ({"global_amax": torch.empty((), device="meta")}, r"global_amax: expected device cpu.*meta"),
 ]
 
@@ -73,13 +73,11 @@ def test_bad_input_to_dequantize():
     data, scales, amax = quantize_nvfp4(X)
     with pytest.raises(ValueError, match=r"data: expected torch\.uint8.*got torch\.int8"):
         dequantize_nvfp4(data.view(torch.int8), scales, amax)
-    with pytest.raises(ValueError, match=r"row_numel: expected 31 or 32 for 16 bytes.*got 30"):
+    with pytest.raises(ValueError, match=r"row_numel: expected 31 to 32, got 30"):
         dequantize_nvfp4(data, scales, amax, row_numel=30)
-    with pytest.raises(
-        ValueError, match=r"scales: expected torch\.float8_e4m3fn of shape \(4, 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"scales: expected shape \(4, 2\)"):
         dequantize_nvfp4(data, scales[:3], amax)
-    with pytest.raises(ValueError, match=r"scales: expected .*of shape \(512,\)"):
+    with pytest.raises(ValueError, match=r"scales: expected shape \(512,\)"):
         dequantize_nvfp4(data, scales, amax, swizzled=True)
     with pytest.raises(ValueError, match=r"dtype: expected one of.*got torch\.int32"):
         dequantize_nvfp4(data, scales, amax, dtype=torch.int32)

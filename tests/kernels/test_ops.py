@@ -82,7 +82,7 @@ def test_nothing_is_recorded_for_autograd():
             r"flat: expected a contiguous 1-D tensor, got shape \(2, 8\)",
         ),
         ({"flat": torch.zeros(32)[::2]}, r"flat: expected a contiguous 1-D .* strides \(2,\)"),
-        ({"flat": torch.zeros(16, dtype=torch.int32)}, r"expected one of torch\.float32"),
+        ({"flat": torch.zeros(16, dtype=torch.int32)}, r"flat: expected torch\.float32"),
         ({"offsets": [0]}, r"offsets: expected one per tensor, 2, got 1"),
         ({"offsets": [0, 13]}, r"offsets\[1\]: expected 0 to 12 for 4 elements .* got 13"),
         ({"offsets": [-1, 8]}, r"offsets\[0\]: expected 0 to 12 .* got -1"),
@@ -90,11 +90,11 @@ def test_nothing_is_recorded_for_autograd():
         ({"offsets": [3, 0]}, r"offsets\[0\]: expected 4 or more, where tensors\[1\] ends, got 3"),
         (
             {"tensors": [torch.zeros(4), torch.zeros(4, dtype=torch.int64)]},
-            r"tensors\[1\]: expected one of .* got torch\.int64; cast",
+            r"tensors\[1\]: expected .* got torch\.int64; cast",
         ),
         (
             {"tensors": [torch.zeros(4), torch.zeros(4, device="meta")]},
-            r"tensors\[1\]: expected device cpu, as the buffer, got meta; move",
+            r"tensors\[1\]: expected device cpu, got meta; move",
         ),
     ],
 )
@@ -125,8 +125,8 @@ def test_unpack_may_read_an_interval_twice_but_not_outside():
         (torch.zeros(4), torch.zeros(8), r"parts: expected shape \(world, 4\).*got \(8,\)"),
         (torch.zeros(4), torch.zeros(2, 3), r"parts: expected shape \(world, 4\).*got \(2, 3\)"),
         (torch.zeros(4), torch.zeros(0, 4), r"parts: expected .* world >= 1, got \(0, 4\)"),
-        (torch.zeros(4), torch.zeros(4, 2).t(), r"parts: expected contiguous rows"),
-        (torch.zeros(4), torch.zeros(2, 4).double(), r"parts: expected one of .*got torch.float64"),
+        (torch.zeros(4), torch.zeros(4, 2).t(), r"parts: expected a contiguous tensor"),
+        (torch.zeros(4), torch.zeros(2, 4).double(), r"parts: expected torch.*got torch.float64"),
         (torch.zeros(4), torch.zeros(2, 4, device="meta"), r"parts: expected device cpu"),
     ],
 )

@@ -6,81 +6,32 @@ memory is the limit (28 bytes of AdamW at 3 TB/s leave time for 277, 4 bytes of 
 count is of final machine code with every slow path's preparation, more than any run takes.
 """
 
-import re
 from functools import partial
 
 import pytest
 
-from sidestream.kernels import aot, flat_adamw, flat_sgd, flat_tiles, norm, reference_optim
+from sidestream.kernels import ahead, aot, flat_adamw, norm
+from sidestream.kernels.ahead import optimizers
+from sidestream.kernels.ahead.counting import stretches
+from sidestream.kernels.ahead.optimizers import KERNELS, NAMES, VARIANTS
 from sidestream.tests.kernels import costs
 
 ACCESS_BITS = 128
 MIN_INSTRUCTIONS = {"adamw": 60, "sgd": 10}
 MAX_REGISTERS = 128
-NAMES = {None: "none", "*u8": "e4m3"}
-BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, None: 4}
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
-
-SHARED = {
-    "param": "*fp32", "lr": "*fp32", "step": "*i32", "factor": "*fp32", "found_inf": "*i32",
-    "numel": "i32", "tiles_at": "i32", "decay_high": "fp32", "decay_low": "fp32",
-}  # fmt: skip
-ADAMW = {
-    "exp_avg": "*fp32", "exp_avg_sq": "*fp32", "powers": "*fp64", "weight": "fp32", "beta2": "fp32",
-    "growth": "fp32", "eps": "fp32",
-}  # fmt: skip
-SGD = {"momentum_buffer": "*fp32", "momentum": "fp32", "growth": "fp32"}
-KERNELS = {
-    "adamw": (flat_adamw, flat_adamw._adamw_kernel, ADAMW, {"NEAR": True}),
-    "sgd": (flat_sgd, flat_sgd._sgd_kernel, SGD, {"NESTEROV": True}),
-}
 
 
-def compile_optimizer(name, target, grad, compute, *, segments=True, types=(), **constexprs):
-    _, kernel, own_signature, own_constexprs = KERNELS[name]
-    optional = {"compute": compute}
-    for argument, kind in (("compute_scale", "*fp32"), ("amax", "*i32")):
-        optional[argument] = kind if compute == "*u8" else None
-    for argument, kind in (("table", "*i64"), ("lr_scales", "*fp64"), ("weight_decays", "*fp32")):
-        optional[argument] = kind if segments else None
-    present = {argument: kind for argument, kind in optional.items() if kind is not None}
-    absent = {argument: None for argument, kind in optional.items() if kind is None}
-    return costs.compile_kernel(
-        kernel,
-        {**SHARED, **own_signature, "grad": grad, **present, **dict(types)},
-        {
-            **own_constexprs,
-            **absent,
-            "MAXIMIZE": True,
-            "ALIGNED": True,
-            "HARDWARE": target in costs.HARDWARE_FP8,
-            "BLOCK": flat_tiles.block_numel(min(BYTES[grad], BYTES[compute])),
-            **constexprs,
-        },
-        target,
-        num_warps=flat_tiles.NUM_WARPS,
-    )
+def compile_optimizer(name, target, grad, compute, **options):
+    configuration = optimizers.optimizer_configuration(name, grad, compute, **options)
+    return costs.compile_for(configuration, target)
 
 
 def compile_chunk(target):
-    return costs.compile_kernel(
-        norm._chunk_kernel,
-        {"table": "*i64", "tiles_at": "i32", "sums": "*fp32", "flags": "*i32"},
-        {"CHUNK_BYTES": reference_optim.CHUNK_BYTES},
-        target,
-        num_warps=norm._NUM_WARPS,
-    )
+    return costs.compile_for(optimizers.chunk_configuration(), target)
 
 
 def compile_combine(target, found_inf):
-    return costs.compile_kernel(
-        norm._combine_kernel,
-        {"norm": "*fp32", "sums": "*fp32", "flags": "*i32", "num_chunks": "i32"}
-        | {"found_inf": found_inf},
-        {"SQUARED": False},
-        target,
-        num_warps=norm._COMBINE_WARPS,
-    )
+    return costs.compile_for(optimizers.combine_configuration(found_inf), target)
 
 
 def faults(compiled, *full_functions):
@@ -98,31 +49,6 @@ def faults(compiled, *full_functions):
     if compiled.registers > MAX_REGISTERS:
         found.append(f"{compiled.registers} registers")
     return found
-
-
-def stretches(compiled, ends):
-    """(global accesses of 16 bytes, instructions) of the code up to each of `ends` in turn."""
-    instructions = _INSTRUCTION.findall(compiled.assembly)
-    found, first = [], 0
-    for index, instruction in enumerate(instructions):
-        if instruction.split()[0] in ends:
-            stretch = instructions[first : index + 1]
-            wide = sum(bool(re.search(r"(LDG|STG)\.E\S*\.128", text)) for text in stretch)
-            found.append((wide, len(stretch)))
-            first = index + 1
-    return found
-
-
-def optimizer_instructions(name, compiled, grad, compute):
-    """Instructions an element from the kernel's start to where the full tile's path exits."""
-    module = KERNELS[name][0]
-    wide, count = stretches(compiled, ["EXIT"])[0]
-    assert wide == len(compiled.accesses_of(module._full_tile)), "another path exits first"
-    block = flat_tiles.block_numel(min(BYTES[grad], BYTES[compute]))
-    return count / (block / (flat_tiles.NUM_WARPS * 32))
-
-
-VARIANTS = [("*bf16", "*bf16"), ("*bf16", None), ("*fp32", "*bf16"), ("*bf16", "*u8")]
 
 
 def compiled_ahead():
@@ -144,29 +70,24 @@ def compiled_ahead():
 def test_optimizers_on_hopper(name, grad, compute):
     """With a table of segments, which only adds to the work, and once without."""
     for segments in (True, False)[: 1 + (grad == compute == "*bf16")]:
-        compiled = compile_optimizer(name, "sm_90", grad, compute, segments=segments)
-        assert faults(compiled, KERNELS[name][0]._full_tile) == []
-        count = optimizer_instructions(name, compiled, grad, compute)
-        # Fewer than one a formula's operation: the count would be of something else.
-        assert count > MIN_INSTRUCTIONS[name]
-        case = f"{NAMES.get(grad, grad[1:])} -> {NAMES.get(compute) or compute[1:]}"
+        case = f"{grad[1:]} -> {NAMES.get(compute) or compute[1:]}"
         case += "" if segments else " one segment"
-        assert costs.measure(f"flat_{name}_", case, compiled, count) == []
+        compiled, found = costs.measure_case(f"flat_{name}_", case)
+        assert found == []
+        assert faults(compiled, KERNELS[name][0]._full_tile) == []
+        first, _ = stretches(compiled, ("EXIT",))[0]
+        full = compiled.accesses_of(KERNELS[name][0]._full_tile)
+        assert first == len(full), "another path exits first"
+        # Fewer than one a formula's operation: the count would be of something else.
+        count = ahead.case_of(f"flat_{name}_", case).instructions(compiled)
+        assert count > MIN_INSTRUCTIONS[name]
 
 
 def test_norm_on_hopper():
-    compiled = compile_chunk("sm_90")
-    assert faults(compiled, norm._full_chunk) == []
-    full = [found for found in stretches(compiled, ["BRA", "EXIT"]) if found[0]]
-    rows = reference_optim.CHUNK_BYTES // 4 // reference_optim.CHUNK_LANES
-    lanes = reference_optim.CHUNK_LANES // (norm._NUM_WARPS * 32)
-    assert [wide for wide, _ in full] == [2 * rows] * 3, "paths are not apart"
-    counts = [count / (rows * lanes) for _, count in full]
-    # The paths are in no order that matters: the one with half of the elements has most for each.
-    wide, *half = sorted(counts, reverse=True)
-    half = [count / 2 for count in half]
-    assert costs.measure("l2_norm_", "fp32", compiled, wide) == []
-    assert costs.measure("l2_norm_", "half", compiled, max(half)) == []
+    for case in ("fp32", "half"):
+        compiled, found = costs.measure_case("l2_norm_", case)
+        assert found == []
+        assert faults(compiled, norm._full_chunk) == []
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)

@@ -315,12 +315,12 @@ BAD_PEERS = [
     ([], r"messages: expected one or more, got none; pass one message per rank"),
     ([ROW, ROW.char()], r"messages\[1\]: expected torch.uint8, got torch.int8; cast or view"),
     ([ROW, ROW.to("meta")], r"messages\[1\]: expected device cpu, got meta; move"),
-    ([ROW, MESSAGES], r"messages\[1\]: expected a 1-D tensor, got shape \(2, 288\); pass its"),
+    ([ROW, MESSAGES], r"messages\[1\]: expected a contiguous 1-D tensor, got shape \(2, 288\)"),
     ([ROW[:3], ROW], r"messages\[0\]: expected 288 bytes a message, got 3, too short for the head"),
     ([ROW, ROW[:-16]], r"messages\[1\]: expected 288 bytes a message, .*got 272; pass messages"),
     (
         [ROW, torch.zeros(2 * NUM_BYTES).byte()[::2]],
-        r"messages\[1\]: expected a contiguous tensor.*\(2,\)",
+        r"messages\[1\]: expected a contiguous 1-D tensor.*\(2,\)",
     ),
 ]
 

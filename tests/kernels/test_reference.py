@@ -61,8 +61,27 @@ def test_reduce_worlds_1_to_9(pair, scale, accumulate):
         oracle.check_reduce(reference.reduce_, world, 131, pair, scale, accumulate)
 
 
+@pairs
 @modes
-@pytest.mark.parametrize("world", [1, 2, 5])
+def test_reduce_of_many_rows_in_one_call(pair, scale, accumulate):
+    for world, shard in ((15, 131), (16, 131), (17, 1), (64, 2048), (1024, 128), (1024, 129)):
+        oracle.check_reduce(reference.reduce_, world, shard, pair, scale, accumulate)
+
+
+def test_many_rows_are_added_in_rank_order():
+    """Each 2**-24 is lost to 1 by itself, and two of them added first would not be."""
+    parts = torch.full((reference.MANY_ROWS + 1, 3), 2.0**-24)
+    parts[0] = 1.0
+    out = torch.empty(3)
+    reference.reduce_(out, parts)
+    assert out.tolist() == [1.0] * 3
+    parts[[0, -1]] = parts[[-1, 0]]
+    reference.reduce_(out, parts)
+    assert out.tolist() == [1.0 + 2.0**-20] * 3
+
+
+@modes
+@pytest.mark.parametrize("world", [1, 2, 5, 16])
 def test_reduce_of_nothing_writes_nothing(world, scale, accumulate):
     around = torch.full((8,), oracle.CANARY)
     out, parts = around[4:4], torch.full((world, 8), 2.0)[:, 4:4]

@@ -1,9 +1,12 @@
 """Kernels that consist of NVFP4's and the transform's paths for full tiles alone, to be counted."""
 
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 import triton
 import triton.language as tl
 
-from sidestream.kernels import hadamard, nvfp4, nvfp4_blocks, nvfp4_decode
+from .. import hadamard, nvfp4, nvfp4_blocks, nvfp4_decode
 
 
 @triton.jit
@@ -21,7 +24,8 @@ def quantize_probe(
     SWIZZLED: tl.constexpr,
     HARDWARE: tl.constexpr,
     TILE: tl.constexpr,
-):
+) -> None:
+    """`nvfp4._quantize_full_tile` of this program's tile."""
     first_block = tl.program_id(0).to(tl.int64) * (TILE // 16)
     start = first_block * 16
     nvfp4._quantize_full_tile(
@@ -48,7 +52,8 @@ def dequantize_probe(
     TORCHAO: tl.constexpr,
     HARDWARE: tl.constexpr,
     TILE: tl.constexpr,
-):
+) -> None:
+    """`nvfp4_decode._dequantize_full_tile` of this program's tile."""
     first_block = tl.program_id(0).to(tl.int64) * (TILE // 16)
     nvfp4_decode._dequantize_full_tile(
         destination + first_block * 16,
@@ -62,7 +67,8 @@ def dequantize_probe(
 
 
 @triton.jit
-def amax_probe(source, amax, HADAMARD: tl.constexpr, TILE: tl.constexpr):
+def amax_probe(source, amax, HADAMARD: tl.constexpr, TILE: tl.constexpr) -> None:
+    """The amax of this program's tile, as `nvfp4._amax_kernel` takes it of full ones."""
     start = tl.program_id(0).to(tl.int64) * TILE
     low, high = nvfp4_blocks.full_halves(source + start, HADAMARD, TILE)
     found = tl.maximum(nvfp4_blocks.magnitudes(low), nvfp4_blocks.magnitudes(high))
@@ -71,6 +77,7 @@ def amax_probe(source, amax, HADAMARD: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def hadamard_probe(source, destination, INVERSE: tl.constexpr, TILE: tl.constexpr):
+def hadamard_probe(source, destination, INVERSE: tl.constexpr, TILE: tl.constexpr) -> None:
+    """`hadamard._transform_full_block` of this program's block."""
     start = tl.program_id(0).to(tl.int64) * TILE
     hadamard._transform_full_block(source + start, destination + start, INVERSE, TILE)
