@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import runpy
-import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,21 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     runpy.run_path(str(ROOT / "tests" / "checkout.py"))["make_importable"]()
 
-from sidestream.bench import gpu_kernels, gpu_steps  # noqa: E402  (importable from here on)
+from sidestream.bench import (  # noqa: E402  (importable from here on)
+    clocks,
+    gpu_steps,
+    kernel_table,
+    machine,
+    reports,
+)
+from sidestream.bench.kernel_cases.case import ALIGNMENT_NUMEL, Run  # noqa: E402
+from sidestream.bench.kernel_cases.selection import Selection, select  # noqa: E402
+from sidestream.kernels import pack_  # noqa: E402
 
 BUDGET_S = 345.0
-ROUNDS = 25
-DRY_ROUNDS = 3
+PACE = replace(kernel_table.GPU_PACE, compiled=False)
+DRY_NUMEL = 64 * 1024
+DRY_PACE = kernel_table.Pace(passes=1, min_rounds=1, max_rounds=1, seconds=0.0, sample_s=0.0)
 DRY_LABEL = "dry run: not a measurement"
 
 
@@ -50,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     report = _check(dry_run=options.dry_run)
     file = folder / "gpu_check.json"
-    file.write_text(json.dumps(report, indent=1) + "\n")
+    file.write_text(json.dumps(report, indent=1, default=asdict) + "\n")
     _print(report)
     print(f"written to {file}")
     return 0 if report["ok"] else 1
@@ -61,80 +70,56 @@ def _check(*, dry_run: bool) -> dict[str, Any]:
     budget = gpu_steps.Budget(BUDGET_S)
     device = torch.device("cpu" if dry_run else "cuda")
     steps = [gpu_steps.gpu_tests(budget, dry_run=dry_run), gpu_steps.memory_check(budget)]
-    timings: list[gpu_kernels.Timing] = []
-    host_us = None
+    kernels, host_us = None, None
     if all(step.status != "failed" for step in steps):
-        timings, wrong = gpu_kernels.measure_all(
-            device, rounds=DRY_ROUNDS if dry_run else ROUNDS, tiny=dry_run
-        )
-        host_us = gpu_kernels.host_microseconds(device, calls=200 if dry_run else 1000)
-        detail = f"wrong results: {', '.join(wrong)}" if wrong else "every result as defined"
-        steps.append(
-            gpu_steps.StepResult("kernel results", "failed" if wrong else "ok", 0.0, detail)
-        )
+        kernels = _kernels(device, dry_run=dry_run)
+        calls = 200 if dry_run else 1000
+        host_us = clocks.host_microseconds(_tiny_pack(device), clocks.clock_of(device), calls=calls)
+        steps.append(_verdict(kernels))
     if not dry_run:
         torch.cuda.empty_cache()
     steps += gpu_steps.trainings(budget, dry_run=dry_run)
     return {
         "label": DRY_LABEL if dry_run else "measurement",
         "ok": all(step.status != "failed" for step in steps),
-        "machine": _machine(device),
+        "machine": machine.describe(device),
         "steps": [vars(step) for step in steps],
-        "kernels": gpu_kernels.as_rows(timings),
+        "kernels": kernels,
         "pack_host_us": host_us,
         "seconds": time.monotonic() - start,
     }
 
 
-def _machine(device: torch.device) -> dict[str, Any]:
-    import triton
-
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "device": platform.processor() or platform.machine(),
-        "commit": _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
-        "command": " ".join(sys.argv),
-    }
-    if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-        found["cuda"] = torch.version.cuda
-        query = ("nvidia-smi", "--query-gpu=driver_version,clocks.max.mem", "--format=csv,noheader")
-        found["driver, memory clock"] = _output(*query)
-    return found
+def _kernels(device: torch.device, *, dry_run: bool) -> reports.Report:
+    """The standard cases, without torch.compile, which would take minutes."""
+    cases, pace = select(Selection()), DRY_PACE if dry_run else PACE
+    numel = DRY_NUMEL if dry_run else kernel_table.default_numel(cases, device)
+    measured = kernel_table.measure(cases, [numel], device, pace)
+    return kernel_table.report_of(measured, device, pace, " ".join(sys.argv))
 
 
-def _percent(row: dict[str, Any]) -> str:
-    target = row["target_percent"]
-    return "" if target is None else f"{target:.0f}"
+def _verdict(kernels: reports.Report) -> gpu_steps.StepResult:
+    wrong = "; ".join(kernels.wrong)
+    detail = f"wrong results: {wrong}" if wrong else "every result as defined"
+    return gpu_steps.StepResult("kernel results", "failed" if wrong else "ok", 0.0, detail)
 
 
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+def _tiny_pack(device: torch.device) -> Run:
+    """A call that is all host time."""
+    tensors = [torch.ones(8, 8, device=device) for _ in range(9)]
+    offsets = [ALIGNMENT_NUMEL * index for index in range(len(tensors))]
+    flat = torch.empty(ALIGNMENT_NUMEL * len(tensors), device=device)
+    return lambda: pack_(flat, tensors, offsets)
 
 
 def _print(report: dict[str, Any]) -> None:
-    machine = report["machine"]
-    print(f"\ngpu-check, {report['label']}: {machine['device']}, torch {machine['torch']}")
+    found = report["machine"]
+    print(f"\ngpu-check, {report['label']}: {found['device']}, torch {found['torch']}")
     print(f"\n{'step':<34} {'status':<8} {'s':>6}  detail")
     for step in report["steps"]:
         print(f"{step['name']:<34} {step['status']:<8} {step['seconds']:6.1f}  {step['detail']}")
-    if report["kernels"]:
-        print(
-            f"\n{'case':<34} {'candidate':<16} {'ms':>8} {'95 % interval':>19} "
-            f"{'GB/s':>8} {'% copy':>7} {'target':>7}   {report['label']}"
-        )
-    for row in report["kernels"]:
-        interval = f"[{row['low_ms']:.3f}, {row['high_ms']:.3f}]"
-        print(
-            f"{row['case']:<34} {row['candidate']:<16} {row['median_ms']:8.3f} {interval:>19} "
-            f"{row['gb_per_s']:8.1f} {row['percent_of_copy']:7.1f} {_percent(row):>7}"
-        )
+    if report["kernels"] is not None:
+        print(f"\n{report['label']}: {reports.format_table(report['kernels'])}")
     if report["pack_host_us"] is not None:
         print(f"\nhost time of pack_ for nine tiny tensors: {report['pack_host_us']:.1f} us a call")
     verdict = "all right" if report["ok"] else "FAILED"

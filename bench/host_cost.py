@@ -1,73 +1,87 @@
-"""Owns the measurement of host cost: microseconds of our Python for one unit in one step, beside
-PyTorch FSDP2 and the plain model.
-
-    python -m sidestream.bench.host_cost [--units 50 --world 8 --visits 12 --steps 4 --json FILE]
-    python -m sidestream.bench.host_cost --profile zero3        where one candidate's time goes
+"""Owns the measurement of host cost: microseconds of Python for one unit in one step, beside the
+rivals and the plain model.
 
 A step is forward, backward, AdamW(foreach=True) and zero_grad of a decoder whose tensors are so
-tiny that only overhead shows. Collectives go to torch's "fake" process group, which moves nothing,
-so any world size is measured in one process. One thread computes. Candidates take turns (A B C C B
-A ...); one visit is an untimed step and then `--steps` timed ones, of which the median counts.
-Automatic garbage collection stays on, because a candidate's garbage is part of its cost; what lives
-after the warm-up is frozen, so that nobody pays for walking the objects of the others.
+tiny that only overhead shows. One process is rank 0 of many: torch's "fake" group moves nothing,
+but for its all-gather, which copies its input once for every rank; that is left out here, since
+with 1024 ranks those copies would be most of every candidate's time. One thread computes.
+
+All cases live in one process and take turns (A B C C B A ...); one visit is an untimed step and a
+timed one. Many short visits beat few long ones: a shared machine's clock drifts within seconds, and
+a pair must fall into one state of it. CPU time counts, of all threads, since a stranger on the
+machine adds to the wall clock alone. Automatic garbage collection stays on, because a candidate's
+garbage is part of its cost; what lives after the warm-up is frozen, so that nobody pays for walking
+the objects of the others.
 """
 
-from __future__ import annotations
-
-import argparse
 import gc
-import json
-import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from .models import TENSORS_A_BLOCK, build_batch, host_cost_config
+from .collective_stand_ins import ALL_GATHERS, ended_work, stand_in_for
+from .models import build_batch, host_cost_config
 from .profiling import Profile, profile_calls
-from .rivals import TRAINER_NAMES, Trainer, build_trainer
-from .timing import (
-    Estimate,
-    alternating_order,
-    compare_with_limit,
-    estimate_median,
-    pair_differences,
-    pair_ratios,
-)
+from .rivals import MEGATRON_FSDP, TRAINER_NAMES, Setup, Trainer, build_trainer
+from .timing import Estimate, alternating_order, estimate_median, pair_differences, pair_ratios
 
-LIMIT_OF_RATIO = 0.4  # ours over FSDP2, model compute included
 WARM_UP_STEPS = 4
-# DDP's reducer asks the collective's future for its tensors, which the fake group does not give.
-CANDIDATES = tuple(name for name in TRAINER_NAMES if name != "ddp")
-# Wall-clock counts waits between threads and time taken by strangers; CPU counts every thread.
-_CLOCKS = {"wall": "wall", "cpu": "CPU, all threads"}
+PLAIN, FSDP2 = "plain", "fsdp2"
+# Megatron-FSDP makes CUDA streams whatever it trains on.
+CANDIDATES = tuple(name for name in TRAINER_NAMES if name != MEGATRON_FSDP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is measured: `visits` turns of `steps` timed steps for each candidate."""
+@dataclass(frozen=True, slots=True, order=True)
+class Case:
+    """One candidate with `units` blocks, as one of `world` ranks (0: plain, which has none)."""
 
-    units: int = 50
-    world: int = 8
-    visits: int = 12
-    steps: int = 4
-    candidates: tuple[str, ...] = ("plain", "fsdp2", "zero3")
+    units: int
+    world: int
+    candidate: str
+
+    def of(self, candidate: str) -> "Case":
+        """The case of another candidate to compare with."""
+        return Case(self.units, 0 if candidate == PLAIN else self.world, candidate)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Samples:
-    """One value a visit and candidate, in microseconds a unit and step: wall-clock, and CPU of all
-    threads.
+    """One value a visit: microseconds a unit and step."""
+
+    cpu_us: list[float]
+    wall_us: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What one case's samples say, all but `wall_us` in CPU time.
+
+    ratio_to_fsdp2: paired, same units and world. added_share: what it adds over the plain model, by
+    what FSDP2 adds. None where the other was not measured.
     """
 
-    wall_us: dict[str, list[float]]
-    cpu_us: dict[str, list[float]]
+    cpu_us: Estimate
+    wall_us: Estimate
+    ratio_to_fsdp2: Estimate | None
+    added_share: Estimate | None
+
+
+def cases_of(
+    candidates: Sequence[str], units: Sequence[int], worlds: Sequence[int]
+) -> tuple[Case, ...]:
+    """Every candidate at every size and world; the plain model once a size."""
+    return tuple(
+        sorted({Case(u, w, "").of(name) for u in units for w in worlds for name in candidates})
+    )
 
 
 @contextmanager
@@ -82,7 +96,9 @@ def fake_ranks(world: int) -> Iterator[None]:
     torch.set_flush_denormal(True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        yield
+        done = ended_work()
+        with stand_in_for(ALL_GATHERS, lambda *_arguments: done):
+            yield
     finally:
         dist.destroy_process_group()
         torch.set_flush_denormal(False)
@@ -100,152 +116,86 @@ def frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def measure(settings: Settings) -> Samples:
-    """Build every candidate, warm it up, and let them take turns; must run inside `fake_ranks`."""
-    config = host_cost_config(settings.units)
-    batch = build_batch(config, seed=1)
-    trainers = {name: build_trainer(name, config, foreach=True) for name in settings.candidates}
-    for trainer in trainers.values():
-        for _ in range(WARM_UP_STEPS):
-            trainer.step(*batch)
-    samples = Samples({name: [] for name in trainers}, {name: [] for name in trainers})
+def measure(
+    cases: Sequence[Case], visits: int, progress: Callable[[int, int], None] | None = None
+) -> dict[Case, Samples]:
+    """Build all cases, warm them up, and let them take turns; must run inside `fake_ranks` of at
+    least the largest world. `progress` is told visits done and in all.
+    """
+    meshes = {case.world: _mesh(case.world) for case in cases if case.world}
+    runs = {case: _warm_step(case, meshes) for case in cases}
+    samples = {case: Samples([], []) for case in cases}
     with frozen_heap():
-        for name in alternating_order(list(trainers), settings.visits):
-            wall, cpu = _visit(trainers[name], batch, settings.steps)
-            samples.wall_us[name].append(wall * 1e6 / settings.units)
-            samples.cpu_us[name].append(cpu * 1e6 / settings.units)
+        for count, case in enumerate(alternating_order(cases, visits), start=1):
+            run = runs[case]
+            run()
+            cpu_start, wall_start = time.process_time(), time.perf_counter()
+            run()
+            wall, cpu = time.perf_counter() - wall_start, time.process_time() - cpu_start
+            samples[case].wall_us.append(wall * 1e6 / case.units)
+            samples[case].cpu_us.append(cpu * 1e6 / case.units)
+            if progress is not None:
+                progress(count, visits * len(cases))
     return samples
 
 
-def _visit(
-    trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], steps: int
-) -> tuple[float, float]:
-    trainer.step(*batch)
-    wall, cpu = [], []
-    for _ in range(steps):
-        cpu_start, wall_start = time.process_time(), time.perf_counter()
-        trainer.step(*batch)
-        wall.append(time.perf_counter() - wall_start)
-        cpu.append(time.process_time() - cpu_start)
-    return statistics.median(wall), statistics.median(cpu)
+def _mesh(world: int) -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(world)), mesh_dim_names=("dp",))
 
 
-def summarise(samples: Samples) -> dict[str, dict[str, Estimate]]:
-    """Per candidate `wall_us` and `cpu_us`; where measured, `added_wall_us` and `added_cpu_us` over
-    the plain model, and `wall_over_fsdp2` and `cpu_over_fsdp2`.
-    """
-    summary: dict[str, dict[str, Estimate]] = {name: {} for name in samples.wall_us}
-    for clock, by_name in (("wall", samples.wall_us), ("cpu", samples.cpu_us)):
-        plain, fsdp2 = by_name.get("plain"), by_name.get("fsdp2")
-        for name, values in by_name.items():
-            summary[name][f"{clock}_us"] = estimate_median(values)
-            if plain is not None:
-                added = pair_differences(values, plain)
-                summary[name][f"added_{clock}_us"] = estimate_median(added)
-            if fsdp2 is not None:
-                ratios = pair_ratios(values, fsdp2)
-                summary[name][f"{clock}_over_fsdp2"] = estimate_median(ratios)
-    return summary
-
-
-def format_table(settings: Settings, summary: dict[str, dict[str, Estimate]]) -> str:
-    """The printed report: two rows a candidate, then verdicts for each of ours."""
-    lines = [
-        f"host cost, us a unit and step: {settings.units} units of {TENSORS_A_BLOCK} tensors, "
-        f"world {settings.world}, torch {torch.__version__}, "
-        f"{settings.visits} visits of {settings.steps} steps; median [95 % interval]",
-        f"{'candidate':<12} {'clock':<17} {'us':<22} {'added over plain, us':<22} over FSDP2",
-    ]
-    for name, row in summary.items():
-        for clock, label in _CLOCKS.items():
-            cells = [
-                row[key].describe(digits=digits) if key in row else "-"
-                for key, digits in (
-                    (f"{clock}_us", 0),
-                    (f"added_{clock}_us", 0),
-                    (f"{clock}_over_fsdp2", 3),
-                )
-            ]
-            lines.append(f"{name:<12} {label:<17} {cells[0]:<22} {cells[1]:<22} {cells[2]}")
-    for name, row in summary.items():
-        for clock, label in _CLOCKS.items():
-            if name.startswith("zero") and f"{clock}_over_fsdp2" in row:
-                verdict = compare_with_limit(row[f"{clock}_over_fsdp2"], LIMIT_OF_RATIO)
-                lines.append(f"{name} over FSDP2, {label}, at most {LIMIT_OF_RATIO}: {verdict}")
-    return "\n".join(lines)
-
-
-def profile(name: str, settings: Settings) -> Profile:
-    """Profile one candidate's steps, per unit and step; must run inside `fake_ranks`."""
-    config = host_cost_config(settings.units)
+def _warm_step(case: Case, meshes: Mapping[int, DeviceMesh]) -> Callable[[], object]:
+    config = host_cost_config(case.units)
     batch = build_batch(config, seed=1)
-    trainer = build_trainer(name, config, foreach=True)
+    mesh = meshes.get(case.world)
+    trainer = build_trainer(case.candidate, config, Setup(foreach=True, mesh=mesh))
+    _leave_out_all_reduce(trainer)
     for _ in range(WARM_UP_STEPS):
         trainer.step(*batch)
+    return lambda: trainer.step(*batch)
+
+
+def _leave_out_all_reduce(trainer: Trainer) -> None:
+    """DDP asks an all-reduce for its tensors, which the fake group's does not have."""
+    if isinstance(trainer.module, DistributedDataParallel):
+        trainer.module.register_comm_hook(None, _reduced)
+
+
+# DDP reads these annotations, so they must not be postponed; and it names the arguments.
+def _reduced(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def summarise(samples: Mapping[Case, Samples]) -> dict[Case, Summary]:
+    """One summary a case."""
+    return {case: _summarise(case, samples) for case in samples}
+
+
+def _summarise(case: Case, samples: Mapping[Case, Samples]) -> Summary:
+    own = samples[case]
+    plain, fsdp2 = samples.get(case.of(PLAIN)), samples.get(case.of(FSDP2))
+    ratio = share = None
+    if fsdp2 is not None and case.world:
+        ratio = estimate_median(pair_ratios(own.cpu_us, fsdp2.cpu_us))
+        if plain is not None:
+            added = [pair_differences(each.cpu_us, plain.cpu_us) for each in (own, fsdp2)]
+            share = estimate_median(pair_ratios(*added))
+    return Summary(
+        cpu_us=estimate_median(own.cpu_us),
+        wall_us=estimate_median(own.wall_us),
+        ratio_to_fsdp2=ratio,
+        added_share=share,
+    )
+
+
+def growth(samples: Mapping[Case, Samples], small: Case, large: Case) -> Estimate:
+    """A unit's cost in `large` by that in `small`, paired."""
+    return estimate_median(pair_ratios(samples[large].cpu_us, samples[small].cpu_us))
+
+
+def profile(case: Case, steps: int) -> Profile:
+    """Profile one case's steps, per unit and step; must run inside `fake_ranks`."""
+    run = _warm_step(case, {case.world: _mesh(case.world)} if case.world else {})
     with frozen_heap():
-        return profile_calls(
-            lambda: trainer.step(*batch), settings.visits * settings.steps, units=settings.units
-        )
-
-
-def write_json(path: Path, settings: Settings, samples: Samples) -> None:
-    """Settings, machine, samples and estimates, so that a figure can be recomputed."""
-    summary = {
-        name: {key: estimate.as_json() for key, estimate in row.items()}
-        for name, row in summarise(samples).items()
-    }
-    content = {
-        "settings": asdict(settings),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "limit_of_ratio": LIMIT_OF_RATIO,
-        "summary": summary,
-        "samples": asdict(samples),
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; see the head of this file."""
-    parser = argparse.ArgumentParser(
-        prog="sidestream.bench.host_cost", description=__doc__.splitlines()[0]
-    )
-    defaults = Settings()
-    parser.add_argument("--units", type=int, default=defaults.units)
-    parser.add_argument("--world", type=int, default=defaults.world)
-    parser.add_argument("--visits", type=int, default=defaults.visits)
-    parser.add_argument(
-        "--steps", type=int, default=defaults.steps, help="timed steps in one visit"
-    )
-    parser.add_argument(
-        "--candidates",
-        default=",".join(defaults.candidates),
-        help=f"from {', '.join(CANDIDATES)}",
-    )
-    parser.add_argument("--json", type=Path, help="write settings, samples and estimates here")
-    parser.add_argument("--profile", choices=CANDIDATES, help="profile this candidate instead")
-    options = parser.parse_args(arguments)
-    candidates = tuple(options.candidates.split(","))
-    if unknown := set(candidates) - set(CANDIDATES):
-        parser.error(f"--candidates takes {', '.join(CANDIDATES)}, got {sorted(unknown)}")
-    settings = Settings(
-        units=options.units,
-        world=options.world,
-        visits=options.visits,
-        steps=options.steps,
-        candidates=candidates,
-    )
-    with fake_ranks(settings.world):
-        if options.profile:
-            print(f"{options.profile}, us a unit and step")
-            print(profile(options.profile, settings).describe())
-            return 0
-        samples = measure(settings)
-    print(format_table(settings, summarise(samples)))
-    if options.json:
-        write_json(options.json, settings, samples)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return profile_calls(run, steps, units=case.units)

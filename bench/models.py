@@ -66,14 +66,16 @@ def host_cost_config(layers: int) -> DecoderConfig:
 
 
 class Block(nn.Module):
-    """Causal self-attention and a gated MLP, each behind an RMS norm and added to its input;
-    [batch, sequence, width].
+    """Causal self-attention and a gated MLP, each behind an RMS norm and added to its input.
+
+    Tokens of all sequences lie in one dimension, [batch * sequence, width]: a matrix goes through
+    `nn.Linear` without the views that more dimensions cost there.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         width, hidden = config.width, config.hidden
-        self.heads = config.heads
+        self.heads_shape = (-1, config.sequence, config.heads, width // config.heads)
         self.attention_norm = nn.RMSNorm(width)
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
@@ -86,14 +88,13 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape out as in."""
-        batch, sequence, width = hidden.shape
-        heads = (batch, sequence, self.heads, width // self.heads)
+        heads = self.heads_shape
         normed = self.attention_norm(hidden)
         query = self.query(normed).view(heads).transpose(1, 2)
         key = self.key(normed).view(heads).transpose(1, 2)
         value = self.value(normed).view(heads).transpose(1, 2)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.output(mixed.transpose(1, 2).flatten(2))
+        hidden = hidden + self.output(mixed.transpose(1, 2).reshape(hidden.shape))
         normed = self.mlp_norm(hidden)
         return hidden + self.down(functional.silu(self.gate(normed)) * self.up(normed))
 
@@ -112,11 +113,11 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The loss of one batch."""
-        hidden = self.embedding(tokens)
+        hidden = self.embedding(tokens.flatten())
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(self.norm(hidden))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return functional.cross_entropy(logits, targets.flatten())
 
 
 def build_decoder(config: DecoderConfig, *, seed: int = 0) -> Decoder:

@@ -1,8 +1,12 @@
-"""Owns the rank processes of a bench: start them on this machine, join them by gloo, collect what
-each returns.
+"""Owns the rank processes of a bench: start them on this machine, join them, collect what each
+returns.
+
+    device_type    backend    each rank has
+    cpu            gloo       one compute thread; ranks talk over the loopback interface
+    cuda           nccl       the GPU of its number, as the current device
 
 A rank that fails ends the others; its traceback is in the error. Ranks meet through a file, so no
-port has to be free, talk over the loopback interface, and compute with one thread each.
+port has to be free.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -26,14 +31,37 @@ import torch.distributed as dist
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LOOPBACK = "lo"
 _FAREWELL_S = 5.0
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class RanksFailed(RuntimeError):
+    """A rank raised, ended early or overran; the text has the traceback of each that did."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Where the ranks meet and on what they compute."""
+
+    rendezvous: str
+    device_type: str
+
+
+def device_of(rank: int, device_type: str) -> torch.device:
+    """What rank `rank` computes on."""
+    return torch.device("cuda", rank) if device_type == "cuda" else torch.device(device_type)
 
 
 def run_ranks(
-    work: Callable[[int, Any], Any], world: int, argument: Any, *, timeout_s: float = 1800.0
+    work: Callable[[int, Any], Any],
+    world: int,
+    argument: Any,
+    *,
+    device_type: str = "cpu",
+    timeout_s: float = 1800.0,
 ) -> list[Any]:
     """`work(rank, argument)` in `world` new processes; what each returned, in rank order.
 
-    `work` must be importable and everything it takes or returns must pickle. Raises RuntimeError
+    `work` must be importable and everything it takes or returns must pickle. Raises RanksFailed
     with the traceback of the first rank that failed, or when a rank ended or `timeout_s` passed
     without a result; no process is left behind.
     """
@@ -49,7 +77,7 @@ def run_ranks(
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_enter,
-                    args=(work, rank, world, rendezvous, argument, sender),
+                    args=(work, rank, world, _Meeting(rendezvous, device_type), argument, sender),
                     daemon=True,
                 )
                 process.start()
@@ -89,12 +117,12 @@ def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
             # The rank that is to blame may speak last: give the others time to say why they failed.
             deadline = min(deadline, time.monotonic() + _FAREWELL_S)
     if failures:
-        raise RuntimeError(
+        raise RanksFailed(
             "\n".join(f"rank {rank} failed:\n{text}" for rank, text in sorted(failures.items()))
         )
     missing = sorted(set(range(len(receivers))) - set(results))
     if missing:
-        raise RuntimeError(
+        raise RanksFailed(
             f"ranks {missing} gave no result within {timeout_s:g} s; "
             "ask for fewer steps or a longer time limit."
         )
@@ -113,7 +141,7 @@ def _enter(
     work: Callable[[int, Any], Any],
     rank: int,
     world: int,
-    rendezvous: str,
+    meeting: _Meeting,
     argument: Any,
     sender: Connection,
 ) -> None:
@@ -124,12 +152,16 @@ def _enter(
     # DTensor calls a collective by a name that torch itself has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
+        device = device_of(rank, meeting.device_type)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo",
-            init_method=rendezvous,
+            _BACKENDS[device.type],
+            init_method=meeting.rendezvous,
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=300),
+            device_id=device if device.type == "cuda" else None,
         )
         outcome = (True, work(rank, argument))
         dist.barrier()

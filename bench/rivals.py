@@ -1,34 +1,46 @@
 """Owns the candidates of the benches: one decoder trained plainly, by DDP, by FSDP2 (as it comes
-and tuned) and by sidestream.
+and tuned), by Megatron-FSDP and by sidestream.
 
 | name             | what it is                                                                 |
 |------------------|----------------------------------------------------------------------------|
 | `plain`          | the module alone: no communication, each rank trains its own copy          |
 | `ddp`            | `DistributedDataParallel(gradient_as_bucket_view=True)`                    |
+| `ddp_zero1`      | the same with `ZeroRedundancyOptimizer`, parameters in its buckets         |
 | `fsdp2`          | torch's `fully_shard` on every block and the root, resharded after forward |
-| `fsdp2_tuned`    | the same with its collectives made of point-to-point messages: gloo's own  |
-|                  | reduce-scatter moves as many bytes as an all-reduce                        |
+| `fsdp2_tuned`    | the same with its collectives made of messages, see `fsdp2_messages`       |
+| `megatron_fsdp`  | `megatron_fsdp.fully_shard`, ZeRO-3, where it is installed, on a GPU       |
 | `zero0`..`zero3` | sidestream, called as a user would                                         |
+
+In bfloat16 all that can keep their main parameters and the optimizer in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from .. import full_state_dict, fully_shard
+from .. import MixedPrecisionPolicy, full_state_dict, fully_shard
+from ..training.errors import UsageError
+from .fsdp2_messages import MessageAllGather, MessageReduceScatter
 from .models import Block, Decoder, DecoderConfig, build_decoder
 
 LEARNING_RATE = 3e-4
+MEGATRON_FSDP = "megatron_fsdp"
+_FLOAT32_ONLY = ("plain", "ddp", "ddp_zero1")
 
 
 @dataclass(frozen=True)
@@ -55,139 +67,148 @@ class Trainer:
         return self.read_parameters(self.module)
 
 
-class MessageAllGather:
-    """FSDP2's all-gather out of point-to-point messages, straight into the parts of the output."""
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a trainer is built.
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A fresh buffer, as FSDP2's own collectives take."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """`input_tensor` of every rank into its part of `output_tensor`; done when it returns,
-        whatever `async_op` says.
-        """
-        rank, parts = group.rank(), output_tensor.view(group.size(), -1)
-        flat_input = input_tensor.view(-1)
-        pending = _exchange(group, lambda peer: flat_input, lambda peer: parts[peer])
-        if parts[rank].data_ptr() != input_tensor.data_ptr():
-            parts[rank].copy_(flat_input)
-        for work in pending:
-            work.wait()
-        return None
-
-
-class MessageReduceScatter:
-    """FSDP2's reduce-scatter out of point-to-point messages: a rank gets its part from each peer
-    and adds in rank order.
+    foreach: AdamW's option. mesh: its ranks, by default all. dtype: of forward, backward and wire.
     """
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A fresh buffer, as FSDP2's own collectives take."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """This rank's part of the sum (or mean) of all ranks' inputs; done when it returns,
-        whatever `async_op` says.
-
-        Raises ValueError for an operation other than SUM and AVG.
-        """
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(
-                f"the reduction must be SUM or AVG, got {op}; "
-                "leave the gradient divide factor unset."
-            )
-        rank, world = group.rank(), group.size()
-        parts = input_tensor.view(world, -1)
-        arrived = torch.empty_like(parts)
-        pending = _exchange(group, lambda peer: parts[peer], lambda peer: arrived[peer])
-        for work in pending:
-            work.wait()
-        total = output_tensor.view(-1)
-        total.copy_(parts[rank] if rank == 0 else arrived[0])
-        for peer in range(1, world):
-            total.add_(parts[rank] if peer == rank else arrived[peer])
-        if op == dist.ReduceOp.AVG:
-            total.div_(world)
-        return None
+    seed: int = 0
+    foreach: bool | None = None
+    mesh: DeviceMesh | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
 
 
-def _exchange(
-    group: dist.ProcessGroup, outgoing: Callable[[int], Tensor], incoming: Callable[[int], Tensor]
-) -> list[dist.Work]:
-    rank, world = group.rank(), group.size()
-    pending = []
-    for distance in range(1, world):
-        source, target = (rank - distance) % world, (rank + distance) % world
-        pending.append(group.recv([incoming(source)], source, 0))
-        pending.append(group.send([outgoing(target)], target, 0))
-    return pending
+def require_trainer(name: str, device_type: str, dtype: torch.dtype = torch.float32) -> None:
+    """Refuse a candidate that does not exist or cannot run there.
 
-
-def build_trainer(
-    name: str, config: DecoderConfig, *, seed: int = 0, foreach: bool | None = None
-) -> Trainer:
-    """The decoder of `seed` under the candidate `name` (see the table above), with AdamW.
-
-    Raises ValueError for a name that is not in `TRAINER_NAMES`.
+    Raises:
+        UsageError: it says why, and what to do instead.
     """
     if name not in _BUILDERS:
-        raise ValueError(
-            f"trainer must be one of {', '.join(TRAINER_NAMES)}, got {name!r}; choose one of them."
+        raise UsageError(
+            f"trainer: expected one of {', '.join(TRAINER_NAMES)}, got {name!r}; choose one of them"
         )
-    return _BUILDERS[name](name, build_decoder(config, seed=seed), foreach)
+    if name == MEGATRON_FSDP and importlib.util.find_spec(MEGATRON_FSDP) is None:
+        raise UsageError(
+            f"{name}: expected the package megatron-fsdp, got no such module; "
+            "pip install megatron-fsdp, or leave it out"
+        )
+    if name == MEGATRON_FSDP and device_type != "cuda":
+        raise UsageError(
+            f"{name}: expected a GPU, since it makes CUDA streams whatever it trains on, got "
+            f"{device_type}; leave it out here"
+        )
+    if name == "fsdp2_tuned" and device_type != "cpu":
+        raise UsageError(
+            f"{name}: expected cpu, since its messages are made for gloo, got {device_type}; "
+            "compare with fsdp2"
+        )
+    if name in _FLOAT32_ONLY and dtype != torch.float32:
+        raise UsageError(
+            f"{name}: expected torch.float32, since it keeps no main parameters beside others, got "
+            f"{dtype}; leave it out"
+        )
 
 
-def _adamw(module: nn.Module, foreach: bool | None) -> AdamW:
-    return AdamW(module.parameters(), lr=LEARNING_RATE, foreach=foreach)
+def build_trainer(name: str, config: DecoderConfig, setup: Setup | None = None) -> Trainer:
+    """The decoder of `setup.seed` under the candidate `name` (see the table above), with AdamW.
+
+    Raises UsageError where `require_trainer` does.
+    """
+    setup = setup or Setup()
+    require_trainer(name, setup.device.type, setup.dtype)
+    model = build_decoder(config, seed=setup.seed).to(setup.device)
+    return _BUILDERS[name](name, model, setup)
 
 
-def _build_plain(name: str, model: Decoder, foreach: bool | None) -> Trainer:
-    return Trainer(name, model, _adamw(model, foreach), _read_plain)
+def _adamw(module: nn.Module, setup: Setup) -> AdamW:
+    return AdamW(module.parameters(), lr=LEARNING_RATE, foreach=setup.foreach)
 
 
-def _build_ddp(name: str, model: Decoder, foreach: bool | None) -> Trainer:
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+def _build_plain(name: str, model: Decoder, setup: Setup) -> Trainer:
+    return Trainer(name, model, _adamw(model, setup), _read_plain)
+
+
+def _build_ddp(name: str, model: Decoder, setup: Setup) -> Trainer:
+    group = None if setup.mesh is None else setup.mesh.get_group()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, process_group=group)
+    zero1 = name == "ddp_zero1"
+    optimizer = _zero_redundancy_adamw(model, setup, group) if zero1 else _adamw(model, setup)
     # The wrapper prefixes every name with `module.`, so the model itself is read.
-    return Trainer(name, wrapped, _adamw(wrapped, foreach), lambda _: _read_plain(model))
+    return Trainer(name, wrapped, optimizer, lambda _: _read_plain(model))
 
 
-def _build_fsdp2(name: str, model: Decoder, foreach: bool | None) -> Trainer:
+def _zero_redundancy_adamw(
+    model: Decoder, setup: Setup, group: dist.ProcessGroup | None
+) -> Optimizer:
+    # Its package scripts functions when it is imported, which torch itself warns of.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(
+        model.parameters(),
+        AdamW,
+        process_group=group,
+        parameters_as_bucket_view=True,
+        lr=LEARNING_RATE,
+        foreach=setup.foreach,
+    )
+
+
+def _build_fsdp2(name: str, model: Decoder, setup: Setup) -> Trainer:
+    options: dict[str, Any] = {"mesh": setup.mesh, "reshard_after_forward": True}
+    if setup.dtype != torch.float32:
+        options["mp_policy"] = TorchPrecision(param_dtype=setup.dtype)
     # The base classes of the two collectives have no public name, so a type checker cannot see the
     # fit.
-    shards: list[Any] = [
-        torch_fully_shard(block, reshard_after_forward=True) for block in model.blocks
-    ]
-    shards.append(torch_fully_shard(model, reshard_after_forward=True))
+    shards: list[Any] = [torch_fully_shard(module, **options) for module in (*model.blocks, model)]
     if name == "fsdp2_tuned":
         for shard in shards:
             shard.set_custom_all_gather(MessageAllGather())
             shard.set_custom_reduce_scatter(MessageReduceScatter())
-    return Trainer(name, model, _adamw(model, foreach), _read_distributed)
+    return Trainer(name, model, _adamw(model, setup), _read_distributed)
 
 
-def _build_sidestream(name: str, model: Decoder, foreach: bool | None) -> Trainer:
+def _build_megatron_fsdp(name: str, model: Decoder, setup: Setup) -> Trainer:
+    api: Any = importlib.import_module(MEGATRON_FSDP)
+    options: dict[str, Any] = {}
+    # It makes a mesh of its own, of all ranks: one that is given must have a tensor-parallel axis.
+    assert setup.mesh is None or setup.mesh.size() == dist.get_world_size()
+    if setup.dtype != torch.float32:
+        options["mixed_precision_policy"] = api.MixedPrecisionPolicy(
+            main_params_dtype=torch.float32,
+            main_grads_dtype=torch.float32,
+            grad_comm_dtype=setup.dtype,
+        )
+    # Wrapping takes an optimizer step with zero gradients, to have its state: with a rate of zero
+    # that leaves the weights alone, and the count of steps is set back below.
+    module, optimizer = api.fully_shard(
+        model.to(setup.dtype),
+        AdamW(model.parameters(), lr=0.0, foreach=setup.foreach),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=3,
+        device=setup.device,
+        **options,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = LEARNING_RATE
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return Trainer(name, module, optimizer, _read_megatron)
+
+
+def _build_sidestream(name: str, model: Decoder, setup: Setup) -> Trainer:
+    policy = MixedPrecisionPolicy(param_dtype=None if setup.dtype == torch.float32 else setup.dtype)
     module, optimizer = fully_shard(
         model,
-        _adamw(model, foreach),
+        _adamw(model, setup),
+        device_mesh=setup.mesh,
         fsdp_unit_modules=[Block],
         zero_dp_strategy=int(name.removeprefix("zero")),
+        mixed_precision_policy=policy,
     )
     assert optimizer is not None
     return Trainer(name, module, optimizer, full_state_dict)
@@ -205,11 +226,21 @@ def _read_distributed(module: nn.Module) -> dict[str, Tensor]:
     return full
 
 
-_BUILDERS: dict[str, Callable[[str, Decoder, bool | None], Trainer]] = {
+def _read_megatron(module: nn.Module) -> dict[str, Tensor]:
+    gather: Any = importlib.import_module(f"{MEGATRON_FSDP}.uneven_dtensor")
+    return {
+        name.removeprefix("module."): gather.uneven_dtensor_to_full_tensor(shard).float()
+        for name, shard in module.state_dict().items()
+    }
+
+
+_BUILDERS: dict[str, Callable[[str, Decoder, Setup], Trainer]] = {
     "plain": _build_plain,
     "ddp": _build_ddp,
+    "ddp_zero1": _build_ddp,
     "fsdp2": _build_fsdp2,
     "fsdp2_tuned": _build_fsdp2,
+    MEGATRON_FSDP: _build_megatron_fsdp,
     **{f"zero{level}": _build_sidestream for level in range(4)},
 }
 TRAINER_NAMES = tuple(_BUILDERS)

@@ -1,17 +1,16 @@
-"""Owns what a rank does in the step-time bench: two trainers in one process, steps in turn, then
-proof that they trained alike.
+"""Owns what a rank does in `sidestream bench step`: two trainers in one process, steps in turn,
+then proof that they trained alike; or one trainer alone, for its memory and its profile.
 
     barrier | step | barrier      the timed span: a step counts as done when every rank has done it
 
 Both trainers see the same batches in the same order, so after the same number of steps they must
-hold the same losses and weights.
+hold the same losses and weights. On a GPU every barrier waits for the device first.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +18,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
+from ..training.result import peak_memory_mib
 from .models import DecoderConfig, build_batch
 from .profiling import profile_calls
-from .ranks import read_loopback_bytes
-from .rivals import Trainer, build_trainer
+from .ranks import device_of, read_loopback_bytes
+from .rivals import Setup, Trainer, build_trainer
 from .timing import alternating_order
 
 # DDP rebuilds its buckets and sidestream records the order of its units before a step is steady.
@@ -34,8 +35,27 @@ WIRE_STEPS = 3
 # Norm of the difference over norm of the weights. Equal bits are usual with 2 ranks; with more,
 # another order of summing moves an Adam step by up to its own size where a gradient is next to
 # zero.
-PARAMETER_TOLERANCE = 1e-4
-LOSS_TOLERANCE = 1e-4
+PARAMETER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# A loss in bfloat16 has eight bits: 5.5 is known to 0.02.
+LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+TINY_CONFIG = DecoderConfig(
+    layers=2, width=16, heads=2, hidden=32, vocabulary=32, sequence=8, batch=2
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained, on what, and in which dtype."""
+
+    config: DecoderConfig
+    device_type: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def setup(self) -> Setup:
+        """For the trainers of this rank: all ranks in one mesh."""
+        mesh = init_device_mesh(self.device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        device = device_of(dist.get_rank(), self.device_type)
+        return Setup(mesh=mesh, device=device, dtype=self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +64,7 @@ class PairCase:
 
     names: tuple[str, str]
     pairs: int
-    config: DecoderConfig
+    task: Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +88,18 @@ class SoloCase:
 
     name: str
     steps: int
-    config: DecoderConfig
+    task: Task
     profile: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoloOutcome:
-    """What one rank saw of a trainer that has the process to itself."""
+    """What one rank saw of a trainer that has the process to itself.
+
+    start_mib, peak_mib: resident memory, or allocated on the GPU, before it is built and at most.
+    """
 
     seconds: list[float]
-    losses: list[float]
     wire_bytes: int | None
     start_mib: float
     peak_mib: float
@@ -89,26 +111,34 @@ class BatchedTrainer:
     losses.
     """
 
-    def __init__(self, trainer: Trainer, config: DecoderConfig) -> None:
-        self.trainer = trainer
+    def __init__(self, name: str, config: DecoderConfig, setup: Setup) -> None:
+        self.trainer: Trainer = build_trainer(name, config, setup)
         self.losses: list[Tensor] = []
         self._config = config
+        self._device = setup.device
 
     def timed_step(self) -> float:
         """Train on the next batch; seconds from when every rank was ready to when every rank was
         done.
         """
         seed = len(self.losses) * dist.get_world_size() + dist.get_rank()
-        batch = build_batch(self._config, seed=seed)
-        dist.barrier()
+        batch = [each.to(self._device) for each in build_batch(self._config, seed=seed)]
+        self._meet()
         start = time.perf_counter()
         self.losses.append(self.trainer.step(*batch))
-        dist.barrier()
+        self._meet()
         return time.perf_counter() - start
 
+    def _meet(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        dist.barrier()
+
     def wire_bytes_of_a_step(self) -> int | None:
-        """Least traffic on the loopback interface over some steps: strangers there can only add."""
-        if read_loopback_bytes() is None:
+        """Least traffic on the loopback interface over some steps: strangers there can only add.
+        None where the ranks do not talk over it.
+        """
+        if self._device.type != "cpu" or read_loopback_bytes() is None:
             for _ in range(WIRE_STEPS):
                 self.timed_step()
             return None
@@ -125,9 +155,8 @@ class BatchedTrainer:
 
 def work_on_pair(rank: int, case: PairCase) -> PairOutcome:
     """Time the two trainers of `case` in turn. Raises RuntimeError if they did not train alike."""
-    runs = {
-        name: BatchedTrainer(build_trainer(name, case.config), case.config) for name in case.names
-    }
+    setup = case.task.setup()
+    runs = {name: BatchedTrainer(name, case.task.config, setup) for name in case.names}
     for run in runs.values():
         for _ in range(WARM_UP_STEPS):
             run.timed_step()
@@ -141,7 +170,7 @@ def work_on_pair(rank: int, case: PairCase) -> PairOutcome:
     losses = {name: torch.stack(run.losses).tolist() for name, run in runs.items()}
     first, second = (run.trainer.full_parameters() for run in runs.values())
     relative, unequal = compare_parameters(first, second)
-    check_agreement(losses, relative)
+    check_agreement(losses, relative, case.task.dtype)
     return PairOutcome(
         seconds=seconds,
         losses=losses,
@@ -176,18 +205,23 @@ def compare_parameters(first: dict[str, Tensor], second: dict[str, Tensor]) -> t
     return (difference / scale) ** 0.5, unequal / total
 
 
-def check_agreement(losses: dict[str, list[float]], relative_difference: float) -> None:
+def check_agreement(
+    losses: dict[str, list[float]],
+    relative_difference: float,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Raises RuntimeError when the trainers' losses or weights differ by more than rounding
     explains; NaN counts as different.
     """
     (first_name, first), (second_name, second) = losses.items()
     gaps = [abs(left - right) for left, right in zip(first, second, strict=True)]
     worst = max(math.inf if math.isnan(gap) else gap for gap in gaps)
-    if not (worst <= LOSS_TOLERANCE and relative_difference <= PARAMETER_TOLERANCE):
+    of_loss, of_weights = LOSS_TOLERANCE[dtype], PARAMETER_TOLERANCE[dtype]
+    if not (worst <= of_loss and relative_difference <= of_weights):
         raise RuntimeError(
             f"{first_name} and {second_name} did not train alike: losses differ by up to "
-            f"{worst:.3g} (expected at most {LOSS_TOLERANCE:g}), weights by "
-            f"{relative_difference:.3g} of their norm (expected at most {PARAMETER_TOLERANCE:g}); "
+            f"{worst:.3g} (expected at most {of_loss:g}), weights by "
+            f"{relative_difference:.3g} of their norm (expected at most {of_weights:g}); "
             "a time is worth nothing until they agree."
         )
 
@@ -196,22 +230,28 @@ def work_alone(rank: int, case: SoloCase) -> SoloOutcome:
     """Time one trainer; rank 0 profiles as many steps again if `case` asks for it, while the others
     just take part.
     """
-    start_mib = _peak_resident_mib()
-    run = BatchedTrainer(build_trainer(case.name, case.config), case.config)
+    setup = case.task.setup()
+    # What is loaded and kept by the first step of a process is not the trainer's.
+    BatchedTrainer(case.name, TINY_CONFIG, setup).timed_step()
+    gc.collect()
+    if setup.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(setup.device)
+    start_mib = peak_memory_mib(setup.device)
+    run = BatchedTrainer(case.name, case.task.config, setup)
     for _ in range(WARM_UP_STEPS):
         run.timed_step()
     seconds = [run.timed_step() for _ in range(case.steps)]
     wire_bytes = run.wire_bytes_of_a_step()
+    peak_mib = peak_memory_mib(setup.device)
     report = None
     if case.profile:
         profile = _PROFILERS[case.profile] if rank == 0 else _no_profile
         report = profile(run.timed_step, case.steps)
     return SoloOutcome(
         seconds=seconds,
-        losses=torch.stack(run.losses).tolist(),
         wire_bytes=wire_bytes,
         start_mib=start_mib,
-        peak_mib=_peak_resident_mib(),
+        peak_mib=peak_mib,
         profile=report,
     )
 
@@ -226,12 +266,15 @@ def _profile_python(call: Callable[[], object], steps: int) -> str:
 
 
 def _profile_operators(call: Callable[[], object], steps: int) -> str:
-    with torch_profile(activities=[ProfilerActivity.CPU]) as recorded:
+    activities, own_time = [ProfilerActivity.CPU], "self_cpu_time_total"
+    if dist.get_backend() == "nccl":
+        activities, own_time = [*activities, ProfilerActivity.CUDA], "self_device_time_total"
+    with torch_profile(activities=activities) as recorded:
         for _ in range(steps):
             call()
     averages = recorded.key_averages()
     return f"totals over {steps} steps\n" + averages.table(
-        sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60
+        sort_by=own_time, row_limit=30, max_name_column_width=60
     )
 
 
@@ -239,7 +282,3 @@ _PROFILERS: dict[str, Callable[[Callable[[], object], int], str | None]] = {
     "python": _profile_python,
     "operators": _profile_operators,
 }
-
-
-def _peak_resident_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -15,6 +15,9 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # Two launches of the same code on a busy machine differ by this much, so a smaller difference is
 # not a result.
@@ -45,12 +48,12 @@ class Estimate:
         }
 
 
-def alternating_order(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Every name once a round, each round in the reverse order of the one before."""
+def alternating_order(candidates: Sequence[T], rounds: int) -> Iterator[T]:
+    """Every candidate once a round, each round in the reverse order of the one before."""
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}; ask for one round or more.")
     for index in range(rounds):
-        yield from names if index % 2 == 0 else reversed(names)
+        yield from candidates if index % 2 == 0 else reversed(candidates)
 
 
 def pair_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:

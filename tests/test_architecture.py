@@ -21,8 +21,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_JIT_KERNEL_LINES = 100
 MAX_POSITIONAL_PARAMETERS = 6
-# A script that starts before the package has a name on the machine, so it cannot import relatively.
-SCRIPTS = ("bench/gpu_check.py",)
+# What starts before the package has a name on the machine, so that it cannot import relatively.
+SCRIPTS = ("bench/gpu_check.py", "bench/test_speed/test_kernels.py")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`make gpu-check` without a GPU: a red gate times nothing, failures are told, copy is the roof."""
+"""`make gpu-check` without a GPU: a red gate times nothing, failures are told."""
 
 import json
 import sys
@@ -6,7 +6,9 @@ import sys
 import pytest
 import torch
 
-from sidestream.bench import gpu_check, gpu_kernels, gpu_memcheck, gpu_steps
+from sidestream.bench import gpu_check, gpu_memcheck, gpu_steps
+from sidestream.bench.kernel_cases import many_tensors
+from sidestream.bench.kernel_cases.selection import Selection, select
 
 CPU = torch.device("cpu")
 
@@ -20,7 +22,13 @@ def _no_programs(monkeypatch, tmp_path):
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(gpu_steps, "gpu_tests", lambda budget, dry_run: _step("ok"))
     monkeypatch.setattr(gpu_steps, "trainings", lambda budget, dry_run: [])
-    monkeypatch.setattr(gpu_check, "DRY_ROUNDS", 1)
+    monkeypatch.setattr(gpu_check, "DRY_NUMEL", 20_000)
+
+
+@pytest.fixture
+def _few_cases(monkeypatch):
+    some = Selection(ops=("reduce", "unpack"))
+    monkeypatch.setattr(gpu_check, "select", lambda selection: select(some))
 
 
 def _run(tmp_path):
@@ -33,14 +41,12 @@ def test_dry_run_is_labelled_and_measures_every_case(tmp_path, capsys):
     code, report = _run(tmp_path)
     assert code == 0
     assert report["label"] == gpu_check.DRY_LABEL
-    cases = {row["case"] for row in report["kernels"] if row["candidate"] == "sidestream"}
-    assert {"pack bf16 -> fp32 accumulate", "reduce world 8 bf16 -> fp32"} <= cases
-    assert {"quantize_mx e4m3", "reduce_messages world 8 mxfp8", "adamw bf16 -> bf16"} <= cases
-    ours = [row for row in report["kernels"] if row["candidate"] == "sidestream"]
-    targets = {row["case"]: row["target_percent"] for row in ours}
-    assert targets["quantize_nvfp4"] == pytest.approx(70.0)
-    assert targets["quantize_nvfp4 SR"] == pytest.approx(60.0)
-    assert report["kernels"][0]["percent_of_copy"] == pytest.approx(100.0)
+    rows = report["kernels"]["rows"]
+    ours = {row["case"]: row for row in rows if row["candidate"] == "sidestream"}
+    assert set(ours) == {case.name for case in select(Selection())}
+    assert ours["quantize_nvfp4 bf16"]["target_percent"] == pytest.approx(70.0)
+    assert ours["quantize_nvfp4 bf16 SR"]["target_percent"] == pytest.approx(60.0)
+    assert all(row["percent_of_copy"] > 0 for row in rows)
     assert "not a measurement" in capsys.readouterr().out
 
 
@@ -49,22 +55,23 @@ def test_red_tests_time_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_steps, "gpu_tests", lambda budget, dry_run: _step("failed"))
     code, report = _run(tmp_path)
     assert code == 1
-    assert report["kernels"] == []
+    assert report["kernels"] is None
     assert "GB/s" not in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("_no_programs")
+@pytest.mark.usefixtures("_no_programs", "_few_cases")
 def test_a_wrong_kernel_has_no_times(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_kernels, "reduce_", lambda out, parts, accumulate: out.fill_(1.0))
+    monkeypatch.setattr(many_tensors, "reduce_", lambda out, parts, **options: out.fill_(1.0))
     code, report = _run(tmp_path)
     assert code == 1
-    assert not any(row["case"].startswith("reduce world") for row in report["kernels"])
-    assert any(row["case"].startswith("pack") for row in report["kernels"])
+    timed = {row["case"] for row in report["kernels"]["rows"]}
+    assert not any(case.startswith("reduce world") for case in timed)
+    assert "unpack bf16 -> bf16" in timed
     failed = [step for step in report["steps"] if step["status"] == "failed"]
     assert "reduce world 2" in failed[0]["detail"]
 
 
-@pytest.mark.usefixtures("_no_programs")
+@pytest.mark.usefixtures("_no_programs", "_few_cases")
 def test_failed_training_fails_the_check(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_steps, "trainings", lambda budget, dry_run: [_step("failed")])
     assert _run(tmp_path)[0] == 1

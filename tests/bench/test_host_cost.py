@@ -10,65 +10,98 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sidestream.bench.commands import host
 from sidestream.bench.host_cost import (
     CANDIDATES,
-    LIMIT_OF_RATIO,
+    Case,
     Samples,
-    Settings,
+    cases_of,
     fake_ranks,
-    format_table,
-    main,
+    growth,
     summarise,
 )
 from sidestream.bench.profiling import profile_calls
+from sidestream.cli import main
+from sidestream.sharding.collectives import start_all_gather
 
 VISITS = 6
 
 
-def _samples(**wall: float) -> Samples:
-    return Samples(
-        {name: [value] * VISITS for name, value in wall.items()},
-        {name: [value / 2] * VISITS for name, value in wall.items()},
-    )
+def _samples(**cpu_us: float) -> dict[Case, Samples]:
+    """`fsdp2_8=2800.0`: 10 units of FSDP2 at world 8."""
+    found = {}
+    for name, value in cpu_us.items():
+        candidate, _, world = name.partition("_")
+        case = Case(10, int(world or 0), candidate)
+        found[case] = Samples([value] * VISITS, [2 * value] * VISITS)
+    return found
 
 
-def test_summary_subtracts_plain_and_divides_by_fsdp2():
-    summary = summarise(_samples(plain=800.0, fsdp2=2800.0, zero3=1120.0))
-    ours = {key: estimate.median for key, estimate in summary["zero3"].items()}
-    assert ours == pytest.approx(
-        {
-            "wall_us": 1120.0,
-            "cpu_us": 560.0,
-            "added_wall_us": 320.0,
-            "added_cpu_us": 160.0,
-            "wall_over_fsdp2": 0.4,
-            "cpu_over_fsdp2": 0.4,
-        }
+def test_cases_hold_the_plain_model_once_a_size():
+    found = cases_of(("plain", "zero3"), (2, 5), (8, 64))
+    assert len(found) == len(set(found)) == 6
+    assert [case for case in found if case.candidate == "plain"] == [
+        Case(2, 0, "plain"),
+        Case(5, 0, "plain"),
+    ]
+
+
+def test_summary_compares_with_plain_and_fsdp2_of_the_same_world():
+    samples = _samples(
+        plain=800.0, fsdp2_8=2800.0, fsdp2_64=4800.0, zero3_8=1120.0, zero3_64=1200.0
     )
+    summary = summarise(samples)
+    near, far = summary[Case(10, 8, "zero3")], summary[Case(10, 64, "zero3")]
+    assert (near.cpu_us.median, near.wall_us.median) == (1120.0, 2240.0)
+    assert near.ratio_to_fsdp2.median == pytest.approx(0.4)
+    assert near.added_share.median == pytest.approx(0.16)
+    assert far.ratio_to_fsdp2.median == pytest.approx(0.25)
+    assert far.added_share.median == pytest.approx(0.1)
+    grown = growth(samples, Case(10, 8, "zero3"), Case(10, 64, "zero3"))
+    assert grown.median == pytest.approx(1200 / 1120)
 
 
 def test_summary_leaves_out_what_was_not_measured():
-    assert set(summarise(_samples(zero3=1.0))["zero3"]) == {"wall_us", "cpu_us"}
+    row = summarise(_samples(zero3_8=1.0))[Case(10, 8, "zero3")]
+    assert row.ratio_to_fsdp2 is row.added_share is None
 
 
 @pytest.mark.parametrize(
-    ("ours", "verdict"),
-    [pytest.param(1000.0, "met", id="below"), pytest.param(1200.0, "missed", id="above")],
+    ("ours", "ratio", "share"),
+    [
+        pytest.param(1000.0, "met", "met", id="below"),
+        pytest.param(1200.0, "missed", "met", id="ratio-above"),
+        pytest.param(1400.0, "missed", "missed", id="both-above"),
+    ],
 )
-def test_table_gives_a_verdict_on_ours_alone(ours, verdict):
-    table = format_table(Settings(), summarise(_samples(plain=800.0, fsdp2=2800.0, zero3=ours)))
-    verdicts = [line for line in table.splitlines() if f"at most {LIMIT_OF_RATIO}" in line]
-    assert len(verdicts) == 2
-    assert all(line.startswith("zero3") and line.endswith(verdict) for line in verdicts)
+def test_verdicts_are_on_ours_alone(ours, ratio, share):
+    samples = _samples(plain=800.0, fsdp2_8=2800.0, ddp_8=2700.0, zero3_8=ours)
+    lines = list(host.verdicts(samples, summarise(samples)))
+    assert len(lines) == 2
+    assert all(line.startswith("zero3, 10 units, world 8: ") for line in lines)
+    assert lines[0].endswith(f"at most {host.LIMIT_OF_RATIO}: {ratio}")
+    assert lines[1].endswith(f"at most {host.LIMIT_OF_ADDED_SHARE}: {share}")
+
+
+def test_growth_with_the_world_is_judged_for_ours_and_shown_for_fsdp2():
+    samples = _samples(fsdp2_8=2.0, fsdp2_64=4.0, zero3_8=1.0, zero3_64=1.1, ddp_8=1.0, ddp_64=1.0)
+    lines = [line for line in host.verdicts(samples, summarise(samples)) if " 64 over 8" in line]
+    assert [line.split(":")[0] for line in lines] == ["fsdp2", "zero3"]
+    assert lines[0].endswith("2.000 [2.000, 2.000]")
+    assert lines[1].endswith(f"at most {host.LIMIT_OF_GROWTH}: missed")
 
 
 def test_fake_ranks_leave_no_trace():
-    threads = torch.get_num_threads()
+    threads, gather = torch.get_num_threads(), dist.ProcessGroup._allgather_base
     with fake_ranks(1024):
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1024)
         assert torch.get_num_threads() == 1
+        output = torch.full((1024, 3), 7.0)
+        start_all_gather(dist.group.WORLD, output, torch.zeros(3)).wait()
+        assert output.eq(7.0).all(), "an all-gather copied something"
     assert not dist.is_initialized()
     assert torch.get_num_threads() == threads
+    assert dist.ProcessGroup._allgather_base is gather
 
 
 def test_profile_divides_by_calls_and_units():
@@ -100,40 +133,48 @@ def test_profile_tells_time_of_other_threads_apart():
 
 
 @pytest.mark.timeout(240)
-def test_command_measures_every_candidate_and_writes_its_result(tmp_path):
-    result = tmp_path / "host_cost.json"
-    command = [sys.executable, "-m", "sidestream.bench.host_cost", "--units", "2", "--world", "4"]
-    command += ["--visits", "2", "--steps", "1", "--json", str(result)]
-    command += ["--candidates", ",".join(CANDIDATES)]
-    finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
-    )
-    assert finished.returncode == 0, finished.stderr
-    for name in CANDIDATES:
-        assert f"\n{name} " in finished.stdout
+def test_command_measures_every_candidate_and_writes_its_result(tmp_path, capsys):
+    result = tmp_path / "host.json"
+    command = ["bench", "host", "--units", "2", "--world", "4,8", "--visits", "2"]
+    assert main([*command, "--json", str(result), "--candidates", ",".join(CANDIDATES)]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in CANDIDATES)
     content = json.loads(result.read_text())
-    assert content["settings"]["world"] == 4
-    assert [len(values) for values in content["samples"]["wall_us"].values()] == [2] * len(
-        CANDIDATES
-    )
-    ratio = content["summary"]["zero3"]["wall_over_fsdp2"]["median"]
-    assert 0.05 < ratio < 20
+    rows = {(row["candidate"], row["world"]): row for row in content["rows"]}
+    assert len(rows) == 2 * len(CANDIDATES) - 1  # the plain model has no ranks
+    assert all(len(row["samples"]["cpu_us"]) == 2 for row in rows.values())
+    assert rows["fsdp2", 4]["ratio_to_fsdp2"] == 1.0
+    assert 0.05 < rows["zero3", 8]["ratio_to_fsdp2"] < 20
 
 
 @pytest.mark.timeout(240)
 def test_command_profiles_one_candidate(tmp_path):
-    command = [sys.executable, "-m", "sidestream.bench.host_cost", "--units", "2"]
-    command += ["--visits", "1", "--steps", "2", "--profile", "zero3"]
+    command = [sys.executable, "-m", "sidestream", "bench", "host", "--units", "2"]
+    command += ["--world", "4", "--profile", "zero3"]
     finished = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
     )
     assert finished.returncode == 0, finished.stderr
-    assert "zero3, us a unit and step" in finished.stdout
+    assert "zero3, 2 units, world 4; us a unit and step" in finished.stdout
     assert "sharding/" in finished.stdout
 
 
-@pytest.mark.parametrize("name", ["zero9", "ddp"])
-def test_command_refuses_a_candidate_it_cannot_measure(name, capsys):
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--candidates", "plain,zero9", "got zero9"),
+        ("--units", "10,0", "got '0'"),
+        ("--world", "eight", "got 'eight'"),
+        ("--visits", "-1", "got '-1'"),
+    ],
+)
+def test_command_refuses_what_it_cannot_measure(option, value, message, capsys):
     with pytest.raises(SystemExit):
-        main(["--candidates", f"plain,{name}"])
-    assert f"got ['{name}']" in capsys.readouterr().err
+        main(["bench", "host", option, value])
+    assert message in capsys.readouterr().err
+
+
+def test_command_refuses_an_unwritable_file_before_it_measures(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(host, "measure", lambda *_: pytest.fail("measured all the same"))
+    assert main(["bench", "host", "--json", str(tmp_path / "nowhere" / "host.json")]) == 2
+    assert "--json" in capsys.readouterr().err

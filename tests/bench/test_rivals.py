@@ -1,23 +1,32 @@
 """Tests of the benches' candidates: messages do what the collectives do, and all train alike."""
 
+import functools
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from sidestream.bench import rivals
+from sidestream.bench.fsdp2_messages import MessageAllGather, MessageReduceScatter
 from sidestream.bench.models import DecoderConfig, build_batch
 from sidestream.bench.rivals import (
+    LEARNING_RATE,
+    MEGATRON_FSDP,
     TRAINER_NAMES,
-    MessageAllGather,
-    MessageReduceScatter,
+    Setup,
     build_trainer,
+    require_trainer,
 )
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.training.errors import UsageError
 
 CONFIG = DecoderConfig(layers=2, width=16, heads=2, hidden=32, vocabulary=32, sequence=8, batch=2)
 STEPS = 3
 # Two ranks add in either order to the same bits; three round differently in another order, by an
 # error that Adam may turn into a good part of a step (3e-4) where a gradient is next to zero.
 TOLERANCE = {2: 0.0, 3: 3e-4}
+ON_CPU = tuple(name for name in TRAINER_NAMES if name != MEGATRON_FSDP)
 
 
 def _gathered(rank: int, world_size: int, in_place: bool) -> list[torch.Tensor]:
@@ -86,10 +95,15 @@ def _trained(rank: int, world_size: int, name: str) -> dict:
     return {"losses": losses, "parameters": trainer.full_parameters()}
 
 
+@functools.cache
+def _trained_by_ddp(world: int) -> list[dict]:
+    return run_on_ranks(_trained, world, "ddp")
+
+
 @pytest.mark.parametrize("world", [2, 3], ids=lambda world: f"world{world}")
-@pytest.mark.parametrize("name", [name for name in TRAINER_NAMES if name not in ("plain", "ddp")])
+@pytest.mark.parametrize("name", [name for name in ON_CPU if name not in ("plain", "ddp")])
 def test_every_candidate_trains_as_ddp_does(name, world):
-    reference = run_on_ranks(_trained, world, "ddp")
+    reference = _trained_by_ddp(world)
     ranks = run_on_ranks(_trained, world, name)
     tolerance = TOLERANCE[world]
     for rank, (ours, theirs) in enumerate(zip(ranks, reference, strict=True)):
@@ -105,6 +119,72 @@ def test_plain_ranks_drift_apart():
     """What the comparison above would catch: without communication ranks hold other weights."""
     first, second = (each["parameters"] for each in run_on_ranks(_trained, 2, "plain"))
     assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def _trained_in_bf16(rank: int, world_size: int, name: str) -> dict:
+    trainer = build_trainer(name, CONFIG, Setup(dtype=torch.bfloat16))
+    losses = [
+        trainer.step(*build_batch(CONFIG, seed=world_size * step + rank)) for step in range(STEPS)
+    ]
+    return {"losses": torch.stack(losses), "parameters": trainer.full_parameters()}
+
+
+def test_bf16_is_computed_in_and_main_parameters_are_not():
+    ours, theirs = (run_on_ranks(_trained_in_bf16, 2, name) for name in ("zero3", "fsdp2"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["losses"].dtype == other["losses"].dtype == torch.bfloat16
+        torch.testing.assert_close(one["losses"], other["losses"], rtol=0.01, atol=0.0)
+        for name, value in one["parameters"].items():
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(other["parameters"][name], value, rtol=0.0, atol=1e-4)
+
+
+class _Package:
+    """Does what Megatron-FSDP's `fully_shard` does to an optimizer, and nothing to the model."""
+
+    @staticmethod
+    def fully_shard(module, optimizer, **options):
+        assert options["zero_dp_strategy"] == 3
+        optimizer.param_groups.clear()
+        optimizer.add_param_group({"params": module.parameters()})
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        return module, optimizer
+
+
+def test_megatron_fsdp_starts_where_the_others_do(monkeypatch):
+    """Its wrapping takes a step with zero gradients, which decays weights and counts."""
+    monkeypatch.setattr(rivals, "require_trainer", lambda *_: None)
+    monkeypatch.setitem(sys.modules, MEGATRON_FSDP, _Package)
+    theirs, plain = build_trainer(MEGATRON_FSDP, CONFIG), build_trainer("plain", CONFIG)
+    assert theirs.optimizer.param_groups[0]["lr"] == LEARNING_RATE
+    for step in range(STEPS):
+        batch = build_batch(CONFIG, seed=step)
+        assert torch.equal(theirs.step(*batch), plain.step(*batch))
+    for one, other in zip(theirs.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("installed", "device_type", "message"),
+    [
+        (False, "cuda", "expected the package megatron-fsdp"),
+        (True, "cpu", "expected a GPU"),
+        (True, "cuda", None),
+    ],
+    ids=["not-installed", "no-gpu", "both"],
+)
+def test_megatron_fsdp_needs_its_package_and_a_gpu(installed, device_type, message, monkeypatch):
+    monkeypatch.setattr(
+        rivals.importlib.util, "find_spec", lambda name: object() if installed else None
+    )
+    if message is None:
+        require_trainer(MEGATRON_FSDP, device_type)
+        return
+    with pytest.raises(UsageError, match=message):
+        require_trainer(MEGATRON_FSDP, device_type)
 
 
 def test_unknown_candidate_is_refused():

@@ -1,0 +1,1 @@
+"""What the compiler made of the kernels, looked at without a GPU: `sidestream inspect`."""

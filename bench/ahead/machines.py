@@ -1,0 +1,134 @@
+"""Owns what is known of GPUs that are not here: limits of a multiprocessor, rates of products.
+
+    occupancy   resident warps by the most there can be: by registers, shared memory and blocks
+    prediction  of two times an element, the longer one:
+                    bytes / copy rate
+                    instructions / 32 / (4 a cycle * multiprocessors * clock)
+
+The second is the rate at which warps can issue. Many instructions have half of it or less (integers
+on Hopper, FP32 on an A100), so that time is a lower bound: "instructions" is sure, "bytes" is not.
+
+Limits of multiprocessors: CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute
+Capability"; how registers and shared memory are allotted: cuda_occupancy.h of CUDA 13.0.
+Multiprocessors, clocks, memory rates: NVIDIA's data sheets; clocks are the ones that their FP32
+rate follows from, but for Hopper's. What a copy reaches, 3.0 TB/s on an H100 and 4.3 on an H200, is
+0.90 of the data sheet's rate, and so it is taken for the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+KIB = 1024
+THREADS_PER_WARP = 32
+WARPS_A_CYCLE = 4
+REGISTERS = 64 * KIB
+REGISTER_UNIT = 256  # allotted to a warp at a time
+PARTITIONS = 4  # of the registers; a warp's are in one
+SHARED_UNIT = 128  # bytes
+RESERVED_SHARED = KIB  # of each block, by CUDA
+COPY_SHARE = 0.90
+_AMD_WAVES = 8  # of a SIMD: LLVM, "User Guide for AMDGPU Backend", gfx942
+_AMD_OCCUPANCY = re.compile(r"; Occupancy: (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessor:
+    """What one multiprocessor holds at most; `shared_bytes` of all blocks together."""
+
+    warps: int
+    blocks: int
+    shared_bytes: int
+
+
+MULTIPROCESSORS: Mapping[str, Multiprocessor] = {
+    "sm_80": Multiprocessor(64, 32, 164 * KIB),
+    "sm_89": Multiprocessor(48, 24, 100 * KIB),
+    "sm_90": Multiprocessor(64, 32, 228 * KIB),
+    "sm_100": Multiprocessor(64, 32, 228 * KIB),
+    "sm_120": Multiprocessor(48, 24, 100 * KIB),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A product: what decides how fast it can move an element and work on it."""
+
+    name: str
+    target: str
+    multiprocessors: int
+    clock_ghz: float
+    copy_gb_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What limits a kernel on a GPU, "bytes" or "instructions", and its part of a copy's rate.
+
+    issued: the time of the instructions by that of the bytes; above 1 they are the bound.
+    """
+
+    gpu: str
+    bound: str
+    share: float
+    issued: float
+
+
+def _by_data_sheet(
+    name: str, target: str, multiprocessors: int, clock_ghz: float, memory_gb_s: float
+) -> Gpu:
+    return Gpu(name, target, multiprocessors, clock_ghz, COPY_SHARE * memory_gb_s)
+
+
+GPUS: tuple[Gpu, ...] = (
+    _by_data_sheet("A100", "sm_80", 108, 1.410, 2039),  # SXM, 80 GB
+    _by_data_sheet("L40S", "sm_89", 142, 2.520, 864),
+    _by_data_sheet("RTX4090", "sm_89", 128, 2.520, 1008),
+    # The clock of the budgets in the tests: below the 1.98 GHz that the data sheet's rate needs.
+    Gpu("H100", "sm_90", 132, 1.755, 3000),
+    Gpu("H200", "sm_90", 132, 1.755, 4300),
+    _by_data_sheet("B200", "sm_100", 148, 1.965, 8000),
+    _by_data_sheet("RTX5090", "sm_120", 170, 2.407, 1792),
+)
+
+
+def gpus_of(target: str) -> tuple[Gpu, ...]:
+    """The products that code for `target` runs on."""
+    return tuple(gpu for gpu in GPUS if gpu.target == target)
+
+
+def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) -> float:
+    """Resident warps by the most there can be, of blocks of `num_warps` warps on NVIDIA's `target`.
+
+    0 where not even one block fits.
+    """
+    limits = MULTIPROCESSORS[target]
+    per_warp = _round_up(max(registers, 1) * THREADS_PER_WARP, REGISTER_UNIT)
+    by_registers = PARTITIONS * (REGISTERS // PARTITIONS // per_warp) // num_warps
+    by_shared = limits.shared_bytes // _round_up(shared_bytes + RESERVED_SHARED, SHARED_UNIT)
+    blocks = min(limits.blocks, limits.warps // num_warps, by_registers, by_shared)
+    return blocks * num_warps / limits.warps
+
+
+def amd_occupancy(assembly: str) -> float | None:
+    """Resident waves by the most there can be, as AMD's compiler says in its assembly."""
+    found = _AMD_OCCUPANCY.search(assembly)
+    return int(found[1]) / _AMD_WAVES if found else None
+
+
+def predict(gpu: Gpu, moved_bytes: float, instructions: float) -> Prediction:
+    """What an element costs on `gpu`, when it moves these bytes and a thread has to execute these
+    instructions.
+    """
+    bytes_ns = moved_bytes / gpu.copy_gb_s
+    a_nanosecond = WARPS_A_CYCLE * THREADS_PER_WARP * gpu.multiprocessors * gpu.clock_ghz
+    instructions_ns = instructions / a_nanosecond
+    issued = instructions_ns / bytes_ns
+    bound = "bytes" if issued <= 1 else "instructions"
+    return Prediction(gpu.name, bound, 1 / max(1, issued), issued)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

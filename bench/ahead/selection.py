@@ -1,0 +1,91 @@
+"""Owns which cases and targets are looked at, by what was asked for; unknown names are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...kernels import ahead, aot
+from ...training.errors import UsageError
+
+ALL = "all"
+MAX_NAMES = 20
+
+
+class SelectionError(UsageError):
+    """An op, a case or a target that there is not, or more than one where one is needed."""
+
+
+def targets_of(text: str) -> tuple[str, ...]:
+    """The targets in a list with commas, or all of them.
+
+    Raises:
+        SelectionError: a name that is none.
+    """
+    if text == ALL:
+        return tuple(aot.TARGETS)
+    found = tuple(dict.fromkeys(text.split(",")))
+    for target in found:
+        if target not in aot.TARGETS:
+            known = ", ".join(aot.TARGETS)
+            raise SelectionError(f"--arch: expected some of {known}, or {ALL}, got {target!r}")
+    return found
+
+
+def cases_of(ops: str | None, text: str | None) -> tuple[ahead.Case, ...]:
+    """The cases of the ops in a list with commas whose names contain `text`; by default all.
+
+    An op is known by its own name, "cast_", and without the line at the end.
+
+    Raises:
+        SelectionError: a name that is none, or no case with that text.
+    """
+    found = ahead.cases()
+    if ops is not None:
+        known = tuple(dict.fromkeys(case.op for case in found))
+        names = [op if op in known else f"{op}_" for op in ops.split(",")]
+        for name in names:
+            if name not in known:
+                raise SelectionError(
+                    f"--op: expected some of {', '.join(known)}, got {name.removesuffix('_')!r}"
+                )
+        found = tuple(case for case in found if case.op in names)
+    if text is None:
+        return found
+    selected = tuple(case for case in found if text in case.name)
+    if not selected:
+        raise SelectionError(
+            f"--case: expected a part of a case's name, got {text!r}; there are {_names(found)}"
+        )
+    return selected
+
+
+def only_case(cases: Sequence[ahead.Case], text: str | None, option: str) -> ahead.Case:
+    """The one case that is left; or of several, the one whose whole name is `text`.
+
+    Raises:
+        SelectionError: there are several.
+    """
+    exact = [case for case in cases if case.name == text]
+    left = exact if len(exact) == 1 else cases
+    if len(left) > 1:
+        raise SelectionError(
+            f"{option}: expected one case, got {len(left)}: {_names(left)}; "
+            "choose one with --op and --case"
+        )
+    return left[0]
+
+
+def only_target(targets: Sequence[str], option: str) -> str:
+    """The one target.
+
+    Raises:
+        SelectionError: there are several.
+    """
+    if len(targets) > 1:
+        raise SelectionError(f"{option}: expected one --arch, got {', '.join(targets)}; leave one")
+    return targets[0]
+
+
+def _names(cases: Sequence[ahead.Case]) -> str:
+    names = [f"{case.op} {case.name!r}" for case in cases[:MAX_NAMES]]
+    return ", ".join(names) + (", ..." if len(cases) > MAX_NAMES else "")

@@ -1,0 +1,89 @@
+"""Owns the comparison of a report with an earlier one of the same machine; all of it is pure.
+
+A row of ours has become slower if all of this holds; each alone happens to the same code too:
+
+    its median is more than 15 % above that of the baseline
+    their spreads do not touch: now its 10 % quantile is above the 90 % quantile of then
+    its share of the copy's rate has fallen by as much: the machine is not slower as a whole
+
+Rivals' ratios are printed, and nobody fails for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .kernel_cases.case import OURS
+from .reports import Report, ReportError, Row, read_report
+
+LIMIT = 1.15
+RULE = (
+    f"slower: more than {LIMIT - 1:.0%} above the baseline's median, spreads apart, and share of "
+    "the copy's rate down by as much"
+)
+# What must be equal for two times to be comparable.
+_SAME_MACHINE = ("device", "threads")
+
+Key = tuple[str, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One row beside the same row of the baseline; `ratio` is its median by that of then."""
+
+    row: Row
+    ratio: float
+    slower: bool
+
+
+def read_baseline(path: Path, machine: Mapping[str, object]) -> Report:
+    """The report at `path`, of a machine like this one.
+
+    Raises:
+        ReportError: it cannot be read, or was measured on another device.
+    """
+    baseline = read_report(path)
+    for name in _SAME_MACHINE:
+        if baseline.machine.get(name) != machine.get(name):
+            raise ReportError(
+                f"--baseline: expected {name} {machine.get(name)!r} as here, got "
+                f"{baseline.machine.get(name)!r} in {path}; measure a baseline on this machine"
+            )
+    return baseline
+
+
+def compare(rows: Iterable[Row], baseline: Sequence[Row]) -> list[Comparison]:
+    """Each of `rows` that the baseline has too."""
+    earlier = {_key(row): row for row in baseline}
+    return [_compare(row, earlier[_key(row)]) for row in rows if _key(row) in earlier]
+
+
+def _key(row: Row) -> Key:
+    return row.case, row.numel, row.candidate
+
+
+def _compare(row: Row, before: Row) -> Comparison:
+    ratio = row.median_us / before.median_us
+    slower = (
+        row.candidate == OURS
+        and ratio > LIMIT
+        and row.low_us > before.high_us
+        and row.percent_of_copy * LIMIT < before.percent_of_copy
+    )
+    return Comparison(row, ratio, slower)
+
+
+def format_comparison(found: Sequence[Comparison], baseline: Report) -> str:
+    """The ratios, ours and rivals', and what became of the rule."""
+    lines = [f"\nbeside {baseline.command} of {baseline.date}, medians: now by then"]
+    lines.append(f"{'case':<40} {'elements':>10} {'candidate':<16} {'ratio':>7}")
+    for one in found:
+        row, verdict = one.row, "  SLOWER" if one.slower else ""
+        lines.append(
+            f"{row.case:<40} {row.numel:>10} {row.candidate:<16} {one.ratio:7.3f}{verdict}"
+        )
+    slower = sum(one.slower for one in found)
+    lines.append(f"{slower} of {len(found)} rows slower ({RULE})")
+    return "\n".join(lines)

@@ -1,0 +1,38 @@
+"""Owns putting functions of the bench in the place of a process group's collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.futures import Future
+
+ALL_GATHERS = ("all_gather_single", "_allgather_base")  # from torch 2.13 on, and before
+
+
+def ended_work() -> dist.Work:
+    """What a collective returns that has ended."""
+    future: Future[list[Tensor]] = Future()
+    future.set_result([])
+    work: dist.Work = c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+    return work
+
+
+@contextmanager
+def stand_in_for(methods: Sequence[str], function: Callable[..., dist.Work]) -> Iterator[None]:
+    """Inside, `function(group, output, input, ...)` is those of `methods` that `dist.ProcessGroup`
+    has, for all groups.
+    """
+    known = [name for name in methods if hasattr(dist.ProcessGroup, name)]
+    originals: dict[str, Any] = {name: getattr(dist.ProcessGroup, name) for name in known}
+    for name in known:
+        setattr(dist.ProcessGroup, name, function)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist.ProcessGroup, name, original)

@@ -1,0 +1,155 @@
+"""`sidestream bench kernels`: times kernels that are right, beside rivals and a copy.
+
+    sidestream bench kernels                                    all standard cases, on a GPU if any
+    sidestream bench kernels --op pack_,reduce_ --numel 1M,16M --json now.json
+    sidestream bench kernels --format mxfp8 --baseline then.json
+
+Exit code 1 when a result is wrong or a kernel slower than in the baseline, 2 when what was asked
+for cannot be done, which is told before anything is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...training.errors import UsageError
+from ...training.paths import require_writable_file
+from .parsing import counts
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..reports import Report
+
+_SUFFIXES = {"": 1, "k": 1024, "M": 1024**2, "G": 1024**3}
+_MAX_NUMEL = 2**40
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `kernels` with its options."""
+    parser = subparsers.add_parser(
+        "kernels",
+        help="time kernels beside their rivals and a copy of as many bytes",
+        description="Time kernels beside their rivals and a copy of as many bytes. A kernel whose "
+        "result is wrong has no times. Options that take several values take them with commas.",
+    )
+    parser.add_argument("--op", type=_names, help="ops of docs/kernels.md: pack_,quantize_mx")
+    parser.add_argument(
+        "--format",
+        type=_names,
+        help="formats that are read or written: bf16,e4m3,mxfp8",
+    )
+    parser.add_argument(
+        "--dtype", type=_names, help="of what is converted from or to, and of gradients: bf16,fp32"
+    )
+    parser.add_argument("--world", type=counts, help="only sums over so many ranks: 2,8")
+    parser.add_argument(
+        "--numel",
+        type=_sizes,
+        help="about how many elements are read, 1M being 2^20 "
+        "(default 1M, on a GPU 208M, which is a Llama 3 8B block)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile of plain PyTorch competes (default: on a GPU; a CPU needs a C++ "
+        "compiler and some seconds a case)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument("--csv", metavar="FILE", help="write the rows")
+    parser.add_argument(
+        "--baseline",
+        metavar="FILE",
+        help="print ratios to an earlier --json of this machine, and fail where a kernel is "
+        "slower by more than 15 %%, not counting what the machine does to a copy as well",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, write; 0 when everything is right and nothing slower."""
+    from .. import baseline, kernel_table
+    from ..kernel_cases.selection import Selection, select
+    from ..machine import describe
+    from ..reports import format_table
+
+    device = _device(options.device)
+    cases = select(
+        Selection(
+            ops=options.op,
+            formats=options.format,
+            dtypes=options.dtype,
+            worlds=options.world,
+        )
+    )
+    numels = options.numel or (kernel_table.default_numel(cases, device),)
+    for option in ("json", "csv"):
+        if getattr(options, option) is not None:
+            require_writable_file(getattr(options, option), f"--{option}")
+    earlier = None
+    if options.baseline is not None:
+        earlier = baseline.read_baseline(Path(options.baseline), describe(device))
+    kernel_table.require_memory(cases, numels, device)
+    pace = kernel_table.pace_of(device, compiled=options.compile)
+    measured = kernel_table.measure(cases, numels, device, pace, _progress())
+    command = shlex.join(["sidestream", *options.arguments])
+    report = kernel_table.report_of(measured, device, pace, command)
+    print(format_table(report))
+    _write(options, report)
+    found = baseline.compare(report.rows, earlier.rows if earlier else ())
+    if earlier is not None:
+        print(baseline.format_comparison(found, earlier))
+    return 1 if report.wrong or any(one.slower for one in found) else 0
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them, each with k, M or G behind it or not."""
+    sizes = []
+    for word in text.split(","):
+        found = re.fullmatch(r"(\d{1,15})([kMG]?)", word)
+        size = int(found[1]) * _SUFFIXES[found[2]] if found else 0
+        if not 1 <= size <= _MAX_NUMEL:
+            raise argparse.ArgumentTypeError(
+                f"expected numbers from 1 to {_MAX_NUMEL} such as 65536, 64k or 1M, got {word!r}"
+            )
+        sizes.append(size)
+    return tuple(dict.fromkeys(sizes))
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "--device: expected a GPU that torch sees, got none; leave --device out, or pass cpu: "
+            "every case runs there too, in plain PyTorch"
+        )
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _progress() -> Callable[[str], None]:
+    """Keeps one line of a terminal up to date, and leaves files alone."""
+    if not sys.stderr.isatty():
+        return lambda text: None
+    return lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _write(options: argparse.Namespace, report: Report) -> None:
+    from ..reports import write_text
+
+    for path, text in ((options.json, report.as_json), (options.csv, report.as_csv)):
+        if path is not None:
+            write_text(Path(path), text())

@@ -1,0 +1,179 @@
+"""Owns the result of a benchmark of kernels: its rows, its JSON document, its CSV and its table.
+
+    {"schema_version": 1, "kind": "kernels", "date": ..., "command": ..., "machine": {...},
+     "settings": {...}, "rows": [...], "wrong": [...], "notes": [...]}
+
+`Row` says what a row holds, `bench.machine` what a machine is. `schema_version` goes up when a
+reader of the old documents would misread the new ones.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..training.errors import UsageError
+
+SCHEMA_VERSION = 1
+KIND = "kernels"
+CPU_METHOD, GRAPH_METHOD, EVENTS_METHOD = "perf_counter", "CUDA graph", "CUDA events"
+
+
+class ReportError(UsageError):
+    """A file that is no result of the benchmark, or of another machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One candidate of one case at one size.
+
+    num_bytes: what any implementation must move, by the op's cost model. median_us, low_us,
+    high_us: of the samples, the last two their 10 % and 90 % quantiles. percent_of_copy: its rate
+    by that of a copy of as many bytes, timed in turn with it, which is copy_gb_per_s. method: the
+    clock. rotated: over how many sets of operands it went; cold: whether all of them are more than
+    the last cache holds. target_percent: what percent_of_copy is to be on a GPU, of ours alone.
+    """
+
+    case: str
+    op: str
+    format: str
+    dtype: str
+    world: int | None
+    numel: int
+    num_bytes: int
+    candidate: str
+    median_us: float
+    low_us: float
+    high_us: float
+    num_samples: int
+    gb_per_s: float
+    copy_gb_per_s: float
+    percent_of_copy: float
+    target_percent: float | None
+    method: str
+    rotated: int
+    cold: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All of one run. wrong: cases whose results are not as defined, and so have no times."""
+
+    date: str
+    command: str
+    machine: Mapping[str, str | int | None]
+    settings: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    wrong: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+    kind: str = KIND
+
+    def as_json(self) -> str:
+        """The document."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    def as_csv(self) -> str:
+        """The rows under the names of their fields."""
+        text = io.StringIO()
+        names = [field.name for field in dataclasses.fields(Row)]
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in self.rows)
+        return text.getvalue()
+
+
+def read_report(path: Path) -> Report:
+    """The document in the file at `path`.
+
+    Raises:
+        ReportError: there is no such file, it is damaged, or of another kind or version.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ReportError(
+            f"expected a report at {path}, got {error.strerror}; write one with --json"
+        ) from None
+    except ValueError as error:
+        raise ReportError(
+            f"{path}: expected JSON, got a damaged file ({error}); write one with --json"
+        ) from None
+    kind = found.get("kind") if isinstance(found, dict) else type(found).__name__
+    if kind != KIND:
+        raise ReportError(
+            f"{path}: expected a report of kind {KIND!r}, got {kind!r}; pass one that "
+            "`sidestream bench kernels --json` wrote"
+        )
+    if found.get("schema_version") != SCHEMA_VERSION:
+        raise ReportError(
+            f"{path}: expected schema_version {SCHEMA_VERSION}, got {found.get('schema_version')}; "
+            "measure it again with this version"
+        )
+    try:
+        rows = tuple(Row(**row) for row in found.pop("rows"))
+        for name in ("wrong", "notes"):
+            found[name] = tuple(found[name])
+        return Report(rows=rows, **found)
+    except (KeyError, TypeError) as error:
+        raise ReportError(
+            f"{path}: expected the fields of a report, got a file without them ({error}); "
+            "write one with --json"
+        ) from None
+
+
+def format_table(report: Report) -> str:
+    """The printed table, what was wrong and what was left out."""
+    machine = report.machine
+    threads = f", threads: {machine['threads']}" if machine["threads"] else ""
+    lines = [
+        f"kernels on {machine['device']}{threads}, torch {machine['torch']}, "
+        f"triton {machine['triton']}, commit {machine['commit']}",
+        "us a call: median [10 %, 90 %] of the samples; % copy: of the rate of a copy of as many "
+        "bytes",
+        f"{'case':<40} {'elements':>10} {'candidate':<20} {'us':>9} {'spread':>19} {'GB/s':>8} "
+        f"{'copy':>8} {'% copy':>7} {'target':>7}",
+    ]
+    for row in report.rows:
+        on_gpu = row.method != CPU_METHOD
+        target = f"{row.target_percent:.0f}" if row.target_percent and on_gpu else ""
+        lines.append(
+            f"{row.case:<40} {row.numel:>10} {row.candidate:<20} {row.median_us:9.1f} "
+            f"{f'[{row.low_us:.1f}, {row.high_us:.1f}]':>19} {row.gb_per_s:8.2f} "
+            f"{row.copy_gb_per_s:8.2f} {row.percent_of_copy:7.1f} {target:>7}"
+        )
+    lines += [f"note: {note}" for note in [*report.notes, *_remarks(report.rows)]]
+    lines += [f"WRONG, so not timed: {fault}" for fault in report.wrong]
+    return "\n".join(lines)
+
+
+def _remarks(rows: Sequence[Row]) -> list[str]:
+    """What the reader of a figure must know of how it came about."""
+    warm = dict.fromkeys(f"{row.case}, {row.numel}" for row in rows if not row.cold)
+    hosts = [f"{row.candidate} of {row.case}" for row in rows if row.method == EVENTS_METHOD]
+    remarks = []
+    if any(row.method == CPU_METHOD for row in rows):
+        remarks.append(
+            "on a CPU ours is the definition in plain PyTorch; targets are for GPUs only"
+        )
+    if warm:
+        remarks.append(f"too small to leave the cache between calls: {'; '.join(warm)}")
+    if hosts:
+        remarks.append(
+            f"not to be captured in a CUDA graph, host's time included: {'; '.join(hosts)}"
+        )
+    return remarks
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write all of the file or nothing."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial.write_text(text)
+    partial.replace(path)

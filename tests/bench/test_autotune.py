@@ -1,0 +1,519 @@
+"""Autotune: the search on a simulated clock, what is pruned, gated and written, and bad input."""
+
+import json
+import os
+import random
+import types
+
+import pytest
+import torch
+
+from sidestream import cli
+from sidestream.bench import sweep, tunables, tuning
+from sidestream.bench.clocks import Ticker
+from sidestream.bench.commands import autotune
+from sidestream.bench.kernel_cases.case import Case, Operands
+from sidestream.kernels import LaunchConfig, tuned
+
+DEFAULT = LaunchConfig(8192, 8)
+CONFIGS = (DEFAULT, *(LaunchConfig(1024 << i, w) for i in range(5) for w in (2, 4)))
+NAME, TRITON = "NVIDIA Test 80GB", "3.6.0"
+
+
+class Machine:
+    """A GPU whose calls take `truth` seconds, with noise, drift and interruptions."""
+
+    def __init__(self, truth, seed=0, noise=0.0, overhead_s=0.001):
+        self.truth, self.noise, self.overhead_s = truth, noise, overhead_s
+        self.random = random.Random(seed)
+        self.time = 0.0
+        self.sampled = []
+
+    def now(self):
+        return self.time
+
+    def sample(self, config):
+        self.sampled.append(config)
+        drift = 1.0 + self.noise * 3 * (int(self.time * 7) % 5) / 5
+        seconds = self.truth[config] * drift * self.random.lognormvariate(0.0, self.noise)
+        if self.noise and self.random.random() < 0.04:
+            seconds *= 3.0
+        self.time += self.overhead_s + seconds
+        return seconds
+
+
+def search(machine, candidates=CONFIGS, *, prune=None, gate=None, budget_s=10.0):
+    return sweep.sweep(
+        candidates,
+        prune=prune or (lambda config: None),
+        gate=gate or (lambda config: None),
+        sample=machine.sample,
+        budget_s=budget_s,
+        now=machine.now,
+    )
+
+
+def fates(found):
+    return {trial.config: trial.fate for trial in found.trials}
+
+
+@pytest.mark.parametrize("seed", range(12), ids="seed {}".format)
+def test_two_runs_choose_within_three_percent(seed):
+    """Candidates differ by some percent, samples by 2 % and now and then by far more."""
+    generator = random.Random(seed)
+    truth = {config: 1e-4 * (1.0 + abs(generator.gauss(0.0, 0.06))) for config in CONFIGS}
+    best = min(truth.values())
+    chosen = [truth[search(Machine(truth, 100 * seed + run, 0.02)).chosen] for run in range(6)]
+    assert max(chosen) / min(chosen) < 1.03
+    assert max(chosen) / best < 1.03
+
+
+def test_the_fastest_is_found_and_its_gain_told():
+    truth = dict.fromkeys(CONFIGS, 1.0) | {CONFIGS[3]: 0.8}
+    found = search(Machine(truth), budget_s=1000.0)
+    assert found.chosen == CONFIGS[3]
+    assert found.gain == pytest.approx(0.2)
+    assert found.median_of(CONFIGS[3]) == 0.8
+
+
+def test_within_one_percent_the_default_stays():
+    truth = dict.fromkeys(CONFIGS, 0.995) | {DEFAULT: 1.0}
+    found = search(Machine(truth), budget_s=1000.0)
+    assert (found.chosen, found.gain) == (DEFAULT, 0.0)
+
+
+def test_of_others_within_one_percent_the_smallest_block_wins():
+    truth = dict.fromkeys(CONFIGS, 1.5)
+    truth |= {
+        LaunchConfig(16384, 2): 0.900,
+        LaunchConfig(2048, 4): 0.905,
+        LaunchConfig(4096, 2): 0.904,
+    }
+    assert search(Machine(truth), budget_s=1000.0).chosen == LaunchConfig(2048, 4)
+
+
+def test_the_slow_are_given_up_early_and_the_default_never():
+    truth = dict.fromkeys(CONFIGS[1:], 1.0) | {DEFAULT: 3.0, CONFIGS[1]: 2.0, CONFIGS[2]: 2.0}
+    truth |= dict.fromkeys(CONFIGS[3:], 1.001)
+    found = search(Machine(truth), budget_s=1e6)
+    counts = {trial.config: len(trial.samples) for trial in found.trials}
+    assert counts[CONFIGS[1]] == counts[CONFIGS[2]] == sweep.HALVED_AFTER[0]
+    assert fates(found)[CONFIGS[1]] == sweep.SLOWER
+    assert counts[DEFAULT] == counts[CONFIGS[4]] == sweep.MAX_ROUNDS
+
+
+def test_every_other_round_goes_backwards():
+    machine = Machine(dict.fromkeys(CONFIGS, 1.0))
+    search(machine, CONFIGS[:3], budget_s=1.0)
+    assert machine.sampled[:6] == [*CONFIGS[2::-1], *CONFIGS[:3]]
+
+
+def test_what_is_pruned_is_never_run_and_what_is_wrong_never_timed():
+    machine = Machine(dict.fromkeys(CONFIGS, 1.0) | {CONFIGS[1]: 0.1, CONFIGS[2]: 0.1})
+    gated = []
+    found = search(
+        machine,
+        prune=lambda config: "spills" if config in CONFIGS[:2] else None,
+        gate=lambda config: gated.append(config) or ("wrong" if config == CONFIGS[2] else None),
+    )
+    assert CONFIGS[1] not in gated
+    assert gated[0] == DEFAULT  # which is not pruned, spill as it may
+    assert not {CONFIGS[1], CONFIGS[2]} & set(machine.sampled)
+    assert (fates(found)[CONFIGS[1]], fates(found)[CONFIGS[2]]) == ("spills", "wrong")
+    assert found.chosen not in CONFIGS[1:3]
+
+
+def test_a_wrong_default_is_not_tuned():
+    machine = Machine(dict.fromkeys(CONFIGS, 1.0))
+    found = search(machine, gate=lambda config: "wrong" if config == DEFAULT else None)
+    assert (found.chosen, found.gain, machine.sampled) == (None, None, [])
+
+
+def test_a_budget_is_kept():
+    machine = Machine(dict.fromkeys(CONFIGS, 1e-4), overhead_s=0.01)
+    search(machine, budget_s=2.0)
+    round_s = 0.0101 * len(CONFIGS)
+    assert machine.time <= 2.0 + round_s
+    assert machine.time >= 1.0
+
+
+def test_what_the_gate_has_no_time_for_is_not_timed():
+    machine = Machine(dict.fromkeys(CONFIGS, 1e-4))
+
+    def slow_gate(config):
+        machine.time += 1.0
+
+    found = search(machine, gate=slow_gate, budget_s=4.0)
+    assert list(fates(found).values()).count(sweep.NO_TIME) == len(CONFIGS) - 2
+    assert set(machine.sampled) == set(CONFIGS[:2])
+    alone = search(machine, gate=slow_gate, budget_s=0.0)
+    assert (alone.chosen, alone.gain) == (DEFAULT, None)
+
+
+# What can be tuned.
+
+
+def test_candidates_are_legal_distinct_and_begin_with_the_default():
+    for tunable in tunables.tunables():
+        found = tunable.candidates()
+        assert found[0] == tunable.default
+        assert len(set(found)) == len(found) > 2, tunable.name
+        assert not [one for one in found if tuned.illegal(tunable.op, one)], tunable.name
+        assert list(found[1:]) == sorted(found[1:], key=tunables.size_of)
+        assert len({one.block_bytes for one in found}) == 1 or not tunable.only_warps
+
+
+def test_every_tunable_has_a_benchmark_of_its_op_and_a_key_of_its_own():
+    found = tunables.tunables()
+    assert len({(one.op, one.case) for one in found}) == len(found)
+    assert all(one.benchmark.op == one.op for one in found)
+    assert {one.op for one in found} == set(tuned.LIMITS)
+
+
+def test_candidates_compile_with_their_block_and_their_warps():
+    pack = tunables.tunable("pack_", "fp32 accumulate")
+    made = pack.compiled(LaunchConfig(2048, 2))
+    assert (made.constexprs["TILE_BYTES"], made.num_warps) == (2048, 2)
+    default = pack.compiled(pack.default)
+    assert (default.constexprs["TILE_BYTES"], default.num_warps) == (8192, 8)
+    rows = tunables.tunable("quantize_fp8_", "row").compiled(LaunchConfig(1024, 2))
+    assert (rows.constexprs["LINE"], rows.constexprs["COUNT"], rows.num_warps) == (4096, 1, 8)
+
+
+def test_ops_go_by_their_names_and_their_functions():
+    assert {one.op for one in tunables.select(["cast", "l2_norm", "pack_"])} == {
+        "cast_", "l2_norm_", "pack_",
+    }  # fmt: skip
+    assert tunables.select(None) == list(tunables.tunables())
+
+
+@pytest.mark.parametrize(
+    ("resources", "reason"),
+    [
+        (tuning.Resources(40, 0, 0, 0.25), None),
+        (tuning.Resources(255, 8, 0, 1.0), "spills 8 bytes"),
+        (tuning.Resources(255, 0, 0, 0.12), "occupancy 12%"),
+        ("not compiled: CompilationError", "not compiled: CompilationError"),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_what_is_pruned(resources, reason):
+    assert tuning.reason(resources) == reason
+
+
+def test_resources_are_of_the_candidate():
+    crowded = tuning.look(("l2_norm_", "fp32", LaunchConfig(65536, 2), "sm_90"))
+    roomy = tuning.look(("l2_norm_", "fp32", LaunchConfig(65536, 16), "sm_90"))
+    assert isinstance(crowded, tuning.Resources) and isinstance(roomy, tuning.Resources)
+    assert crowded.registers > roomy.registers
+    assert crowded.reason is not None and roomy.reason is None
+
+
+def test_what_does_not_compile_is_a_reason(monkeypatch):
+    def refuse(configuration, target):
+        raise RuntimeError("at 1:0") from ValueError("a source line\ntypes differ")
+
+    monkeypatch.setattr(tuning, "resources_of", refuse)
+    assert tuning.look(("pack_", "bf16", DEFAULT, "sm_90")) == "not compiled: types differ"
+
+
+# On a device: here a CPU, and an op that adds one in place.
+
+
+def add_one(operands):
+    operands.updated[0].add_(1.0)
+
+
+def adding(op_case="bf16", wrong=()):
+    """A tunable whose launcher adds 1 to its operand, and 2 with the configurations `wrong`."""
+    launches = []
+
+    def ours(operands):
+        (x,) = operands.updated
+
+        def run():
+            config = tuned.config_for("pack_", op_case, DEFAULT, torch.device("cpu"))
+            launches.append((config, x))
+            x.add_(2.0 if config in wrong else 1.0)
+
+        return run
+
+    case = Case(
+        name="adding",
+        op="pack_",
+        format="fp32",
+        dtype="fp32",
+        numel=lambda numel: numel,
+        num_bytes=lambda numel: 8 * numel,
+        make=lambda device, numel: Operands(updated=[torch.randn(numel, device=device)]),
+        ours=ours,
+        definition=add_one,
+    )
+    made = types.SimpleNamespace(
+        name="adding", op="pack_", case="bf16", default=DEFAULT, benchmark=case
+    )
+    return made, launches
+
+
+class EveryCall:
+    """A clock that makes each call once before it starts and once in a sample."""
+
+    cache_bytes = 4096
+
+    def tickers(self, runs):
+        return {name: self._ticker(calls) for name, calls in runs.items()}
+
+    def _ticker(self, calls):
+        def sample():
+            for call in calls:
+                call()
+            return 1.0
+
+        return Ticker(sample, f"{sample()} s")
+
+
+def workbench(tunable):
+    return tuning.Workbench(tunable, 256, torch.device("cpu"), EveryCall())
+
+
+def test_the_gate_looks_at_every_candidate_on_operands_of_its_own():
+    tunable, launches = adding(wrong=CONFIGS[2:3])
+    bench = workbench(tunable)
+    found = [bench.fault(config) for config in CONFIGS[:4]]
+    assert found == [None, None, "wrong result", None]
+    assert [config for config, _ in launches] == list(CONFIGS[:4])
+    assert len({id(x) for _, x in launches}) == 4
+
+
+def test_samples_are_of_the_candidate_and_leave_the_gate_alone():
+    tunable, launches = adding()
+    bench = workbench(tunable)
+    for config in CONFIGS[:2]:
+        launches.clear()
+        assert bench.sample(config) > 0.0
+        assert {used for used, _ in launches} == {config}
+        assert len({x.data_ptr() for _, x in launches}) == 4  # twice the cache
+        assert len(launches) == 8
+    assert bench.fault(CONFIGS[0]) is None
+
+
+def test_a_launcher_that_asks_for_another_case_is_told():
+    tunable, _ = adding(op_case="fp32")
+    with pytest.raises(RuntimeError, match=r"adding: expected launches of that case"):
+        workbench(tunable).sample(DEFAULT)
+    assert "expected launches of that case" in workbench(tunable).fault(DEFAULT)
+
+
+def test_a_kernel_that_cannot_run_is_at_fault():
+    tunable, _ = adding()
+    case = adding()[0].benchmark
+    tunable.benchmark = types.SimpleNamespace(
+        operands=case.operands, definition=case.definition, ours=lambda operands: 1 / 0
+    )
+    assert workbench(tunable).fault(DEFAULT) == "ZeroDivisionError: division by zero"
+
+
+# The command.
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """The CPU taken for a GPU, with one tunable; folders of tables below `tmp_path`."""
+    tunable = tunables.Tunable(
+        op="pack_", case="bf16", measured="adding", default=DEFAULT, compiled=lambda config: None
+    )
+    state = {"wrong": (), "looked": []}
+
+    def look_at_all(tasks, num_processes, on_look, is_over):
+        state["looked"] += tasks
+        for task in tasks:
+            on_look(task)
+        spilling = tuning.Resources(255, 8, 0, 1.0)
+        good = tuning.Resources(32, 0, 0, 1.0)
+        return {task: spilling if task[2].num_warps == 16 else good for task in tasks}
+
+    monkeypatch.setattr(autotune, "_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(tuned, "device_name", lambda device: NAME)
+    monkeypatch.setattr(tuned, "triton_version", lambda: TRITON)
+    monkeypatch.setattr(tuning, "target_of", lambda device: "sm_90")
+    monkeypatch.setattr(tuning, "look_at_all", look_at_all)
+    monkeypatch.setattr(tunables, "select", lambda ops: [tunable])
+    monkeypatch.setattr(
+        tunables, "_benchmarks", lambda: {"adding": adding(wrong=state["wrong"])[0].benchmark}
+    )
+    monkeypatch.setattr(tuned, "PACKAGE_FOLDER", tmp_path / "package")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv(tuned.VARIABLE, raising=False)
+    return state
+
+
+def run(*arguments):
+    return cli.main(["autotune", "--budget", "2", "--numel", "256", *map(str, arguments)])
+
+
+def test_a_run_writes_a_table_that_launches_read(gpu, tmp_path, capsys):
+    assert run() == 0
+    path = tmp_path / "config" / "sidestream" / "tuned" / "nvidia_test_80gb.json"
+    assert f"written to {path}" in capsys.readouterr().out
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    content = json.loads(path.read_text())
+    assert (content["device"], content["triton"]) == (NAME, TRITON)
+    assert {"date", "command", "machine"} <= set(content)
+    assert {"torch", "triton", "commit"} <= set(content["machine"])
+    (entry,) = content["entries"]
+    table = tuned.load_table(NAME, TRITON)
+    chosen = LaunchConfig(entry["block_bytes"], entry["num_warps"])
+    assert table.entries == {("pack_", "bf16"): chosen}
+    candidates = {
+        LaunchConfig(one["block_bytes"], one["num_warps"]): one for one in entry["candidates"]
+    }
+    assert set(candidates) == {task[2] for task in gpu["looked"]}
+    for config, one in candidates.items():
+        if config.num_warps == 16:
+            assert one["fate"] == "spills 8 bytes"
+        else:
+            assert one["fate"] in (sweep.TIMED, sweep.SLOWER)
+            assert 0.0 < one["low_us"] <= one["median_us"] <= one["high_us"]
+
+
+def test_other_entries_stay_and_those_of_another_version_go(gpu, tmp_path, capsys):
+    folder = tmp_path / "tables"
+    path = folder / "nvidia_test_80gb.json"
+    assert run("--to", folder) == 0
+    content = json.loads(path.read_text())
+    other = {"op": "reduce_", "case": "x", "block_bytes": 2048, "num_warps": 4, "why": "kept"}
+    content["entries"].append(other)
+    path.write_text(json.dumps(content))
+    assert run("--to", folder) == 0
+    found = json.loads(path.read_text())["entries"]
+    assert [entry["op"] for entry in found] == ["pack_", "reduce_"]
+    assert found[1] == other
+    path.write_text(json.dumps({**content, "triton": "3.5.0"}))
+    capsys.readouterr()
+    assert run("--to", folder) == 0
+    assert "is made anew: triton: expected 3.6" in capsys.readouterr().out
+    assert [entry["op"] for entry in json.loads(path.read_text())["entries"]] == ["pack_"]
+
+
+def test_where_it_goes_and_what_overrules_it(gpu, tmp_path, capsys, monkeypatch):
+    assert run("--to", tmp_path / "elsewhere") == 0
+    assert f"launches do not read it; set {tuned.VARIABLE}=" in capsys.readouterr().out
+    assert run() == 0
+    capsys.readouterr()
+    assert run("--to", "package") == 0
+    assert (tmp_path / "package" / "nvidia_test_80gb.json").is_file()
+    assert "what " + str(tuned.user_folder()) in capsys.readouterr().out
+
+
+def test_a_wrong_default_is_told_and_nothing_written(gpu, tmp_path, capsys):
+    gpu["wrong"] = (DEFAULT,)
+    assert run("--to", tmp_path / "tables", "--json", tmp_path / "all.json") == 1
+    assert "WRONG, so not tuned: wrong result" in capsys.readouterr().out
+    assert list((tmp_path / "tables").iterdir()) == []
+    assert json.loads((tmp_path / "all.json").read_text())["entries"] == []
+
+
+def test_a_wrong_candidate_is_in_the_table_but_never_chosen(gpu, tmp_path):
+    gpu["wrong"] = (LaunchConfig(1024, 2), LaunchConfig(2048, 2))
+    assert run("--to", tmp_path / "tables") == 0
+    (entry,) = json.loads((tmp_path / "tables" / "nvidia_test_80gb.json").read_text())["entries"]
+    wrong = {
+        LaunchConfig(one["block_bytes"], one["num_warps"])
+        for one in entry["candidates"]
+        if one["fate"] == "wrong result"
+    }
+    assert wrong == set(gpu["wrong"])
+    assert LaunchConfig(entry["block_bytes"], entry["num_warps"]) not in wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--op", "fly"], "expected some of pack_, unpack_"),
+        (["--budget", "0"], "expected seconds above 0, got '0'"),
+        (["--budget", "nan"], "expected seconds above 0, got 'nan'"),
+        (["--budget", "soon"], "expected seconds above 0, got 'soon'"),
+        (["--numel", "0"], "expected a number from 1 to"),
+        (["--numel", "-1"], "expected a number from 1 to"),
+        (["--numel", "1.5M"], "expected a number from 1 to"),
+        (["--jobs", "0"], "expected a whole number of at least 1"),
+        (["--dry-run", "--arch", "sm_1"], "--arch: expected some of sm_80"),
+        (["--dry-run", "--json", "/nowhere/a.json"], "expected --json in a folder that exists"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_refused_before_any_work(arguments, text, capsys, monkeypatch):
+    monkeypatch.setattr(tuning, "look_at_all", None)
+    try:
+        code = cli.main(["autotune", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == cli.EXIT_USAGE
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["a file", "in a file", "read-only"])
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(gpu, tmp_path, capsys, kind):
+    file = tmp_path / "file"
+    file.write_text("")
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o500)
+    if kind == "read-only" and os.access(folder, os.W_OK):
+        pytest.skip("this user may write anywhere")
+    path = {"a file": file, "in a file": file / "folder", "read-only": folder}[kind]
+    assert run("--to", path) == cli.EXIT_USAGE
+    assert "--to" in capsys.readouterr().err
+    assert gpu["looked"] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_other_commands_are_named(capsys):
+    assert cli.main(["autotune"]) == cli.EXIT_USAGE
+    error = capsys.readouterr().err
+    assert "expected a GPU that torch sees, got none" in error
+    assert "--dry-run" in error and "bench kernels" in error
+
+
+def test_a_dry_run_lists_candidates_and_writes_no_table(tmp_path, capsys, monkeypatch):
+    """Of the norm, of which some candidates spill."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    listing = tmp_path / "listing.json"
+    assert (
+        cli.main(
+            ["autotune", "--dry-run", "--op", "l2_norm", "--jobs", "1", "--json", str(listing)]
+        )
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "candidates on sm_90" in printed
+    assert "l2_norm_ fp32: 2 of 4 to be timed" in printed
+    assert "65536 B 2 W" in printed and "pruned: spills" in printed
+    rows = json.loads(listing.read_text())["rows"]
+    assert len(rows) == 8
+    assert {row["reason"] is None for row in rows} == {True, False}
+    assert not (tmp_path / "config").exists()
+
+
+def test_an_arch_is_for_dry_runs(capsys):
+    assert cli.main(["autotune", "--arch", "sm_80"]) == cli.EXIT_USAGE
+    assert "expected --arch with --dry-run alone" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_tuned(tmp_path, monkeypatch):
+    arguments = ["--op", "unpack_,l2_norm_", "--budget", "30", "--numel", "1M"]
+    assert cli.main(["autotune", *arguments, "--to", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    entries = json.loads(path.read_text())["entries"]
+    assert {entry["op"] for entry in entries} == {"unpack_", "l2_norm_"}
+    assert all(any("median_us" in one for one in entry["candidates"]) for entry in entries)
+    device = torch.device("cuda", torch.cuda.current_device())
+    monkeypatch.setenv(tuned.VARIABLE, str(path))
+    tuned.table_of.cache_clear()
+    try:
+        for entry in entries:
+            chosen = LaunchConfig(entry["block_bytes"], entry["num_warps"])
+            assert tuned.config_for(entry["op"], entry["case"], DEFAULT, device) == chosen
+    finally:
+        tuned.table_of.cache_clear()

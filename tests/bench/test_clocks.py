@@ -1,0 +1,90 @@
+"""The clocks: what is timed lies in no cache, candidates share a rotation, graphs hold it all."""
+
+import pytest
+import torch
+
+from sidestream.bench import clocks
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [(1, clocks.MAX_ROTATED), (500, 4), (1000, 2), (1500, 2), (2000, 1), (9999, 1)],
+)
+def test_operands_are_many_enough_to_leave_the_cache(num_bytes, expected):
+    assert clocks.num_rotated(num_bytes, cache_bytes=1000) == expected
+
+
+def test_candidates_go_on_where_the_last_one_stopped():
+    """Nobody finds what another one has just read, but where the rotation has gone round."""
+    seen = []
+    runs = {
+        name: [lambda name=name, index=index: seen.append((name, index)) for index in range(3)]
+        for name in "ab"
+    }
+    tickers = clocks.CpuClock(sample_s=0.0).tickers(runs)
+    seen.clear()
+    for name in "abba":
+        tickers[name].sample()
+    assert [name for name, _ in seen] == list("abba")
+    places = [index for _, index in seen]
+    assert places == [(places[0] + turn) % 3 for turn in range(4)]
+
+
+def test_a_sample_is_the_mean_of_enough_calls(monkeypatch):
+    now = [0.0]
+
+    def run():
+        now[0] += 0.25
+
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now[0])
+    ticker = clocks.CpuClock(sample_s=2.0).tickers({"a": [run]})["a"]
+    start = now[0]
+    assert ticker.sample() == pytest.approx(0.25)
+    assert now[0] - start == pytest.approx(2.0)
+    assert ticker.method == "perf_counter"
+
+
+def test_the_cpu_s_largest_cache_is_found(tmp_path, monkeypatch):
+    for index, size in enumerate(("32K", "512K", "8M")):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        (folder / "size").write_text(f"{size}\n")
+    monkeypatch.setattr(clocks, "_CPU_CACHES", tmp_path)
+    assert clocks.CpuClock().cache_bytes == 8 * 1024**2
+    monkeypatch.setattr(clocks, "_CPU_CACHES", tmp_path / "nowhere")
+    assert clocks.CpuClock().cache_bytes > 0
+
+
+def test_host_time_is_that_of_one_call(monkeypatch):
+    now = [0.0]
+
+    def run():
+        now[0] += 3e-6
+
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now[0])
+    clock = clocks.CpuClock()
+    assert clocks.host_microseconds(run, clock, calls=50) == pytest.approx(3.0)
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_whole_rotations_and_events_time_what_cannot_be_captured():
+    device = torch.device("cuda")
+    clock = clocks.clock_of(device)
+    targets = [torch.zeros(1 << 20, device=device) for _ in range(3)]
+    runs = {
+        "captured": [lambda one=one: one.add_(1.0) for one in targets],
+        "waits": [lambda one=one: one.sum().item() for one in targets],
+    }
+    runs["not to be"] = runs["captured"]
+    tickers = clock.tickers(runs, uncaptured=["not to be"])
+    assert tickers["not to be"].method == "CUDA events"
+    assert tickers["captured"].method == "CUDA graph"
+    assert tickers["waits"].method == "CUDA events"
+    before = [float(one[0]) for one in targets]
+    seconds = tickers["captured"].sample()
+    after = [float(one[0]) for one in targets]
+    calls = {one - other for one, other in zip(after, before, strict=True)}
+    assert len(calls) == 1
+    assert calls.pop() >= 2
+    assert 0.0 < seconds < 1e-3
+    assert tickers["waits"].sample() > 0.0

@@ -1,0 +1,267 @@
+"""`sidestream inspect`: what it prints and writes, what it refuses, before anything is compiled."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sidestream.bench.ahead import checkout, measuring, progress, selection, table
+from sidestream.bench.ahead.machines import Prediction
+from sidestream.cli import main
+from sidestream.kernels import ahead, aot
+
+ROOT = Path(__file__).resolve().parents[2]
+CASE = ["--op", "hadamard16", "--case", "forward"]
+GIT = shutil.which("git")
+ROW = measuring.Row(
+    op="cast_",
+    case="e4m3",
+    target="sm_90",
+    registers=31,
+    register_limit=64,
+    spill_bytes=0,
+    shared_bytes=2048,
+    occupancy=0.75,
+    load_bits=(128,),
+    store_bits=(128, 8),
+    instructions=2.97,
+    instruction_limit=4.0,
+    moved_bytes=3.0,
+    predictions=(
+        Prediction("H100", "bytes", 1.0, 0.1),
+        Prediction("H200", "instructions", 0.8, 1.25),
+    ),
+)
+
+
+@pytest.fixture
+def nothing_is_compiled(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a kernel was compiled")
+
+    monkeypatch.setattr(ahead.Configuration, "compile", refuse)
+
+
+def test_one_case_is_measured_shown_and_written(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    assert main(["inspect", *CASE, "--arch", "sm_90,gfx942", "--json", str(path)]) == 0
+    printed = capsys.readouterr()
+    content = json.loads(path.read_text())
+    hopper, amd = (measuring.row_from_json(row) for row in content["rows"])
+    assert (hopper.op, hopper.case, hopper.target) == ("hadamard16_", "forward bf16", "sm_90")
+    assert hopper.load_bits == hopper.store_bits == (128,)
+    assert amd.load_bits
+    assert amd.store_bits
+    assert hopper.moved_bytes == amd.moved_bytes == 4.0
+    assert hopper.spill_bytes == amd.spill_bytes == 0
+    assert 2 < hopper.instructions <= hopper.instruction_limit == 11.0
+    assert hopper.registers <= hopper.register_limit == 64
+    assert [found.gpu for found in hopper.predictions] == ["H100", "H200"]
+    assert {found.bound for found in hopper.predictions} == {"bytes"}
+    assert 0 < hopper.occupancy <= 1
+    assert 0 < amd.occupancy <= 1
+    assert (amd.instructions, amd.instruction_limit, amd.predictions) == (None, None, ())
+    assert content["kind"] == "inspect"
+    assert content["command"].startswith("sidestream inspect --op hadamard16")
+    assert f"{hopper.registers}/64" in printed.out
+    assert "bytes 1.00" in printed.out
+    assert printed.out.count("hadamard16_  forward bf16") == 2
+    assert "compiled 2/2: hadamard16_ forward bf16 gfx942" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [("--ptx", ".visible .entry hadamard_probe"), ("--sass", "STG.E.128")]
+)
+def test_the_code_of_one_case_is_printed(option, text, capsys):
+    assert main(["inspect", *CASE, option]) == 0
+    assert text in capsys.readouterr().out
+
+
+def test_a_whole_name_selects_one_case(capsys):
+    """Though "bf16" is in "bf16 stochastic" as well."""
+    assert main(["inspect", "--op", "cast_", "--case", "bf16", "--ptx"]) == 0
+    assert ".visible .entry _cast_kernel" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--op cats", "--op: expected some of pack_, unpack_, reduce_, cast_, .*got 'cats'"),
+        ("--op cast,", "--op: expected some of .*got ''"),
+        ("--arch sm_75", "--arch: expected some of sm_80, .*gfx942, or all, got 'sm_75'"),
+        ("--case nothing", "--case: expected a part of .*got 'nothing'; there are pack_ 'fp32 acc"),
+        ("--ptx", "--ptx: expected one case, got 1[0-9]+: pack_ .*, ...; choose one with --op"),
+        ("--sass --op cast", "--sass: expected one case, got 10: cast_ 'bf16', cast_ 'fp16'"),
+        (
+            "--ptx --op hadamard16 --case forward --arch all",
+            "--ptx: expected one --arch, got sm_80",
+        ),
+        ("--ptx --op hadamard16 --case forward --arch gfx942", "expected a target of NVIDIA"),
+        ("--ptx --json x.json", "expected --ptx without --json"),
+        ("--json /does/not/exist/rows.json", "make the folder first"),
+        ("--json /", "got the folder /"),
+        ("--compare no-such-ref", "expected a commit, branch or tag of .*got 'no-such-ref'"),
+        ("--compare --output=x", "expected a commit, branch or tag of"),
+    ],
+)
+def test_bad_input_is_told_before_any_work(arguments, expected, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkout, "ROOT", _repository(tmp_path, {"a.txt": "a"}))
+    arguments = arguments.replace("--compare --", "--compare=--").split()
+    assert main(["inspect", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sidestream: error: ")
+    assert re.search(expected, error, re.DOTALL), error
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+def test_commits_that_cannot_be_looked_at(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    assert main(["inspect", "--compare", "HEAD"]) == 2
+    assert "expected sidestream in a git checkout" in capsys.readouterr().err
+    repository = _repository(tmp_path / "old", {"a.txt": "a"})
+    monkeypatch.setattr(checkout, "ROOT", repository)
+    assert main(["inspect", "--compare", "HEAD"]) == 2
+    assert "expected a commit that has `sidestream inspect`" in capsys.readouterr().err
+    (repository / "inner").mkdir()
+    monkeypatch.setattr(checkout, "ROOT", repository / "inner")
+    assert main(["inspect", "--compare", "HEAD"]) == 2
+    assert "expected sidestream in a git checkout" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "")
+    assert main(["inspect", "--compare", "HEAD"]) == 2
+    assert "expected git on the PATH" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GIT is None, reason="needs git")
+def test_what_changed_since_a_commit_is_printed(tmp_path, capsys, monkeypatch):
+    """The commit has blocks of half the size, which the whole of its own process must show."""
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for layer in (".", "kernels", "buffers", "sharding", "training", "bench")
+        for path in (ROOT / layer).glob("*.py" if layer == "." else "**/*.py")
+    }
+    old = sources["kernels/hadamard.py"].replace("BLOCK_NUMEL = 4096", "BLOCK_NUMEL = 2048")
+    assert old != sources["kernels/hadamard.py"]
+    repository = _repository(tmp_path, sources | {"kernels/hadamard.py": old})
+    monkeypatch.setattr(checkout, "ROOT", repository)
+    assert main(["inspect", *CASE, "--compare", "HEAD"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("1 cases, from HEAD (")
+    changed = [line.split() for line in printed.splitlines()[2:]]
+    assert {line[0] for line in changed} == {"sm_90"}
+    (instructions,) = (line for line in changed if line[4] == "instr")
+    assert instructions[1:4] == ["hadamard16_", "forward", "bf16"]
+    assert float(instructions[5]) > float(instructions[7])
+
+
+def test_changes_are_told_and_only_they():
+    other = dataclasses.replace(ROW, registers=40, register_limit=80, store_bits=(128,))
+    gone = dataclasses.replace(ROW, case="e5m2")
+    lines = [" ".join(line.split()) for line in table.change_lines([ROW, gone], [other])]
+    assert lines[1:] == [
+        "sm_90 cast_ e4m3 registers 31 -> 40",
+        "sm_90 cast_ e4m3 stores 128+8 -> 128",
+        "sm_90 cast_ e5m2 case there -> gone",
+    ]
+    limits = dataclasses.replace(ROW, register_limit=48, instruction_limit=None)
+    assert list(table.change_lines([ROW], [limits])) == ["no case has changed"]
+
+
+def test_the_table_says_what_exceeds_its_gate_and_what_is_bound_by_instructions():
+    spilling = dataclasses.replace(ROW, case="e5m2", spill_bytes=8)
+    crowded = dataclasses.replace(ROW, case="e2m1", registers=65)
+    slow = dataclasses.replace(ROW, case="e8m0", instructions=4.5, predictions=())
+    lines = list(table.lines([ROW, spilling, crowded, slow]))
+    assert [line.endswith("over its gate") for line in lines[2:6]] == [False, True, True, True]
+    assert [line.split()[0] for line in lines[2:6]] == ["cast_", "e5m2", "e2m1", "e8m0"]
+    assert "31/64" in lines[2]
+    assert "2.97/4" in lines[2]
+    assert "H100 (132 SMs, 1.755 GHz, copy 3,000 GB/s): none of 3" in lines[6]
+    assert "3 of 3 bound by instructions; the lowest share of a copy's rate is 0.80" in lines[7]
+
+
+def test_rows_survive_json():
+    assert measuring.row_from_json(json.loads(json.dumps(ROW.as_json()))) == ROW
+
+
+def test_errors_of_the_compiler_name_the_case(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(ahead.Configuration, "compile", fail)
+    with pytest.raises(RuntimeError) as raised:
+        measuring.measure(("cast_", "e4m3", "sm_80"))
+    assert raised.value.__notes__ == ["while compiling the case 'e4m3' of cast_ for sm_80"]
+
+
+def test_processes_give_the_rows_in_the_order_of_the_tasks(monkeypatch):
+    """Processes are stood in for: what they run is tested above."""
+    used = []
+
+    class Pool:
+        def __init__(self, size, mp_context):
+            used.append((size, mp_context.get_start_method()))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return False
+
+        def submit(self, function, task):
+            future = measuring.concurrent.futures.Future()
+            future.set_result(dataclasses.replace(ROW, case=task[1]))
+            return future
+
+    monkeypatch.setattr(measuring.concurrent.futures, "ProcessPoolExecutor", Pool)
+    seen = []
+    tasks = [("cast_", str(number), "sm_90") for number in range(9)]
+    rows = measuring.measure_all(tasks, 16, seen.append)
+    assert [row.case for row in rows] == [task[1] for task in tasks]
+    assert sorted(row.case for row in seen) == [task[1] for task in tasks]
+    assert used == [(2, "spawn")]
+
+
+def test_progress_is_some_lines_where_there_is_no_terminal(capsys):
+    with progress.shown(100, "compiled") as step:
+        for number in range(100):
+            step(f"case {number}")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10
+    assert lines[-1] == "compiled 100/100: case 99"
+
+
+def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.shown(2, "compiled") as step:
+        step("[bold]a[/bold]")
+        step("b")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "2/2" in printed.err
+
+
+def test_every_target_is_accepted():
+    assert selection.targets_of("all") == tuple(aot.TARGETS)
+    assert selection.targets_of("sm_80,gfx942,sm_80") == ("sm_80", "gfx942")
+    assert {case.op for case in selection.cases_of("cast,cast_back_", None)} == {
+        "cast_",
+        "cast_back_",
+    }
+
+
+def _repository(folder, files):
+    """A git repository with one commit."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    who = ["-c", "user.name=test", "-c", "user.email=test@test"]
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "all"]):
+        subprocess.run([GIT, *arguments], cwd=folder, check=True, timeout=60)
+    return folder

@@ -1,0 +1,120 @@
+"""Reports survive their file, and files that are none are refused; the rule of the baseline."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from sidestream.bench import baseline
+from sidestream.bench.reports import Report, ReportError, Row, read_report, write_text
+
+ROW = Row(
+    case="pack bf16 -> fp32", op="pack_", format="fp32", dtype="bf16", world=None, numel=1024,
+    num_bytes=6144, candidate="sidestream", median_us=100.0, low_us=95.0, high_us=105.0,
+    num_samples=15, gb_per_s=0.06, copy_gb_per_s=0.1, percent_of_copy=60.0, target_percent=92.0,
+    method="perf_counter", rotated=4, cold=True,
+)  # fmt: skip
+RIVAL = replace(ROW, candidate="torch.cat", target_percent=None)
+REPORT = Report(
+    date="2026-01-02T03:04:05+00:00",
+    command="sidestream bench kernels",
+    machine={"device": "a CPU", "threads": 2, "torch": "2.13.0"},
+    settings={"passes": 3},
+    rows=(ROW, RIVAL),
+    wrong=("cast: not the bits of its definition",),
+    notes=("a note, with a comma",),
+)
+
+
+def test_json_comes_back_as_it_was(tmp_path):
+    write_text(tmp_path / "r.json", REPORT.as_json())
+    assert read_report(tmp_path / "r.json") == REPORT
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_csv_has_a_line_a_row():
+    read = list(csv.DictReader(io.StringIO(REPORT.as_csv())))
+    assert [row["candidate"] for row in read] == ["sidestream", "torch.cat"]
+    assert (read[0]["median_us"], read[0]["world"], read[1]["target_percent"]) == ("100.0", "", "")
+
+
+def _changed(**fields):
+    return json.dumps(json.loads(REPORT.as_json()) | fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ("expected a report at", "No such file")),
+        (REPORT.as_json()[:-20], ("damaged",)),
+        ("\x00\x01", ("damaged",)),
+        ("[]", ("kind 'kernels'", "'list'")),
+        (_changed(kind="host"), ("kind 'kernels'", "'host'")),
+        (_changed(schema_version=99), ("schema_version 1", "99")),
+        (_changed(rows=[{"case": "pack"}]), ("fields of a report",)),
+        (_changed(rows=None), ("fields of a report",)),
+        (_changed(surprise=1), ("fields of a report", "surprise")),
+    ],
+    ids=["missing", "cut", "bytes", "list", "kind", "version", "row", "no rows", "more"],
+)
+def test_a_file_that_is_no_report_is_refused(text, words, tmp_path):
+    path = tmp_path / "then.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ReportError) as refused:
+        read_report(path)
+    assert all(word in str(refused.value) for word in (str(path), *words)), str(refused.value)
+
+
+@pytest.mark.parametrize("field", ["device", "threads"])
+def test_a_baseline_of_another_machine_is_refused(field, tmp_path):
+    write_text(tmp_path / "then.json", REPORT.as_json())
+    assert baseline.read_baseline(tmp_path / "then.json", REPORT.machine) == REPORT
+    here = {**REPORT.machine, field: "another"}
+    with pytest.raises(ReportError, match=f"{field} 'another'"):
+        baseline.read_baseline(tmp_path / "then.json", here)
+    assert baseline.read_baseline(tmp_path / "then.json", {**REPORT.machine, "torch": "3.0.0"})
+
+
+def _later(**fields):
+    return replace(ROW, **fields)
+
+
+SLOWER = {"median_us": 120.0, "low_us": 110.0, "high_us": 130.0, "percent_of_copy": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "slower"),
+    [
+        (_later(**SLOWER), True),
+        (_later(**SLOWER | {"median_us": 114.0}), False),
+        (_later(**SLOWER | {"low_us": 104.0}), False),
+        (_later(**SLOWER | {"percent_of_copy": 55.0}), False),
+        (replace(RIVAL, **SLOWER), False),
+        (ROW, False),
+        (_later(median_us=10.0, low_us=9.0, high_us=11.0, percent_of_copy=600.0), False),
+    ],
+    ids=["all three", "within 15 %", "spreads touch", "copy too", "a rival", "same", "faster"],
+)
+def test_the_rule(row, slower):
+    (found,) = baseline.compare([row], REPORT.rows)
+    assert found.slower == slower
+    assert found.ratio == pytest.approx(row.median_us / 100.0)
+
+
+def test_rows_are_paired_by_case_size_and_candidate():
+    others = [replace(ROW, case="cast"), replace(ROW, numel=2048), replace(ROW, candidate="new")]
+    assert baseline.compare(others, REPORT.rows) == []
+    found = baseline.compare([ROW, *others, RIVAL], REPORT.rows)
+    assert [one.row for one in found] == [ROW, RIVAL]
+
+
+def test_the_comparison_says_rule_and_verdicts():
+    text = baseline.format_comparison(
+        baseline.compare([_later(**SLOWER), RIVAL], REPORT.rows), REPORT
+    )
+    assert "1.200  SLOWER" in text
+    assert "1 of 2 rows slower" in text
+    assert baseline.RULE in text

@@ -1,0 +1,167 @@
+"""`sidestream bench kernels`: what it prints, writes and returns, what it refuses before work."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sidestream import cli
+from sidestream.bench import kernel_table
+from sidestream.bench.kernel_cases import many_tensors
+from sidestream.bench.kernel_table import Pace
+from sidestream.bench.reports import read_report
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["bench", "kernels", "--device", "cpu", "--op", "reduce", "--world", "2", "--numel", "16k"]
+
+
+@pytest.fixture
+def _quick(monkeypatch):
+    pace = Pace(passes=1, min_rounds=3, max_rounds=3, seconds=0.0, sample_s=0.0)
+    monkeypatch.setattr(kernel_table, "CPU_PACE", pace)
+
+
+@pytest.fixture
+def _no_work(monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(kernel_table, "measure", refuse)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_it_prints_and_writes_what_it_measured(tmp_path, capsys):
+    files = ["--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "r.csv")]
+    assert cli.main([*TINY, *files]) == 0
+    report = read_report(tmp_path / "r.json")
+    assert report.command.endswith(f"--csv {tmp_path / 'r.csv'}")
+    assert {row.case for row in report.rows} == {
+        "reduce world 2 bf16 -> fp32",
+        "reduce world 2 bf16 -> fp32 accumulate",
+    }
+    with (tmp_path / "r.csv").open() as file:
+        assert len(list(csv.reader(file))) == 1 + len(report.rows)
+    printed = capsys.readouterr().out
+    assert "torch.sum" in printed
+    assert "% copy" in printed
+    assert "on a CPU ours is the definition" in printed
+    assert not any(line.endswith(" 90") for line in printed.splitlines())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_wrong_kernel_is_told_not_timed_and_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(many_tensors, "reduce_", lambda out, parts, **options: out.fill_(1.0))
+    assert cli.main([*TINY, "--json", str(tmp_path / "r.json")]) == 1
+    report = read_report(tmp_path / "r.json")
+    assert report.rows == ()
+    assert len(report.wrong) == 2
+    assert capsys.readouterr().out.count("WRONG, so not timed: reduce world 2") == 2
+
+
+def _edited(path, change):
+    content = json.loads(path.read_text())
+    for row in content["rows"]:
+        change(row)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_baseline_that_was_much_faster_fails(tmp_path, capsys):
+    path = tmp_path / "then.json"
+    assert cli.main([*TINY, "--json", str(path)]) == 0
+
+    def faster(row):
+        for name in ("median_us", "low_us", "high_us"):
+            row[name] /= 1000
+        row["percent_of_copy"] *= 1000
+
+    _edited(path, faster)
+    assert cli.main([*TINY, "--baseline", str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("  SLOWER") == 2
+    assert "2 of 4 rows slower" in printed
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_baseline_that_was_slower_does_not(tmp_path, capsys):
+    path = tmp_path / "then.json"
+    assert cli.main([*TINY, "--json", str(path)]) == 0
+
+    def slower(row):
+        row["high_us"] *= 1000
+        row["median_us"] *= 1000
+
+    _edited(path, slower)
+    assert cli.main([*TINY, "--baseline", str(path)]) == 0
+    assert "0 of 4 rows slower" in capsys.readouterr().out
+
+
+def _of_another_device(path):
+    content = json.loads(path.read_text())
+    content["machine"]["device"] = "another"
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--op", "fly"], ("--op", "'fly'", "pack")),
+        (["--format", "fp7"], ("--format", "'fp7'", "mxfp8")),
+        (["--dtype", "int8"], ("--dtype", "'int8'", "bf16")),
+        (["--op", "cast", "--format", "nvfp4"], ("got none", "e4m3")),
+        (["--json", "/nowhere/r.json"], ("--json", "/nowhere/r.json", "make the folder")),
+        (["--csv", "/dev/null/r.csv"], ("--csv", "make the folder")),
+        (["--json", "/tmp"], ("--json", "folder")),
+        (["--baseline", "/nowhere/then.json"], ("/nowhere/then.json", "No such file")),
+        (["--numel", "900G"], ("--numel", "MiB")),
+    ],
+    ids=["op", "format", "dtype", "nothing", "no folder", "in a file", "folder", "then", "large"],
+)
+def test_what_cannot_be_done_is_refused_before_any_work(arguments, words, capsys):
+    assert cli.main(["bench", "kernels", "--device", "cpu", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sidestream: error: ")
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize("size", ["0", "-1", "1.5M", "ten", "", "1M,", "9999999999999G"])
+def test_sizes_that_are_none_are_refused(size, capsys):
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["bench", "kernels", f"--numel={size}"])
+    assert refused.value.code == 2
+    assert "argument --numel: expected numbers from 1 to" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_works(capsys):
+    assert cli.main(["bench", "kernels", "--device", "cuda"]) == 2
+    error = capsys.readouterr().err
+    assert "expected a GPU that torch sees, got none" in error
+    assert "cpu" in error
+
+
+@pytest.mark.slow
+def test_the_cases_run_under_pytest_benchmark(tmp_path):
+    command = [sys.executable, "-m", "pytest", "bench/", "--benchmark-only", "-q"]
+    command += ["-k", "reduce and accumulate", "-p", "no:cacheprovider"]
+    command += [f"--benchmark-json={tmp_path / 'b.json'}"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "NUMEL": "16384", "DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
+    assert len(found) == 4
+    assert all(one["extra_info"]["op"] == "reduce_" for one in found)

@@ -1,0 +1,54 @@
+"""Tests of `sidestream bench overlap`: a tiny recording on two gloo ranks, and its bad input."""
+
+import json
+
+import pytest
+
+from sidestream.bench.commands import overlap
+from sidestream.cli import main
+
+COMMAND = ["bench", "overlap", "--layers", "1", "--steps", "1"]
+
+
+@pytest.mark.timeout(240)
+def test_records_ours_and_fsdp2(tmp_path, capsys):
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    assert main([*COMMAND, "--trace", str(trace), "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    ours, theirs = printed.split("fsdp2: ")
+    for lane in ("compute", "pack", "sum", "optimizer", "gather", "exchange", "wait"):
+        assert f"\n  {lane} " in ours
+    assert "\n  wait " in theirs
+    assert "2 gloo ranks" in printed
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert "sidestream::complete gradient exchange of unit 'blocks.0'" in names
+    assert "sidestream::start gather of unit 'blocks.0'" in names
+    assert any(name.startswith("sidestream::wait gather of unit") for name in names)
+    assert page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--candidates", "zero3,ddp", "got ddp"),
+        ("--steps", "0", "got '0'"),
+        ("--world", "x", "got 'x'"),
+    ],
+)
+def test_refuses_bad_options(option, value, message, capsys):
+    with pytest.raises(SystemExit):
+        main([*COMMAND, option, value])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--trace", "--html"])
+def test_refuses_an_unwritable_file_before_it_records(option, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(overlap, "record", lambda _: pytest.fail("recorded all the same"))
+    assert main([*COMMAND, option, str(tmp_path / "nowhere" / "file")]) == 2
+    assert option in capsys.readouterr().err
+
+
+def test_more_ranks_than_gpus_are_refused(capsys, monkeypatch):
+    monkeypatch.setattr(overlap.torch.cuda, "device_count", lambda: 2)
+    assert main([*COMMAND, "--world", "3"]) == 2
+    assert "expected at most 2" in capsys.readouterr().err
