@@ -165,6 +165,8 @@ class CudaClock:
             with torch.cuda.graph(graph):
                 for _ in range(laps):
                     once()
+        except torch.OutOfMemoryError:
+            raise  # a RuntimeError too, but no refusal
         except RuntimeError:
             torch.cuda.synchronize(self._device)
             return None

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
-ALL_GATHERS = ("all_gather_single", "_allgather_base")  # from torch 2.13 on, and before
+# Of each pair the first from torch 2.13 on, the second before.
+ALL_GATHERS = ("all_gather_single", "_allgather_base")
+EXCHANGES = ("alltoall_base", "reduce_scatter_single", "_reduce_scatter_base")
 
 
 def ended_work() -> dist.Work:

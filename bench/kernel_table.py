@@ -127,7 +127,11 @@ def measure(
     right, wrong = [], []
     for index, job in enumerate(jobs):
         tell(f"checking {index + 1} of {len(jobs)}: {job.case.name}")
-        fault = _fault(job, device)
+        try:
+            fault = _fault(job, device)
+        except torch.OutOfMemoryError:
+            notes[_unfit(job)] = None
+            continue
         if fault is None:
             right.append(job)
         else:
@@ -138,10 +142,14 @@ def measure(
             try:
                 _sample(job, device, clock, pace, notes)
             except torch.OutOfMemoryError:
-                notes[f"{job.case.name}: {job.numel} elements do not fit, take less"] = None
+                notes[_unfit(job)] = None
     tell("")
     rows = tuple(row for job in right if job.samples for row in _rows(job, clock))
     return Measured(rows, tuple(wrong), tuple(notes))
+
+
+def _unfit(job: _Job) -> str:
+    return f"{job.case.name}: {job.numel} elements do not fit, take less"
 
 
 def _passes(pace: Pace) -> Iterator[int]:
@@ -159,6 +167,8 @@ def _fault(job: _Job, device: torch.device) -> str | None:
     """What is wrong with the results, if anything is."""
     try:
         agrees = job.case.agrees(device, min(job.numel, GATE_NUMEL))
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the kernel
     except Exception as error:  # noqa: BLE001 - a kernel that cannot run is as wrong as any
         return f"{type(error).__name__}: {error}"
     return None if agrees else "not the bits of its definition"

@@ -23,12 +23,12 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from .collective_stand_ins import ALL_GATHERS, ended_work, stand_in_for
+from .collective_stand_ins import ALL_GATHERS, EXCHANGES, ended_work, stand_in_for
 from .models import build_batch
 from .ranks import run_ranks
 from .rivals import build_trainer
 from .step_worker import Task
-from .timeline import STEP_RANGE, WAIT_RANGE
+from .timeline import STAND_IN_RANGE, STEP_RANGE, WAIT_RANGE
 
 WARM_UP_STEPS = 4
 STAND_IN_WORLD = 8
@@ -51,7 +51,7 @@ def record(case: OverlapCase) -> list[dict[str, Any]]:
         return run_ranks(_record_on_rank, case.world, case, device_type=case.task.device_type)[0]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=STAND_IN_WORLD)
     try:
-        with stand_in_for((*ALL_GATHERS, "alltoall_base"), _spin()):
+        with stand_in_for(ALL_GATHERS, _spin("gather")), stand_in_for(EXCHANGES, _spin("exchange")):
             return _record(case)
     finally:
         dist.destroy_process_group()
@@ -103,13 +103,18 @@ def _named_waits() -> Iterator[None]:
         dist.Work.wait = original  # type: ignore[method-assign]
 
 
-def _spin() -> Callable[..., dist.Work]:
+def _spin(lane: str) -> Callable[..., dist.Work]:
     """A collective that keeps the current stream busy for the time that its bytes would take."""
     cycles_per_byte = _cycles_per_second() / (STAND_IN_GB_PER_S * 1e9)
     done = ended_work()
 
-    def spin(_group: dist.ProcessGroup, output: Tensor, *_arguments: Any) -> dist.Work:
-        torch.cuda._sleep(int(output.nbytes * cycles_per_byte))
+    def spin(
+        _group: dist.ProcessGroup, output: Tensor, source: Tensor, *_arguments: Any
+    ) -> dist.Work:
+        # A gather's output is all ranks' parts, a reduce-scatter's input.
+        num_bytes = max(output.nbytes, source.nbytes)
+        with record_function(f"{STAND_IN_RANGE}{lane}"):
+            torch.cuda._sleep(int(num_bytes * cycles_per_byte))
         return done
 
     return spin

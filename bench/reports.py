@@ -14,12 +14,17 @@ import dataclasses
 import io
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..training.errors import UsageError
+from .machine import describe
 
 SCHEMA_VERSION = 1
 KIND = "kernels"
@@ -172,8 +177,36 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
     return remarks
 
 
+def document(
+    kind: str, arguments: Sequence[str], device: torch.device, *, schema_version: int = 1
+) -> dict[str, Any]:
+    """What every result begins with, of now. arguments: of the command line."""
+    return {
+        "schema_version": schema_version,
+        "kind": kind,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["sidestream", *arguments]),
+        "machine": describe(device),
+    }
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write all of the file or nothing."""
+    """Write all of the file or nothing; in place where it cannot be replaced by another file."""
+    if not _is_replaceable(path):
+        path.write_text(text)
+        return
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Whether it is no device, pipe or link, as /dev/null and /dev/stdout are, and in a folder that
+    takes new files.
+    """
+    is_file = not path.is_symlink() and (path.is_file() or not path.exists())
+    return is_file and os.access(path.absolute().parent, os.W_OK)

@@ -29,6 +29,10 @@ TIE = 1.01
 TIMED, SLOWER, NO_TIME = "timed", "slower", "no time"
 
 
+class NotTimedError(Exception):
+    """Raised by a clock that cannot time a candidate, which is then ruled out; says why."""
+
+
 @dataclass
 class Trial:
     """What became of one candidate: timed to the end, slower, no time, or why it was ruled out.
@@ -77,6 +81,7 @@ def sweep(
 ) -> Sweep:
     """Find the fastest candidate; the first one is the default.
 
+    `sample` may raise `NotTimedError`; where it does of the default, nothing is timed any more.
     Ends within `budget_s` but for the step it is in, and the first `MIN_ROUNDS` rounds.
     """
     start = now()
@@ -114,7 +119,13 @@ def _time(
         # Two rounds of the alternating order are forwards and back: the last one is this one's.
         order = list(alternating_order(trials, 1 + number % 2))[-len(trials) :]
         for trial in order:
-            trial.samples.append(sample(trial.config))
+            try:
+                trial.samples.append(sample(trial.config))
+            except NotTimedError as error:
+                trial.fate = str(error)
+        if default.fate != TIMED:
+            return
+        trials = [one for one in trials if one.fate == TIMED]
         for trial in trials:
             ratios = pair_ratios(trial.samples, default.samples)
             trial.score = statistics.median(ratios)

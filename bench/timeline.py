@@ -7,7 +7,7 @@ communication that nothing hides, and to a picture.
           gather, ...  gloo's operations beside it; a message ends when it is waited for
           wait         the training thread waits for one: exposed communication
     GPU   lane         events
-          compute ...  kernels by name, those of NCCL or its stand-in as communication
+          compute ...  kernels by name; NCCL's and stand-ins for it are communication
           exposed      where communication runs and no other kernel does
 
 Times are milliseconds from the start of the first step. Everything here is pure.
@@ -24,9 +24,10 @@ from ..sharding.ranges import PREFIX
 
 STEP_RANGE = "bench::step"
 WAIT_RANGE = "bench::wait"
+STAND_IN_RANGE = "bench::stand-in "  # and the lane: on the host, around the launch of a stand-in
 COMPUTE, WAIT = "compute", "wait"
 _GPU_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
-_STAND_IN_KERNEL = "spin_kernel"
+_LAUNCH_KINDS = ("cuda_runtime", "cuda_driver")
 COLOURS: Mapping[str, str] = {
     COMPUTE: "#4878a8", "pack": "#e0a030", "sum": "#c86828", "optimizer": "#7a5aa8",
     "gather": "#4a9a5c", "exchange": "#2f7f86", WAIT: "#c03040",
@@ -73,7 +74,9 @@ def read_timeline(events: Sequence[Mapping[str, Any]]) -> Timeline:
             f"{len(complete)} events and none of them; profile with record_function({STEP_RANGE!r})"
         )
     on_gpu = [event for event in complete if event.get("cat") in _GPU_KINDS]
-    return _gpu_timeline(on_gpu, len(steps)) if on_gpu else _cpu_timeline(complete, steps)
+    if on_gpu:
+        return _gpu_timeline(on_gpu, _stand_ins(complete), len(steps))
+    return _cpu_timeline(complete, steps)
 
 
 def _is_on_host(event: Mapping[str, Any]) -> bool:
@@ -113,11 +116,31 @@ def _cpu_lane(name: str) -> str | None:
     return "sum" if name.startswith(f"{PREFIX}complete gradient") else None
 
 
-def _gpu_timeline(events: Sequence[Mapping[str, Any]], steps: int) -> Timeline:
+def _stand_ins(events: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """The lane of every stand-in for a collective, by the correlation id of its launch."""
+    ranges = [
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(STAND_IN_RANGE))
+        for event in events
+        if event["name"].startswith(STAND_IN_RANGE) and _is_on_host(event)
+    ]
+    return {
+        event["args"]["correlation"]: lane
+        for event in events
+        if event.get("cat") in _LAUNCH_KINDS and "correlation" in event.get("args", {})
+        for start, stop, lane in ranges
+        if start <= event["ts"] <= stop
+    }
+
+
+def _gpu_timeline(
+    events: Sequence[Mapping[str, Any]], stand_ins: Mapping[Any, str], steps: int
+) -> Timeline:
     origin = min(event["ts"] for event in events)
     lanes: dict[str, list[Span]] = {}
     for event in events:
-        lanes.setdefault(_gpu_lane(event["name"]), []).append(_span(event, origin))
+        correlation = event.get("args", {}).get("correlation")
+        lane = stand_ins.get(correlation) or _gpu_lane(event["name"])
+        lanes.setdefault(lane, []).append(_span(event, origin))
     communication = [*lanes.get("gather", ()), *lanes.get("exchange", ())]
     others = [
         span
@@ -135,7 +158,7 @@ def _gpu_timeline(events: Sequence[Mapping[str, Any]], steps: int) -> Timeline:
 
 def _gpu_lane(name: str) -> str:
     low = name.lower()
-    if "nccl" in low or _STAND_IN_KERNEL in low:
+    if "nccl" in low:
         return "gather" if "gather" in low else "exchange"
     # Ours, as Triton names them; torch's own reductions are C++ templates.
     if low.startswith(("_pack_kernel", "_reduce_kernel")):

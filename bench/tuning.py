@@ -25,6 +25,7 @@ from .ahead.measuring import MIN_CASES_A_PROCESS
 from .clocks import Clock, Ticker, num_rotated
 from .kernel_cases.case import Operands, made, same
 from .kernel_table import GATE_NUMEL
+from .sweep import NotTimedError
 from .tunables import Tunable, tunable
 
 T = TypeVar("T")
@@ -37,19 +38,21 @@ MIN_OCCUPANCY = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the compiler made of one candidate. spill_bytes: of a thread; occupancy: 0 to 1."""
+    """What the compiler made of one candidate. spill_bytes: of a thread; occupancy: 0 to 1,
+    None where the compiler does not say.
+    """
 
     registers: int
     spill_bytes: int
     shared_bytes: int
-    occupancy: float
+    occupancy: float | None
 
     @property
     def reason(self) -> str | None:
         """Why it is not worth trying; None where it is."""
         if self.spill_bytes:
             return f"spills {self.spill_bytes} bytes"
-        if self.occupancy < MIN_OCCUPANCY:
+        if self.occupancy is not None and self.occupancy < MIN_OCCUPANCY:
             return f"occupancy {self.occupancy:.0%}"
         return None
 
@@ -58,11 +61,11 @@ def resources_of(configuration: Configuration, target: str) -> Resources:
     """Of a kernel compiled for one of `aot.TARGETS`."""
     compiled = configuration.compile(target)
     if aot.TARGETS[target].backend == "cuda":
-        share = occupancy(
+        share: float | None = occupancy(
             target, compiled.registers, compiled.shared_bytes, configuration.num_warps
         )
     else:
-        share = amd_occupancy(compiled.assembly) or 0.0
+        share = amd_occupancy(compiled.assembly)
     return Resources(compiled.registers, compiled.spill_bytes, compiled.shared_bytes, share)
 
 
@@ -163,12 +166,20 @@ class Workbench:
         return operands, made(self._case.definition(changed), changed)
 
     def sample(self, config: LaunchConfig) -> float:
-        """Seconds of one call."""
-        if config not in self._tickers:
-            rotated = self._rotated  # made by launches like any other
-            self._tickers[config] = self._forced(config, lambda: self._ticker(rotated))
-        with tuned.forcing(self._tunable.op, config):  # a graph that is replayed asks for nothing
-            return self._tickers[config].sample()
+        """Seconds of one call.
+
+        Raises:
+            NotTimedError: the memory of the device is full.
+        """
+        try:
+            if config not in self._tickers:
+                rotated = self._rotated  # made by launches like any other
+                self._tickers[config] = self._forced(config, lambda: self._ticker(rotated))
+            # A graph that is replayed asks for nothing.
+            with tuned.forcing(self._tunable.op, config):
+                return self._tickers[config].sample()
+        except torch.OutOfMemoryError:
+            raise NotTimedError("out of memory") from None
 
     def _ticker(self, rotated: Sequence[Operands]) -> Ticker:
         calls = [self._case.ours(operands) for operands in rotated]

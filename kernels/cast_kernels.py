@@ -10,6 +10,8 @@ of odd length take the masked one. Noise depends on an element's index alone, so
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -251,6 +253,7 @@ def block_numel(name: str) -> int:
     return default_config().block_bytes // _code_bytes(name)
 
 
+@functools.cache
 def default_config() -> LaunchConfig:
     """The block is of codes, an element of e2m1 counted as a byte."""
     return LaunchConfig(2 * NUM_WARPS * THREADS_PER_WARP * ACCESS_BYTES, NUM_WARPS)

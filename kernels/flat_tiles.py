@@ -24,7 +24,7 @@ import triton.language as tl
 
 from . import tables
 from .device_codes import encode_e4m3, has_hardware_fp8
-from .formats import E4M3, WIRE_FORMATS
+from .formats import E4M3, wire_format_of
 from .launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, is_capturing
 from .portable import round_to
 from .reference_optim import BASE, DIGITS, bias_powers
@@ -37,7 +37,6 @@ SEGMENT_MULTIPLE = 16  # elements: 16 bytes of the narrowest side, one byte an e
 _SEGMENT, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
 _START, _FIRST_TILE = tl.constexpr(tables.OFFSET), tl.constexpr(tables.FIRST_TILE)
 _ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
-_NAMES = {form.dtype: form.name for form in WIRE_FORMATS}
 _FP32_CODE = tables.CODED_DTYPES.index(torch.float32)
 _BASE, _DIGITS = tl.constexpr(BASE), tl.constexpr(DIGITS)
 
@@ -158,7 +157,10 @@ def plan(op: str, shards: Sequence[torch.Tensor | None], starts: Sequence[int]) 
 
 
 def _name_of(shard: torch.Tensor | None) -> str:
-    return "none" if shard is None else _NAMES.get(shard.dtype, E4M3.name)
+    if shard is None:
+        return "none"
+    coded = shard.dtype in tables.CODED_DTYPES
+    return wire_format_of(shard.dtype).name if coded else E4M3.name
 
 
 def block_numel(narrowest_bytes: int) -> int:
@@ -166,6 +168,7 @@ def block_numel(narrowest_bytes: int) -> int:
     return default_config().block_bytes // narrowest_bytes
 
 
+@functools.cache
 def default_config() -> LaunchConfig:
     """The block is of the narrowest of the shards."""
     return LaunchConfig(NUM_WARPS * THREADS_PER_WARP * ACCESS_BYTES, NUM_WARPS)

@@ -8,6 +8,7 @@ tensors, are read twice, by as many programs as they have blocks. The kernels ar
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -59,11 +60,13 @@ def line_warps(line: int, config: LaunchConfig) -> int:
     return min(config.num_warps * max(1, line // config.block_bytes), MAX_WARPS)
 
 
+@functools.cache
 def default_config() -> LaunchConfig:
     """The block is of codes, a byte an element."""
     return LaunchConfig(BLOCK, NUM_WARPS)
 
 
+@functools.cache
 def squares_config() -> LaunchConfig:
     """For squares of 128 x 128, whose block is not looked at."""
     return LaunchConfig(BLOCK, SQUARE_WARPS)

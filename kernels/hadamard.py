@@ -10,6 +10,8 @@ the tail, and rows whose length is no multiple of 16, take the masked one.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -169,6 +171,7 @@ def _hadamard_kernel(
         )
 
 
+@functools.cache
 def default_config(element_bytes: int) -> LaunchConfig:
     """The block is of the source."""
     return LaunchConfig(BLOCK_NUMEL * element_bytes, NUM_WARPS)

@@ -13,6 +13,7 @@ row only for small worlds, so that registers stay few.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,7 @@ class LaunchConfig:
                 raise ValueError(f"{name}: expected a power of two, got {value}; round it up")
 
 
+@functools.cache
 def pack_config() -> LaunchConfig:
     """For pack_ and unpack_. The block is of one tensor, so its elements follow from the dtype."""
     return _config(num_warps=8, accesses=2)
@@ -46,6 +48,7 @@ def pack_case(flat: str, accumulate: bool) -> str:
     return flat + " accumulate" * accumulate
 
 
+@functools.cache
 def reduce_config(world_size: int) -> LaunchConfig:
     """For reduce_ over `world_size` rows. The block is of the narrower of a row and the result."""
     return _config(num_warps=4, accesses=2 if world_size <= SMALL_WORLD else 1)

@@ -18,7 +18,7 @@ The ops write in place, return nothing and are not differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -46,8 +46,8 @@ from .message_layout import (
     message_layout,
 )
 from .noise import MAX_INDEX, checked_seed
-from .ops import Op, call, on_first_use
-from .overlap import check_apart, check_destinations, check_disjoint
+from .ops import Op, call, is_usual, on_first_use
+from .overlap import are_sources, check_apart, check_destinations, check_disjoint
 
 ALWAYS_NEAREST = (FP32.name, FP16.name)  # nothing to round, and no such cast
 
@@ -103,13 +103,12 @@ def pack_message_(
         raise ValueError(
             f"rounding: expected nearest for {format}, got {rounding!r}; there is no such cast"
         )
-    named = _named(message, tensors)
-    layout, offsets = _placed(message, named, format, offsets, row_numel)
+    tensors, named = _checked_tensors(message, tensors)
+    layout, offsets = _placed(message, tensors, format, offsets, row_numel)
     if first_indices is None:
         first_indices = offsets
-    first_indices = _checked_indices(named, first_indices, layout)
+    first_indices = _checked_indices(tensors, first_indices, layout)
     check_apart({"message": message}, named)
-    tensors = list(named.values())
     options = (check_number("scale", scale), row_numel, rule, power_of_2, seed)
     call(_PACK, message, message, tensors, format, layout.numel, offsets, first_indices, *options)
 
@@ -131,9 +130,8 @@ def unpack_message_(
     the message or each other. Nobody looks at the header, which
     would make the host wait: `read_header` does. Raises `ValueError` before anything is written.
     """
-    named = _named(message, tensors)
-    layout, offsets = _placed(message, named, format, offsets, row_numel)
-    tensors = list(named.values())
+    tensors, named = _checked_tensors(message, tensors)
+    layout, offsets = _placed(message, tensors, format, offsets, row_numel)
     check_apart({"message": message}, named)
     check_destinations("tensors", tensors)
     scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
@@ -142,32 +140,37 @@ def unpack_message_(
         call(_UNPACK, message, tensors, message, format, layout.numel, offsets, *options)
 
 
-def _named(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors by their names, all of them and the message being what they may be."""
+def _checked_tensors(
+    message: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors, and by their names those that may share memory with the message."""
     check_message("message", message)
-    named = {f"tensors[{i}]": tensor for i, tensor in enumerate(check_tensors("tensors", tensors))}
+    tensors = check_tensors("tensors", tensors)
+    if is_usual(are_sources, message, tensors, SOURCE_DTYPES):
+        return tensors, {}
+    named = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
     for name, tensor in named.items():
         check_dtype(name, tensor, SOURCE_DTYPES)
         check_device(name, tensor, message.device)
-    return named
+    return tensors, named
 
 
 def _placed(
     message: torch.Tensor,
-    named: Mapping[str, torch.Tensor],
+    tensors: Sequence[torch.Tensor],
     format: str,
     offsets: Sequence[int] | None,
     row_numel: int,
 ) -> tuple[MessageLayout, Sequence[int]]:
     """The message's layout, and where in it the tensors are."""
-    numels = [tensor.numel() for tensor in named.values()]
+    numels = [tensor.numel() for tensor in tensors]
     if offsets is None:
         layout = message_layout(format, numels, row_numel=row_numel)
         check_length("message", message, layout)
         return layout, layout.offsets
     layout = layout_of_bytes(format, message.numel(), row_numel=row_numel)
     offsets = check_integers("offsets", offsets)
-    check_one_a_tensor("offsets", offsets, named)
+    check_one_a_tensor("offsets", offsets, tensors)
     _check_offsets(numels, offsets, layout)
     return layout, offsets
 
@@ -184,11 +187,13 @@ def _check_offsets(numels: Sequence[int], offsets: Sequence[int], layout: Messag
 
 
 def _checked_indices(
-    named: Mapping[str, torch.Tensor], first_indices: Sequence[int], layout: MessageLayout
+    tensors: Sequence[torch.Tensor], first_indices: Sequence[int], layout: MessageLayout
 ) -> list[int]:
     """The first indices, so small that even the gaps after tensors, which are encoded, have one."""
     first_indices = check_integers("first_indices", first_indices)
-    check_one_a_tensor("first_indices", first_indices, named)
+    check_one_a_tensor("first_indices", first_indices, tensors)
+    last = MAX_INDEX - layout.numel
     for index, first_index in enumerate(first_indices):
-        check_integer(f"first_indices[{index}]", first_index, 0, MAX_INDEX - layout.numel)
+        if type(first_index) is not int or not 0 <= first_index <= last:
+            check_integer(f"first_indices[{index}]", first_index, 0, last)
     return first_indices

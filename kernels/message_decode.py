@@ -11,6 +11,7 @@ not read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -260,6 +261,7 @@ def _unpack_kernel(
             )
 
 
+@functools.cache
 def default_config() -> LaunchConfig:
     """An element counts as a byte."""
     return LaunchConfig(TILE_NUMEL, NUM_WARPS)

@@ -11,6 +11,7 @@ writes the header, and the bytes between the sections.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -178,6 +179,7 @@ def tile_numel(format: str, stochastic: bool) -> int:
     return 2 * TILE_NUMEL if format == MXFP8.name and not stochastic else TILE_NUMEL
 
 
+@functools.cache
 def default_config(format: str, stochastic: bool) -> LaunchConfig:
     """An element counts as a byte."""
     return LaunchConfig(tile_numel(format, stochastic), NUM_WARPS)

@@ -14,6 +14,7 @@ that swizzled ones need. Rows of whole blocks with plain scales are taken as row
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,7 @@ def is_full_tile(
     return first + BLOCKS <= rows * width
 
 
+@functools.cache
 def default_config() -> LaunchConfig:
     """An element counts as a byte; the block follows from the scales, so only warps may differ."""
     return LaunchConfig(TILE_BLOCKS * BLOCK_NUMEL, NUM_WARPS)

@@ -15,6 +15,7 @@ torch.linalg.vector_norm in FP32 do; the flag looks at the elements, not at thei
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -184,14 +185,15 @@ def l2_norm_(
         )
 
 
+@functools.cache
 def default_config() -> LaunchConfig:
     """The sums are of chunks of one size, so that only warps may be tuned."""
     return LaunchConfig(CHUNK_BYTES, _NUM_WARPS)
 
 
 def _case(tensors: Sequence[torch.Tensor]) -> str:
-    names = {wire_format_of(tensor.dtype).name for tensor in tensors}
-    return names.pop() if len(names) == 1 else "mixed"
+    dtypes = {tensor.dtype for tensor in tensors}
+    return wire_format_of(dtypes.pop()).name if len(dtypes) == 1 else "mixed"
 
 
 def _key(tensor: torch.Tensor) -> tables.TensorKey:

@@ -13,6 +13,7 @@ fortieth of what is moved.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -219,11 +220,13 @@ def _amax_kernel(
             tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
+@functools.cache
 def amax_config(hadamard: bool) -> LaunchConfig:
     """An element counts as a byte. The transform takes registers, so its tiles are smaller."""
     return LaunchConfig(TILE_NUMEL if hadamard else AMAX_TILE_NUMEL, NUM_WARPS)
 
 
+@functools.cache
 def quantize_config() -> LaunchConfig:
     """An element counts as a byte."""
     return LaunchConfig(TILE_NUMEL, NUM_WARPS)

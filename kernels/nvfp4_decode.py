@@ -10,6 +10,8 @@ on the side of the values; the others take the masked one.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -108,6 +110,7 @@ def _dequantize_kernel(
             )
 
 
+@functools.cache
 def default_config() -> LaunchConfig:
     """An element counts as a byte."""
     return LaunchConfig(TILE_NUMEL, NUM_WARPS)

@@ -220,15 +220,15 @@ def _checked_tensors(
 
     apart: the caller knows that `flat` and the tensors share no memory, which takes time to see.
     """
-    if _is_usual(_are_tensors, flat, tensors, offsets, apart):
+    if is_usual(_are_tensors, flat, tensors, offsets, apart):
         return tensors, offsets
     return _closely_checked(flat, tensors, offsets, disjoint=disjoint)
 
 
-def _is_usual(looks: Callable[..., bool], anchor: torch.Tensor, *arguments: Any) -> bool:
+def is_usual(looks: Callable[..., bool], anchor: torch.Tensor, *arguments: Any) -> bool:
     """Whether arguments are as they are in every step of a training: a host has no time for more.
 
-    What is not, a closer look accepts or names.
+    What is not, a closer look accepts or names, and only that makes names of list elements.
     """
     try:
         return _runs_directly(anchor) and looks(anchor, *arguments)
@@ -241,6 +241,7 @@ def _are_tensors(flat: torch.Tensor, tensors: Any, offsets: Sequence[int], apart
         flat.dtype not in _DTYPES
         or flat.dim() != 1
         or not flat.is_contiguous()
+        or flat.is_neg()
         or len(tensors) != len(offsets)
         or isinstance(tensors, torch.Tensor)
         or not (flat_start := flat.data_ptr())
@@ -255,6 +256,7 @@ def _are_tensors(flat: torch.Tensor, tensors: Any, offsets: Sequence[int], apart
             or offset < end
             or tensor.dtype not in _DTYPES
             or tensor.device != device
+            or tensor.is_neg()
         ):
             return False
         end = offset + tensor.numel()
@@ -296,7 +298,7 @@ def _closely_checked(
 
 
 def _check_reduce(out: torch.Tensor, parts: torch.Tensor) -> None:
-    if _is_usual(_are_rows, out, parts):
+    if is_usual(_are_rows, out, parts):
         return
     check_dtype("out", out, SOURCE_DTYPES)
     check_vector("out", out)
@@ -317,6 +319,7 @@ def _are_rows(out: torch.Tensor, parts: torch.Tensor) -> bool:
         out.dtype in _DTYPES
         and parts.dtype in _DTYPES
         and out.device == parts.device
+        and not (out.is_neg() or parts.is_neg())
         and out.dim() == 1
         and parts.dim() == _REDUCE_DIMS
         and parts.shape[1] == out.numel()

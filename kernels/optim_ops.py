@@ -37,8 +37,8 @@ from .checks import (
     check_tensors,
     check_vector,
 )
-from .ops import Op, on_first_use
-from .overlap import check_apart
+from .ops import Op, is_usual, on_first_use
+from .overlap import are_sources, check_apart
 
 _SHARED_OPTIONS = (
     "float weight_decay, bool maximize, SymInt[] starts, Tensor? lr_scales, Tensor? weight_decays, "
@@ -241,7 +241,9 @@ def l2_norm_(
     if found_inf is not None:
         check_one("found_inf", found_inf, _FLAGS, norm.device)
     tensors = check_tensors("tensors", tensors)  # parameters() can be gone through but once
-    named = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
+    named: dict[str, torch.Tensor] = {}
+    if not is_usual(are_sources, norm, tensors, SOURCE_DTYPES, found_inf):
+        named = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
     for name, tensor in named.items():
         check_dtype(name, tensor, SOURCE_DTYPES)
         check_device(name, tensor, norm.device)

@@ -9,7 +9,7 @@ order. Memory is looked at where there is some: not in a trace, of fake or of me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -49,6 +49,37 @@ def check_apart(
         for other in chain(spans[index + 1 :], others):
             if span.start < other.end and span.meets(other):
                 _refuse(span.name, other.name)
+
+
+def are_sources(
+    written: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    dtypes: Collection[torch.dtype],
+    also_written: torch.Tensor | None = None,
+) -> bool:
+    """Whether all tensors may be read while the others are written: the usual case, quickly.
+
+    They lie on the device of `written`, have one of `dtypes` and memory apart from what is written,
+    which is contiguous. Where that is not plain, as without memory, the answer is no or an error.
+    """
+    device = written.device
+    given = (written,) if also_written is None else (written, also_written)
+    places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in given]
+    for tensor in tensors:
+        if (
+            type(tensor) not in PLAIN_TYPES
+            or tensor.dtype not in dtypes
+            or tensor.device != device
+            or tensor.is_nested
+            or tensor.is_neg()
+            or not (start := tensor.data_ptr())
+        ):
+            return False
+        stop = start + tensor.nbytes  # of one with gaps it may be more
+        for begin, end in places:
+            if start < end and (stop > begin or not tensor.is_contiguous()):
+                return False
+    return True
 
 
 def check_destinations(name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -35,7 +35,7 @@ from .message_layout import (
     checked_align,
     layout_of_numel,
 )
-from .overlap import check_apart
+from .overlap import are_sources, check_apart
 
 _OPTIONS = (
     f"str format, float scale=1.0, bool accumulate=False, SymInt row_numel={DEFAULT_ROW_NUMEL}"
@@ -113,15 +113,22 @@ def reduce_peer_messages_(
     messages = check_tensors("messages", messages)
     if not messages:
         raise ValueError("messages: expected one or more, got none; pass one message per rank")
-    named = {f"messages[{rank}]": message for rank, message in enumerate(messages)}
-    for name, message in named.items():
-        check_dtype(name, message, (torch.uint8,))
-        check_device(name, message, out.device)
-        check_vector(name, message)
-        _check_num_bytes(name, message.shape[0], layout)
-    check_apart({"out": out}, named)
+    if not ops.is_usual(_are_messages, out, messages, layout.num_bytes):
+        named = {f"messages[{rank}]": message for rank, message in enumerate(messages)}
+        for name, message in named.items():
+            check_dtype(name, message, (torch.uint8,))
+            check_device(name, message, out.device)
+            check_vector(name, message)
+            _check_num_bytes(name, message.shape[0], layout)
+        check_apart({"out": out}, named)
     scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
     ops.call(_PEERS, out, out, messages, format, scale, accumulate, row_numel)
+
+
+def _are_messages(out: torch.Tensor, messages: Sequence[torch.Tensor], num_bytes: int) -> bool:
+    return are_sources(out, messages, (torch.uint8,)) and all(
+        message.shape == (num_bytes,) and message.is_contiguous() for message in messages
+    )
 
 
 def _checked_layout(out: torch.Tensor, format: str, row_numel: int) -> MessageLayout:

@@ -16,6 +16,7 @@ for w; above that a loop takes three at a time, however many, so for w - 1 modul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -259,6 +260,7 @@ def tile_groups(form: MessageFormat) -> int:
     return threads * numel // GROUP_NUMEL
 
 
+@functools.cache
 def default_config(form: MessageFormat) -> LaunchConfig:
     """An element counts as a byte."""
     return LaunchConfig(tile_groups(form) * GROUP_NUMEL, NUM_WARPS)

@@ -193,7 +193,7 @@ def _reduce_many_rows_(
     """
     total = _total_for(out, accumulate)
     total.copy_(parts[0])
-    index = torch.zeros(len(parts) - 1, dtype=torch.int64)
+    index = torch.zeros(len(parts) - 1, dtype=torch.int64, device=out.device)
     total.view(1, -1).index_add_(0, index, parts[1:].float())
     _finish_(out, total, scale, accumulate)
 

@@ -40,6 +40,7 @@ VARIABLE = "SIDESTREAM_TUNED"
 PACKAGE_FOLDER = Path(__file__).with_suffix("")
 MAX_WARPS = 16
 _MAX_FILE_BYTES = 16 * 1024 * 1024
+_REDO = "run `sidestream autotune` again"
 
 Key = tuple[str, str]
 """An op, and which of its cases: what its launcher looks for."""
@@ -166,17 +167,17 @@ def load_table(name: str, triton: str) -> Table:
 
 
 def paths_of(name: str) -> list[Path]:
-    """The files to read, the one that wins last; one that the variable names may be missing."""
+    """The files to read, the one that wins last; what the variable names may not be readable."""
     found = [
         folder / file_name(name)
         for folder in (PACKAGE_FOLDER, user_folder())
-        if (folder / file_name(name)).is_file()
+        if os.path.isfile(folder / file_name(name))  # Path.is_file raises where we may not look
     ]
     if variable := os.environ.get(VARIABLE):
         path = Path(variable)
-        if not path.is_dir():
+        if not os.path.isdir(path):
             found.append(path)
-        elif (path / file_name(name)).is_file():
+        elif os.path.isfile(path / file_name(name)) or not os.access(path, os.X_OK):
             found.append(path / file_name(name))
     return found
 
@@ -193,7 +194,7 @@ def read_entries(path: Path, name: str, triton: str) -> dict[Key, LaunchConfig]:
     for index, entry in enumerate(document["entries"]):
         key, config = _checked_entry(f"entries[{index}]", entry)
         if key in entries:
-            raise TableError(f"entries[{index}]: expected each case once, got {key} again")
+            raise TableError(f"entries[{index}]: expected each case once, got {key} again; {_REDO}")
         entries[key] = config
     return entries
 
@@ -204,33 +205,33 @@ def read_document(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
         if len(text) > _MAX_FILE_BYTES:
-            raise TableError(f"expected a table, got more than {_MAX_FILE_BYTES} bytes")
+            raise TableError(f"expected a table, got more than {_MAX_FILE_BYTES} bytes; {_REDO}")
         document = json.loads(text)
     except OSError as error:
-        raise TableError(f"expected a file to read, got {error.strerror}") from None
+        reason = f"expected a file to read, got {error.strerror}"
+        raise TableError(f"{reason}; correct the path, or allow to read it") from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, TableError):
             raise
-        raise TableError(f"expected JSON, got a damaged file ({error})") from None
+        raise TableError(f"expected JSON, got a damaged file ({error}); {_REDO}") from None
     if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise TableError(f"expected a document of kind {KIND!r}, got another one")
+        raise TableError(f"expected a document of kind {KIND!r}, got another one; {_REDO}")
     return document
 
 
 def _check_document(document: Mapping[str, Any], name: str, triton: str) -> None:
-    redo = "run `sidestream autotune` again"
     for field_name, expected in (("schema_version", SCHEMA_VERSION), ("device", name)):
         if document.get(field_name) != expected:
             raise TableError(
-                f"{field_name}: expected {expected!r}, got {document.get(field_name)!r}; {redo}"
+                f"{field_name}: expected {expected!r}, got {document.get(field_name)!r}; {_REDO}"
             )
     found = document.get("triton")
     if not isinstance(found, str) or found.split(".")[:2] != triton.split(".")[:2]:
         raise TableError(
-            f"triton: expected {'.'.join(triton.split('.')[:2])}, got {found!r}; {redo}"
+            f"triton: expected {'.'.join(triton.split('.')[:2])}, got {found!r}; {_REDO}"
         )
     if not isinstance(document.get("entries"), list):
-        raise TableError("entries: expected a list, got none")
+        raise TableError(f"entries: expected a list, got none; {_REDO}")
 
 
 def _checked_entry(where: str, entry: Any) -> tuple[Key, LaunchConfig]:
@@ -239,11 +240,15 @@ def _checked_entry(where: str, entry: Any) -> tuple[Key, LaunchConfig]:
     op, case = values.get("op"), values.get("case")
     block_bytes, num_warps = values.get("block_bytes"), values.get("num_warps")
     if not isinstance(op, str) or not isinstance(case, str):
-        raise TableError(f"{where}: expected the names of an op and a case, got {entry!r:.80}")
+        raise TableError(
+            f"{where}: expected the names of an op and a case, got {entry!r:.80}; {_REDO}"
+        )
     if type(block_bytes) is not int or type(num_warps) is not int:
-        raise TableError(f"{where}: expected whole numbers, got {block_bytes!r} and {num_warps!r}")
+        raise TableError(
+            f"{where}: expected whole numbers, got {block_bytes!r} and {num_warps!r}; {_REDO}"
+        )
     if op not in LIMITS:
-        raise TableError(f"{where}: expected one of {', '.join(LIMITS)}, got op {op!r}")
+        raise TableError(f"{where}: expected one of {', '.join(LIMITS)}, got op {op!r}; {_REDO}")
     try:
         config = LaunchConfig(block_bytes, num_warps)
     except ValueError as error:
@@ -259,10 +264,10 @@ def illegal(op: str, config: LaunchConfig) -> str | None:
     if not limits.min_block_bytes <= config.block_bytes <= limits.max_block_bytes:
         return (
             f"block_bytes of {op}: expected {limits.min_block_bytes} to {limits.max_block_bytes}, "
-            f"got {config.block_bytes}"
+            f"got {config.block_bytes}; choose a power of two in that range"
         )
     if config.num_warps > MAX_WARPS:
-        return f"num_warps: expected at most {MAX_WARPS}, got {config.num_warps}"
+        return f"num_warps: expected at most {MAX_WARPS}, got {config.num_warps}; choose fewer"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -32,10 +33,10 @@ def require_flag(name: str, value: object) -> None:
         TypeError: it is something else.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
+        raise TypeError(f"{name}: expected True or False, got {value!r}; pass one of them")
 
 
-def require_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
+def require_number(name: str, value: object, expected: str, fits: Callable[[Any], bool]) -> None:
     """Refuse what is no real number, as a bool and a tensor are not, or does not fit.
 
     Raises:
@@ -43,6 +44,6 @@ def require_number(name: str, value: object, expected: str, fits: Callable[[floa
         ValueError: it does not fit, which `expected` says in words.
     """
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (is_real and fits(value)):  # type: ignore[arg-type]
+    if not (is_real and fits(value)):
         kind = ValueError if is_real else TypeError
-        raise kind(f"{name}: expected {expected}, got {value!r}")
+        raise kind(f"{name}: expected {expected}, got {value!r}; pass such a value")

@@ -76,8 +76,8 @@ def save_checkpoint(
                 _require_whole(partial, target)
                 _publish(partial, target)
     finally:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+        # Every rank: where they do not share the folder, each has its own.
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def load_checkpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -65,7 +66,9 @@ def resolve_config(
         expected = "None or a positive number of MiB"
         require_number("bucket_mib", bucket_mib, expected, lambda mib: 0 < mib < math.inf)
     expected = "a whole number of at least 0"
-    require_number("prefetch", prefetch, expected, lambda n: isinstance(n, int) and n >= 0)
+    require_number(
+        "prefetch", prefetch, expected, lambda n: isinstance(n, numbers.Integral) and n >= 0
+    )
     return ShardConfig(
         placements=resolve_strategy(strategy),
         policy=policy or MixedPrecisionPolicy(),
@@ -73,5 +76,5 @@ def resolve_config(
         reshard_after_forward=reshard_after_forward,
         bucket_bytes=None if bucket_mib is None else int(bucket_mib * 2**20),
         overlap_grad_reduce=overlap_grad_reduce,
-        runtime=RuntimeOptions(prefetch=prefetch, overlap_param_gather=overlap_param_gather),
+        runtime=RuntimeOptions(prefetch=int(prefetch), overlap_param_gather=overlap_param_gather),
     )

@@ -53,10 +53,16 @@ def rows_at(commit: str, arguments: Sequence[str]) -> tuple[Row, ...]:
     """The rows that `sidestream inspect ARGUMENTS` of that commit has, compiled by what is here.
 
     Raises:
-        CompareError: it failed.
+        CompareError: the commit cannot be read, or the command failed.
     """
     with tempfile.TemporaryDirectory(prefix="sidestream-inspect-") as folder:
         archive = _git("archive", "--format=tar", commit)
+        if archive.returncode:
+            reason = archive.stderr.decode(errors="replace").strip()
+            raise CompareError(
+                f"--compare: expected git to read all of {commit[:10]}, got exit code "
+                f"{archive.returncode} ({reason}); see what `git fsck` says, or fetch it again"
+            )
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
             tar.extractall(Path(folder) / "sidestream", filter="data")
         result = Path(folder) / "result.json"

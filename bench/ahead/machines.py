@@ -21,8 +21,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...kernels.launch import THREADS_PER_WARP
+
 KIB = 1024
-THREADS_PER_WARP = 32
 WARPS_A_CYCLE = 4
 REGISTERS = 64 * KIB
 REGISTER_UNIT = 256  # allotted to a warp at a time

@@ -27,7 +27,9 @@ def targets_of(text: str) -> tuple[str, ...]:
     for target in found:
         if target not in aot.TARGETS:
             known = ", ".join(aot.TARGETS)
-            raise SelectionError(f"--arch: expected some of {known}, or {ALL}, got {target!r}")
+            raise SelectionError(
+                f"--arch: expected some of {known}, or {ALL}, got {target!r}; choose of these"
+            )
     return found
 
 
@@ -46,7 +48,8 @@ def cases_of(ops: str | None, text: str | None) -> tuple[ahead.Case, ...]:
         for name in names:
             if name not in known:
                 raise SelectionError(
-                    f"--op: expected some of {', '.join(known)}, got {name.removesuffix('_')!r}"
+                    f"--op: expected some of {', '.join(known)}, got "
+                    f"{name.removesuffix('_')!r}; choose of these"
                 )
         found = tuple(case for case in found if case.op in names)
     if text is None:
@@ -54,7 +57,7 @@ def cases_of(ops: str | None, text: str | None) -> tuple[ahead.Case, ...]:
     selected = tuple(case for case in found if text in case.name)
     if not selected:
         raise SelectionError(
-            f"--case: expected a part of a case's name, got {text!r}; there are {_names(found)}"
+            f"--case: expected a part of a case's name, got {text!r}; choose of {_names(found)}"
         )
     return selected
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 import shlex
 import sys
 import time
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...training.errors import UsageError
 from ...training.paths import require_writable_file
-from .parsing import count
+from .parsing import count, size
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from ..tunables import Tunable
     from ..tuning import Look, Task
 
-_SUFFIXES = {"": 1, "k": 1024, "M": 1024**2, "G": 1024**3}
-_MAX_NUMEL = 2**40
 _BUDGET_S = 300.0
 _ARCH = "sm_90"
 
@@ -64,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--numel",
-        type=_numel,
+        type=size,
         default="64M",
         metavar="N",
         help="about how many elements a call reads, 1M being 2^20 (default: 64M)",
@@ -130,11 +127,13 @@ def _list(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
 def _tune(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
     from ...kernels import tuned
     from .. import tuned_files
+    from ..kernel_table import require_memory
     from ..tuning import target_of
 
     if options.arch is not None:
         raise UsageError(f"expected --arch with --dry-run alone, got {options.arch}; leave it out")
     device = _gpu()
+    require_memory([tunable.benchmark for tunable in chosen], [options.numel], device)
     name = tuned.device_name(device)
     assert name is not None
     path = tuned_files.destination(options.to, name)
@@ -251,10 +250,8 @@ def _look_text(look: Look) -> str:
 
     if not isinstance(look, Resources):
         return look
-    text = (
-        f"{look.registers:4} registers {look.shared_bytes:6} shared bytes "
-        f"{look.occupancy:4.0%} occupancy"
-    )
+    share = "-" if look.occupancy is None else f"{look.occupancy:.0%}"
+    text = f"{look.registers:4} registers {look.shared_bytes:6} shared bytes {share:>4} occupancy"
     return text if look.reason is None else f"{text}  pruned: {look.reason}"
 
 
@@ -298,15 +295,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0.0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}; pass such as 60")
     return seconds
-
-
-def _numel(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,15})([kMG]?)", text)
-    numel = int(found[1]) * _SUFFIXES[found[2]] if found else 0
-    if not 1 <= numel <= _MAX_NUMEL:
-        raise argparse.ArgumentTypeError(
-            f"expected a number from 1 to {_MAX_NUMEL} such as 65536, 64k or 1M, got {text!r}"
-        )
-    return numel

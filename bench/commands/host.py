@@ -29,9 +29,8 @@ from ..host_cost import (
     profile,
     summarise,
 )
-from ..machine import describe
 from ..models import TENSORS_A_BLOCK
-from ..reports import write_text
+from ..reports import document, write_text
 from ..timing import Estimate, compare_with_limit
 from .parsing import count, counts, names_of
 
@@ -157,9 +156,7 @@ def as_json(
         for case in samples
     ]
     content: dict[str, Any] = {
-        "schema_version": 1,
-        "kind": "host",
-        "machine": describe(torch.device("cpu")),
+        **document("host", options.arguments, torch.device("cpu")),
         "settings": {
             name: getattr(options, name) for name in ("units", "world", "candidates", "visits")
         },

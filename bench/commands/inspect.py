@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         UsageError: the selection is empty or unknown, the file cannot be written, or the commit
-        cannot be looked at; nothing was compiled.
+        cannot be looked at; nothing of what is here was compiled.
     """
     from ..ahead import checkout, selection, table
 
@@ -76,14 +74,17 @@ def run(options: argparse.Namespace) -> int:
     cases = selection.cases_of(options.op, options.case)
     targets = selection.targets_of(options.arch)
     tasks = [(case.op, case.name, target) for target in targets for case in cases]
-    commit = None if options.compare is None else checkout.commit_of(options.compare)
+    before: tuple[Row, ...] = ()
+    commit = None
+    if options.compare is not None:
+        commit = checkout.commit_of(options.compare)
+        before = checkout.rows_at(commit, _selecting(options))
     rows = _measured(tasks, options.jobs)
     if options.json is not None:
         _write(options, rows)
     if commit is None:
         print("\n".join(table.lines(rows)))
         return 0
-    before = checkout.rows_at(commit, _selecting(options))
     print(f"{len(rows)} cases, from {options.compare} ({commit[:10]}) to what is here:")
     print("\n".join(table.change_lines(before, rows)))
     return 0
@@ -124,15 +125,10 @@ def _write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
 
     from ..ahead.machines import GPUS
     from ..ahead.measuring import KIND, SCHEMA_VERSION
-    from ..machine import describe
-    from ..reports import write_text
+    from ..reports import document, write_text
 
     content = {
-        "schema_version": SCHEMA_VERSION,
-        "kind": KIND,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["sidestream", *options.arguments]),
-        "machine": describe(torch.device("cpu")),
+        **document(KIND, options.arguments, torch.device("cpu"), schema_version=SCHEMA_VERSION),
         "gpus": [dataclasses.asdict(gpu) for gpu in GPUS],
         "rows": [row.as_json() for row in rows],
     }

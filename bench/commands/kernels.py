@@ -11,7 +11,6 @@ for cannot be done, which is told before anything is measured.
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -20,15 +19,12 @@ from typing import TYPE_CHECKING
 
 from ...training.errors import UsageError
 from ...training.paths import require_writable_file
-from .parsing import counts
+from .parsing import counts, sizes
 
 if TYPE_CHECKING:
     import torch
 
     from ..reports import Report
-
-_SUFFIXES = {"": 1, "k": 1024, "M": 1024**2, "G": 1024**3}
-_MAX_NUMEL = 2**40
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--world", type=counts, help="only sums over so many ranks: 2,8")
     parser.add_argument(
         "--numel",
-        type=_sizes,
+        type=sizes,
         help="about how many elements are read, 1M being 2^20 "
         "(default 1M, on a GPU 208M, which is a Llama 3 8B block)",
     )
@@ -111,20 +107,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, each with k, M or G behind it or not."""
-    sizes = []
-    for word in text.split(","):
-        found = re.fullmatch(r"(\d{1,15})([kMG]?)", word)
-        size = int(found[1]) * _SUFFIXES[found[2]] if found else 0
-        if not 1 <= size <= _MAX_NUMEL:
-            raise argparse.ArgumentTypeError(
-                f"expected numbers from 1 to {_MAX_NUMEL} such as 65536, 64k or 1M, got {word!r}"
-            )
-        sizes.append(size)
-    return tuple(dict.fromkeys(sizes))
 
 
 def _device(name: str) -> torch.device:

@@ -6,6 +6,7 @@ collectives are stood in for by a timed spin on their stream, which the picture 
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ...training.errors import UsageError
 from ...training.paths import require_writable_file
 from ..models import STEP_TIME_CONFIG
 from ..overlap import STAND_IN_GB_PER_S, STAND_IN_WORLD, OverlapCase, record
+from ..ranks import RanksFailed
 from ..reports import write_text
 from ..rivals import TRAINER_NAMES, require_trainer
 from ..step_worker import Task
@@ -71,7 +73,11 @@ def run(options: argparse.Namespace) -> int:
     timelines: dict[str, Timeline] = {}
     for name in options.candidates:
         case = OverlapCase(name=name, task=task, steps=options.steps, world=world)
-        events = record(case)
+        try:
+            events = record(case)
+        except RanksFailed as error:
+            print(error, file=sys.stderr)
+            return 1
         timelines[name] = read_timeline(events)
         print(describe(name, timelines[name]), flush=True)
         if options.trace and name == options.candidates[0]:

@@ -14,16 +14,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ...training.errors import UsageError
 from ...training.paths import require_writable_file
-from ..machine import describe
 from ..models import STEP_TIME_CONFIG
 from ..ranks import RanksFailed
-from ..reports import write_text
+from ..reports import document, write_text
 from ..rivals import TRAINER_NAMES, require_trainer
 from ..step_time import CANDIDATE_AGAINST, Figures, Plan, Row, compare, launch_alone
 from ..step_worker import TINY_CONFIG, SoloCase, Task
@@ -148,19 +146,25 @@ def choose_comparisons(options: argparse.Namespace, task: Task) -> list[tuple[st
             candidate = f"zero{options.zero}"
         else:
             candidate = options.candidate or CANDIDATE_AGAINST.get(rival, "zero3")
-        if candidate == rival:
+        if options.against and candidate == rival:
             raise UsageError(
                 f"--against: expected another trainer than the candidate, got {rival} for both; "
                 "pass --candidate or --zero"
             )
+        require_trainer(candidate, task.device_type, task.dtype)
         try:
-            require_trainer(candidate, task.device_type, task.dtype)
             require_trainer(rival, task.device_type, task.dtype)
         except UsageError:
             if options.against:
                 raise
             continue
-        comparisons.append((candidate, rival))
+        if candidate != rival:
+            comparisons.append((candidate, rival))
+    if not comparisons:
+        raise UsageError(
+            f"--against: expected a trainer to compare {options.candidate} with, got none and none "
+            "of the usual ones can run here; name one that can"
+        )
     return comparisons
 
 
@@ -176,7 +180,7 @@ def _run_comparisons(options: argparse.Namespace, plan: Plan) -> None:
     rows = compare(options.comparisons, plan, lambda text: print(text, flush=True))
     print("\n".join(["", *format_table(rows), "", *(line for r in rows for line in r.verdicts())]))
     if options.json:
-        write_text(options.json, as_json(plan, rows))
+        write_text(options.json, as_json(options, plan, rows))
 
 
 def format_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -221,13 +225,11 @@ def _agreement(row: Row) -> str:
     return f"{row.share_of_unequal_elements:.1%} unequal, {row.relative_difference:.1e} of norm"
 
 
-def as_json(plan: Plan, rows: Sequence[Row]) -> str:
-    """Machine, settings, and a row with its samples for every comparison."""
+def as_json(options: argparse.Namespace, plan: Plan, rows: Sequence[Row]) -> str:
+    """Date, command, machine, settings, and a row with its samples for every comparison."""
     task = plan.task
-    content: dict[str, Any] = {
-        "schema_version": 1,
-        "kind": "step",
-        "machine": describe(torch.device(task.device_type)),
+    content = {
+        **document("step", options.arguments, torch.device(task.device_type)),
         "settings": {
             "device_type": task.device_type,
             "dtype": str(task.dtype).removeprefix("torch."),

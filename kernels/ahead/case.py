@@ -16,8 +16,8 @@ from typing import Any
 
 from .. import aot, registry
 from ..formats import BITS_PER_BYTE, ELEMENT_FORMATS, WIRE_FORMATS
+from ..launch import THREADS_PER_WARP
 
-THREADS_PER_WARP = 32
 HARDWARE_FP8 = ("sm_90", "sm_100", "sm_120")
 _HARDWARE = "HARDWARE"
 _BYTES = {

@@ -1,5 +1,6 @@
 """Autotune: the search on a simulated clock, what is pruned, gated and written, and bad input."""
 
+import dataclasses
 import json
 import os
 import random
@@ -129,6 +130,33 @@ def test_a_wrong_default_is_not_tuned():
     assert (found.chosen, found.gain, machine.sampled) == (None, None, [])
 
 
+def refusing(machine, refused, after=0):
+    """The machine's clock, which after some samples has no memory for one of the candidates."""
+    sample = machine.sample
+
+    def sample_or_refuse(config):
+        if config == refused and machine.sampled.count(config) >= after:
+            raise sweep.NotTimedError("full")
+        return sample(config)
+
+    machine.sample = sample_or_refuse
+    return machine
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_what_cannot_be_timed_is_left_out(after):
+    machine = Machine(dict.fromkeys(CONFIGS, 1.0) | {CONFIGS[1]: 0.1, CONFIGS[2]: 0.5})
+    found = search(refusing(machine, CONFIGS[1], after))
+    assert (found.chosen, fates(found)[CONFIGS[1]]) == (CONFIGS[2], "full")
+
+
+def test_beside_a_default_that_cannot_be_timed_nothing_is():
+    machine = Machine(dict.fromkeys(CONFIGS, 1.0))
+    found = search(refusing(machine, DEFAULT))
+    assert (found.chosen, found.gain, fates(found)[DEFAULT]) == (DEFAULT, None, "full")
+    assert len(machine.sampled) == len(CONFIGS) - 1
+
+
 def test_a_budget_is_kept():
     machine = Machine(dict.fromkeys(CONFIGS, 1e-4), overhead_s=0.01)
     search(machine, budget_s=2.0)
@@ -193,6 +221,7 @@ def test_ops_go_by_their_names_and_their_functions():
         (tuning.Resources(40, 0, 0, 0.25), None),
         (tuning.Resources(255, 8, 0, 1.0), "spills 8 bytes"),
         (tuning.Resources(255, 0, 0, 0.12), "occupancy 12%"),
+        (tuning.Resources(40, 0, 0, None), None),
         ("not compiled: CompilationError", "not compiled: CompilationError"),
         (None, None),
     ],
@@ -208,6 +237,14 @@ def test_resources_are_of_the_candidate():
     assert isinstance(crowded, tuning.Resources) and isinstance(roomy, tuning.Resources)
     assert crowded.registers > roomy.registers
     assert crowded.reason is not None and roomy.reason is None
+
+
+def test_a_compiler_that_says_no_occupancy_rules_nothing_out():
+    compiled = types.SimpleNamespace(registers=32, spill_bytes=0, shared_bytes=0, assembly="")
+    configuration = types.SimpleNamespace(compile=lambda target: compiled, num_warps=4)
+    found = tuning.resources_of(configuration, "gfx942")
+    assert (found.occupancy, found.reason) == (None, None)
+    assert "   - occupancy" in autotune._look_text(found)
 
 
 def test_what_does_not_compile_is_a_reason(monkeypatch):
@@ -296,6 +333,17 @@ def test_samples_are_of_the_candidate_and_leave_the_gate_alone():
         assert len({x.data_ptr() for _, x in launches}) == 4  # twice the cache
         assert len(launches) == 8
     assert bench.fault(CONFIGS[0]) is None
+
+
+def test_a_full_device_is_told_as_what_cannot_be_timed():
+    tunable, _ = adding()
+
+    def no_room(operands):
+        raise torch.OutOfMemoryError("full")
+
+    tunable.benchmark = dataclasses.replace(tunable.benchmark, ours=no_room)
+    with pytest.raises(sweep.NotTimedError, match="out of memory"):
+        workbench(tunable).sample(DEFAULT)
 
 
 def test_a_launcher_that_asks_for_another_case_is_told():
@@ -465,6 +513,13 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(gpu, tmp_path
     assert run("--to", path) == cli.EXIT_USAGE
     assert "--to" in capsys.readouterr().err
     assert gpu["looked"] == []
+
+
+def test_sizes_beyond_the_memory_are_refused_before_any_work(gpu, tmp_path, capsys):
+    assert run("--to", tmp_path / "tables", "--numel", "900G") == cli.EXIT_USAGE
+    assert "--numel: expected sizes that fit into" in capsys.readouterr().err
+    assert gpu["looked"] == []
+    assert not (tmp_path / "tables").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

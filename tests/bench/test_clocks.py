@@ -1,5 +1,7 @@
 """The clocks: what is timed lies in no cache, candidates share a rotation, graphs hold it all."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -64,6 +66,24 @@ def test_host_time_is_that_of_one_call(monkeypatch):
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: now[0])
     clock = clocks.CpuClock()
     assert clocks.host_microseconds(run, clock, calls=50) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_capture_may_be_refused_but_a_full_device_is_told(error, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    clock = object.__new__(clocks.CudaClock)
+    clock._device = None
+
+    def once():
+        raise error("no")
+
+    if error is RuntimeError:
+        assert clock._captured(once, 1) is None
+        return
+    with pytest.raises(torch.OutOfMemoryError):
+        clock._captured(once, 1)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import pytest
 from sidestream.bench.ahead import checkout, measuring, progress, selection, table
 from sidestream.bench.ahead.machines import Prediction
 from sidestream.cli import main
-from sidestream.kernels import ahead, aot
+from sidestream.kernels import ahead, aot, registry
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = ["--op", "hadamard16", "--case", "forward"]
@@ -58,7 +58,8 @@ def test_one_case_is_measured_shown_and_written(tmp_path, capsys):
     assert amd.store_bits
     assert hopper.moved_bytes == amd.moved_bytes == 4.0
     assert hopper.spill_bytes == amd.spill_bytes == 0
-    assert 2 < hopper.instructions <= hopper.instruction_limit == 11.0
+    limit = registry.gate(hopper.op, hopper.case).instructions
+    assert 2 < hopper.instructions <= hopper.instruction_limit == limit
     assert hopper.registers <= hopper.register_limit == 64
     assert [found.gpu for found in hopper.predictions] == ["H100", "H200"]
     assert {found.bound for found in hopper.predictions} == {"bytes"}
@@ -94,7 +95,7 @@ def test_a_whole_name_selects_one_case(capsys):
         ("--op cats", "--op: expected some of pack_, unpack_, reduce_, cast_, .*got 'cats'"),
         ("--op cast,", "--op: expected some of .*got ''"),
         ("--arch sm_75", "--arch: expected some of sm_80, .*gfx942, or all, got 'sm_75'"),
-        ("--case nothing", "--case: expected a part of .*got 'nothing'; there are pack_ 'fp32 acc"),
+        ("--case nothing", "--case: expected a part of .*got 'nothing'; choose of pack_ 'fp32 acc"),
         ("--ptx", "--ptx: expected one case, got 1[0-9]+: pack_ .*, ...; choose one with --op"),
         ("--sass --op cast", "--sass: expected one case, got 10: cast_ 'bf16', cast_ 'fp16'"),
         (
@@ -134,6 +135,20 @@ def test_commits_that_cannot_be_looked_at(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert main(["inspect", "--compare", "HEAD"]) == 2
     assert "expected git on the PATH" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+@pytest.mark.skipif(GIT is None, reason="needs git")
+def test_a_commit_that_git_cannot_read_is_told_before_any_work(tmp_path, capsys, monkeypatch):
+    repository = _repository(tmp_path, {checkout.COMMAND: "a", "b.txt": "b"})
+    blob = subprocess.run(
+        [GIT, "rev-parse", "HEAD:b.txt"], cwd=repository, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    (repository / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    monkeypatch.setattr(checkout, "ROOT", repository)
+    assert main(["inspect", *CASE, "--compare", "HEAD"]) == 2
+    error = capsys.readouterr().err
+    assert "--compare: expected git to read all of" in error and blob in error
 
 
 @pytest.mark.slow

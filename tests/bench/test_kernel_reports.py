@@ -3,11 +3,12 @@
 import csv
 import io
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
-from sidestream.bench import baseline
+from sidestream.bench import baseline, reports
 from sidestream.bench.reports import Report, ReportError, Row, read_report, write_text
 
 ROW = Row(
@@ -32,6 +33,42 @@ def test_json_comes_back_as_it_was(tmp_path):
     write_text(tmp_path / "r.json", REPORT.as_json())
     assert read_report(tmp_path / "r.json") == REPORT
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(path, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert path.is_fifo()
+
+
+def test_what_a_link_names_is_written_to(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
+
+
+def test_a_file_in_a_closed_folder_is_written_in_place(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    inode = path.stat().st_ino
+    monkeypatch.setattr(reports.os, "access", lambda folder, mode: folder != tmp_path)
+    write_text(path, "new")
+    assert (path.read_text(), path.stat().st_ino) == ("new", inode)
+
+
+def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\ud800")
+    assert path.read_text() == "old"
+    assert [one.name for one in tmp_path.iterdir()] == ["r.json"]
 
 
 def test_csv_has_a_line_a_row():

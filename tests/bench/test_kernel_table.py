@@ -153,11 +153,12 @@ def test_rivals_that_fail_are_left_out_and_told_and_missing_ones_once():
     )
 
 
-def test_what_does_not_fit_is_left_out_and_told(monkeypatch):
+@pytest.mark.parametrize("fits", [0, 4096], ids=["nor in the gate", "but in the gate"])
+def test_what_does_not_fit_is_left_out_and_told(fits, monkeypatch):
     (case,) = _cases("cast bf16 -> e4m3")
 
     def ours(operands):
-        if operands.read[0].numel() > 4096:
+        if operands.read[0].numel() > fits:
             raise torch.OutOfMemoryError("full")
         return case.ours(operands)
 

@@ -136,7 +136,7 @@ def test_sizes_that_are_none_are_refused(size, capsys):
     with pytest.raises(SystemExit) as refused:
         cli.main(["bench", "kernels", f"--numel={size}"])
     assert refused.value.code == 2
-    assert "argument --numel: expected numbers from 1 to" in capsys.readouterr().err
+    assert "argument --numel: expected a number from 1 to" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_no_work")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sidestream.bench.commands import overlap
+from sidestream.bench.ranks import RanksFailed
 from sidestream.cli import main
 
 COMMAND = ["bench", "overlap", "--layers", "1", "--steps", "1"]
@@ -46,6 +47,15 @@ def test_refuses_an_unwritable_file_before_it_records(option, tmp_path, capsys, 
     monkeypatch.setattr(overlap, "record", lambda _: pytest.fail("recorded all the same"))
     assert main([*COMMAND, option, str(tmp_path / "nowhere" / "file")]) == 2
     assert option in capsys.readouterr().err
+
+
+def test_ranks_that_fail_are_reported(capsys, monkeypatch):
+    def fail(_case):
+        raise RanksFailed("rank 1: out of luck")
+
+    monkeypatch.setattr(overlap, "record", fail)
+    assert main(COMMAND) == 1
+    assert "rank 1: out of luck" in capsys.readouterr().err
 
 
 def test_more_ranks_than_gpus_are_refused(capsys, monkeypatch):

@@ -222,8 +222,12 @@ def test_rivals_have_a_level_of_ours_each():
         (["--candidate", "ddp", "--against", "fsdp2"], [("ddp", "fsdp2")]),
         (["--against", "zero2"], [("zero3", "zero2")]),
         (["--dtype", "bf16"], [("zero3", "fsdp2"), ("zero3", "fsdp2_tuned")]),
+        (
+            ["--candidate", "fsdp2"],
+            [("fsdp2", "ddp"), ("fsdp2", "ddp_zero1"), ("fsdp2", "fsdp2_tuned")],
+        ),
     ],
-    ids=["zero", "candidate", "ours-against-ours", "bf16"],
+    ids=["zero", "candidate", "ours-against-ours", "bf16", "one-of-the-usual"],
 )
 def test_options_choose_who_is_compared(arguments, expected):
     assert _options("--device", "cpu", *arguments)[0] == expected
@@ -267,6 +271,8 @@ def test_options_of_the_wrong_kind_are_refused(arguments, message, capsys):
         (["--against", "fsdp2_tuned"], "fsdp2_tuned: expected cpu"),
         (["--against", "ddp", "--dtype", "bf16"], "ddp: expected torch.float32"),
         (["--against", "fsdp2", "--candidate", "fsdp2"], "got fsdp2 for both"),
+        (["--candidate", "plain", "--dtype", "bf16"], "plain: expected torch.float32"),
+        (["--candidate", "fsdp2", "--dtype", "bf16"], "--against: expected a trainer to compare"),
         (["--against", "ddp", "--json", "nowhere/step.json"], "--json"),
         (["--profile", "python"], "--profile: expected --trainer-only"),
         (["--trainer-only", "ddp", "--json", "step.json"], "--json: expected a comparison"),
@@ -300,6 +306,8 @@ def test_command_compares_and_writes_its_result(tmp_path, capsys):
     assert "equal bits" in printed
     content = json.loads(result.read_text())
     assert (content["schema_version"], content["kind"]) == (1, "step")
+    assert content["command"].startswith("sidestream bench step --tiny --device cpu")
+    assert content["date"].startswith("20")
     assert content["machine"]["torch"] == torch.__version__
     assert content["settings"]["world"] == 2
     (row,) = content["rows"]

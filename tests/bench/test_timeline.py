@@ -99,6 +99,29 @@ def test_exposed_on_a_gpu_is_where_no_other_kernel_runs():
     assert timeline.exposed_share == pytest.approx(2.5 / 11)
 
 
+def test_stand_ins_on_a_gpu_go_to_the_lane_of_their_launch():
+    def numbered(event, correlation):
+        return {**event, "args": {"correlation": correlation}}
+
+    timeline = read_timeline(
+        [
+            STEPS[0],
+            _event("bench::stand-in gather", 1, 2),
+            numbered(_event("cudaLaunchKernel", 1.2, 1.3, "cuda_runtime"), 7),
+            _event("bench::stand-in exchange", 3, 4),
+            numbered(_event("cudaLaunchKernel", 3.2, 3.3, "cuda_runtime"), 8),
+            numbered(_event("cudaLaunchKernel", 5, 5.1, "cuda_runtime"), 9),
+            numbered(_event("spin_kernel", 10, 12, "kernel"), 7),
+            numbered(_event("spin_kernel", 13, 14, "kernel"), 8),
+            numbered(_event("gemm", 11, 12, "kernel"), 9),
+        ]
+    )
+    assert _pairs(timeline, "gather") == [(0, 2)]
+    assert _pairs(timeline, "exchange") == [(3, 4)]
+    assert _pairs(timeline, COMPUTE) == [(1, 2)]
+    assert _pairs(timeline, WAIT) == [(0, 1), (3, 4)]
+
+
 def test_a_trace_without_steps_is_refused():
     with pytest.raises(ValueError, match=r"must hold steps inside a range 'bench::step'.*1 events"):
         read_timeline([_event("gemm", 0, 1)])

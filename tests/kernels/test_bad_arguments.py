@@ -105,6 +105,7 @@ def _bad_tensors(good: torch.Tensor) -> Iterator[object]:
     yield good.to(torch.complex64)
     yield torch.quantize_per_tensor(good.float(), 1.0, 0, torch.qint8)
     if good.dim() and good.dtype in (torch.float32, torch.uint8):
+        yield torch._neg_view(good)
         yield good.to_sparse()
         yield torch.nested.nested_tensor([good])
 

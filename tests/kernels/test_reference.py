@@ -80,6 +80,13 @@ def test_many_rows_are_added_in_rank_order():
     assert out.tolist() == [1.0 + 2.0**-20] * 3
 
 
+def test_many_rows_do_not_ask_for_the_default_device():
+    parts, out = torch.ones(16, 5), torch.empty(5)
+    with torch.device("meta"):
+        reference.reduce_(out, parts)
+    assert out.tolist() == [16.0] * 5
+
+
 @modes
 @pytest.mark.parametrize("world", [1, 2, 5, 16])
 def test_reduce_of_nothing_writes_nothing(world, scale, accumulate):

@@ -1,7 +1,9 @@
 """Tables of tuned launches: which file wins, what makes one unusable, and who never reads one."""
 
+import errno
 import json
 import logging
+import os
 import subprocess
 import sys
 import tomllib
@@ -120,6 +122,35 @@ def test_a_bad_file_is_left_out_with_one_warning(places, gpu, caplog, content, r
     (record,) = caplog.records
     assert str(path) in record.getMessage()
     assert reason in record.getMessage()
+    assert "; " in record.getMessage().partition(reason)[2]  # what to do
+
+
+def test_where_nobody_may_look_is_no_error(places, gpu, caplog, monkeypatch):
+    """Only what the variable names is missed."""
+    write(places["package"], document(entry()))
+    write(places["variable"], document(entry(case="fp32")))
+    monkeypatch.setenv(tuned.VARIABLE, str(places["variable"]))
+    hidden = (str(places["user"]), str(places["variable"]))
+    stat = os.stat
+
+    def refusing(path, *args, **options):
+        if str(path).startswith(hidden):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    assert tuned.config_for("pack_", "bf16", DEFAULT, GPU) == LaunchConfig(4096, 4)
+    assert tuned.config_for("pack_", "fp32", DEFAULT, GPU) is DEFAULT
+    (record,) = caplog.records
+    assert f"{places['variable']}: not used" in record.getMessage()
+
+
+def test_a_folder_that_may_not_be_entered_is_told(places, caplog, monkeypatch):
+    places["variable"].mkdir()
+    monkeypatch.setenv(tuned.VARIABLE, str(places["variable"]))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert tuned.load_table(NAME, TRITON) == tuned.Table()
+    assert len(caplog.records) == 1
 
 
 def test_a_missing_file_is_told_only_where_it_was_named(places, caplog, monkeypatch):

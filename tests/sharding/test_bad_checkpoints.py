@@ -273,3 +273,4 @@ def test_ranks_that_do_not_agree_are_all_told(tmp_path: Path) -> None:
         assert re.sub(r"rank \d: ", "", zero) == re.sub(r"rank \d: ", "", one)
         assert re.search(f"^{expected}", max(zero, one, key=len)), (zero, one)
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "damaged", "elsewhere"]
+    assert not os.listdir(tmp_path / "elsewhere"), "a rank left its part of a failed save"

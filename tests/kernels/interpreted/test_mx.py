@@ -21,6 +21,9 @@ def large_tiles(monkeypatch):
     """Fewer programs, which are what time here goes by: whole tiles of swizzled scales."""
     monkeypatch.setattr(mx_tiles, "TILE_BLOCKS", 512)
     monkeypatch.setattr(mx, "TILE_BLOCKS", 512)
+    mx_tiles.default_config.cache_clear()
+    yield
+    mx_tiles.default_config.cache_clear()
 
 
 def check(x, options, dtypes=oracle.DTYPES[1:2], margin=mx_cases.MARGIN):
