@@ -67,7 +67,7 @@ def resolve_config(
         require_number("bucket_mib", bucket_mib, expected, lambda mib: 0 < mib < math.inf)
     expected = "a whole number of at least 0"
     require_number(
-        "prefetch", prefetch, expected, lambda n: isinstance(n, numbers.Integral) and n >= 0
+        "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
     )
     return ShardConfig(
         placements=resolve_strategy(strategy),
