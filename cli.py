@@ -7,7 +7,7 @@ A command is a module with two functions:
 
 and has a row in `COMMANDS`. Those of `sidestream bench` are modules of bench/commands, listed in
 its `__init__.py` in the same way. All the modules are imported for `--help`, so what takes long to
-import waits until `run`. `options.arguments` are all arguments, as they were given.
+import had better wait until `run`. `options.arguments` are all arguments, as they were given.
 
 Only the command that was named is imported: the ranks of `train` load nothing of `bench`.
 """
