@@ -14,14 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class MessageAllGather:
-    """FSDP2's all-gather out of point-to-point messages, straight into the parts of the output."""
-
+class _FreshBuffers:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """A fresh buffer, as FSDP2's own collectives take."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class MessageAllGather(_FreshBuffers):
+    """FSDP2's all-gather out of point-to-point messages, straight into the parts of the output."""
 
     def __call__(
         self,
@@ -43,16 +45,10 @@ class MessageAllGather:
         return None
 
 
-class MessageReduceScatter:
+class MessageReduceScatter(_FreshBuffers):
     """FSDP2's reduce-scatter out of point-to-point messages: a rank gets its part from each peer
     and adds in rank order.
     """
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A fresh buffer, as FSDP2's own collectives take."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -117,16 +117,16 @@ def frozen_heap() -> Iterator[None]:
 
 
 def measure(
-    cases: Sequence[Case], visits: int, progress: Callable[[int, int], None] | None = None
+    cases: Sequence[Case], visits: int, progress: Callable[[Case], None]
 ) -> dict[Case, Samples]:
     """Build all cases, warm them up, and let them take turns; must run inside `fake_ranks` of at
-    least the largest world. `progress` is told visits done and in all.
+    least the largest world. `progress` is told each case that was visited.
     """
     meshes = {case.world: _mesh(case.world) for case in cases if case.world}
     runs = {case: _warm_step(case, meshes) for case in cases}
     samples = {case: Samples([], []) for case in cases}
     with frozen_heap():
-        for count, case in enumerate(alternating_order(cases, visits), start=1):
+        for case in alternating_order(cases, visits):
             run = runs[case]
             run()
             cpu_start, wall_start = time.process_time(), time.perf_counter()
@@ -134,8 +134,7 @@ def measure(
             wall, cpu = time.perf_counter() - wall_start, time.process_time() - cpu_start
             samples[case].wall_us.append(wall * 1e6 / case.units)
             samples[case].cpu_us.append(cpu * 1e6 / case.units)
-            if progress is not None:
-                progress(count, visits * len(cases))
+            progress(case)
     return samples
 
 

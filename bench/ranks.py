@@ -28,6 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..training.errors import UsageError
+
+GLOO_RANKS = 2
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LOOPBACK = "lo"
 _FAREWELL_S = 5.0
@@ -49,6 +52,27 @@ class _Meeting:
 def device_of(rank: int, device_type: str) -> torch.device:
     """What rank `rank` computes on."""
     return torch.device("cuda", rank) if device_type == "cuda" else torch.device(device_type)
+
+
+def choose_ranks(device: str, world: int | None) -> tuple[str, int]:
+    """The type of device and the number of ranks.
+
+    Raises:
+        UsageError: there is no GPU though one was asked for, or fewer than ranks.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and not gpus:
+        raise UsageError(
+            "--device: expected a GPU that torch sees, got none; leave --device out, or pass cpu"
+        )
+    if device == "cpu" or not gpus:
+        return "cpu", world or GLOO_RANKS
+    if world is not None and world > gpus:
+        raise UsageError(
+            f"--world: expected at most {gpus}, a GPU for each rank, got {world}; ask for fewer, "
+            "or pass --device cpu"
+        )
+    return "cuda", world or gpus
 
 
 def run_ranks(

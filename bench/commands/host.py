@@ -6,7 +6,6 @@ Prints a table and verdicts on the project's limits; `bench.host_cost` says how 
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from ...training.paths import require_writable_file
+from ..ahead.progress import shown
 from ..host_cost import (
     CANDIDATES,
     FSDP2,
@@ -72,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
             print(profile(case, PROFILED_STEPS).describe())
             return 0
         cases = cases_of(options.candidates, options.units, options.world)
-        samples = measure(cases, options.visits, _show_progress if sys.stderr.isatty() else None)
+        with shown(len(cases) * options.visits, "visits") as step:
+            samples = measure(cases, options.visits, lambda case: step(case.candidate))
     summary = summarise(samples)
     print("\n".join(format_table(summary, options.visits)))
     print("\n".join(verdicts(samples, summary)))
@@ -167,7 +168,3 @@ def as_json(
 
 def _cell(estimate: Estimate | None) -> str:
     return "" if estimate is None else estimate.describe()
-
-
-def _show_progress(done: int, total: int) -> None:
-    print(f"\r{done}/{total} visits", end="\n" if done == total else "", file=sys.stderr)

@@ -10,13 +10,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from ...training.errors import UsageError
 from ...training.paths import require_writable_file
 from ..models import STEP_TIME_CONFIG
 from ..overlap import STAND_IN_GB_PER_S, STAND_IN_WORLD, OverlapCase, record
-from ..ranks import RanksFailed
+from ..ranks import GLOO_RANKS, RanksFailed, choose_ranks
 from ..reports import write_text
 from ..rivals import TRAINER_NAMES, require_trainer
 from ..step_worker import Task
@@ -38,7 +35,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=("zero3", "fsdp2"),
         help=f"from {', '.join(CANDIDATES)}",
     )
-    parser.add_argument("--world", type=count, help="ranks; default: 2, or one for every GPU")
+    parser.add_argument(
+        "--world", type=count, help=f"ranks; default {GLOO_RANKS}, or one for every GPU"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--steps", type=count, default=3, help="steps to record")
     parser.add_argument("--layers", type=count, default=STEP_TIME_CONFIG.layers)
     parser.add_argument(
@@ -56,8 +56,9 @@ def run(options: argparse.Namespace) -> int:
     for option in ("trace", "html"):
         if path := getattr(options, option):
             require_writable_file(str(path), f"--{option}")
-    world = _world(options.world)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type, world = choose_ranks(options.device, options.world)
+    if device_type == "cuda" and world == 1:
+        world = 0  # nothing to send: stand-ins
     for name in options.candidates:
         require_trainer(name, device_type)
     config = replace(STEP_TIME_CONFIG, layers=options.layers)
@@ -96,16 +97,3 @@ def describe(name: str, timeline: Timeline) -> str:
     ]
     heading = f"{name}: {step_ms:.2f} ms a step, exposed communication {timeline.exposed_share:.1%}"
     return "\n".join([heading, *lanes])
-
-
-def _world(asked: int | None) -> int:
-    """Ranks to start; 0 is one GPU with stand-ins."""
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        return asked or 2
-    if asked is not None and asked > gpus:
-        raise UsageError(
-            f"--world: expected at most {gpus}, the GPUs that torch sees, got {asked}; ask for "
-            "fewer, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use gloo"
-        )
-    return (asked or gpus) if gpus > 1 and asked != 1 else 0

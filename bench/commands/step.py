@@ -20,14 +20,13 @@ import torch
 from ...training.errors import UsageError
 from ...training.paths import require_writable_file
 from ..models import STEP_TIME_CONFIG
-from ..ranks import RanksFailed
+from ..ranks import GLOO_RANKS, RanksFailed, choose_ranks
 from ..reports import document, write_text
 from ..rivals import TRAINER_NAMES, require_trainer
 from ..step_time import CANDIDATE_AGAINST, Figures, Plan, Row, compare, launch_alone
 from ..step_worker import TINY_CONFIG, SoloCase, Task
 from .parsing import count, names_of
 
-GLOO_RANKS = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -111,27 +110,6 @@ def _refuse_idle_options(options: argparse.Namespace) -> None:
         raise UsageError(
             "--json: expected a comparison, got --trainer-only; leave one of the two out"
         )
-
-
-def choose_ranks(device: str, world: int | None) -> tuple[str, int]:
-    """The type of device and the number of ranks.
-
-    Raises:
-        UsageError: there is no GPU though one was asked for, or fewer than ranks.
-    """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and not gpus:
-        raise UsageError(
-            "--device: expected a GPU that torch sees, got none; leave --device out, or pass cpu"
-        )
-    if device == "cpu" or not gpus:
-        return "cpu", world or GLOO_RANKS
-    if world is not None and world > gpus:
-        raise UsageError(
-            f"--world: expected at most {gpus}, a GPU for each rank, got {world}; ask for fewer, "
-            "or pass --device cpu"
-        )
-    return "cuda", world or gpus
 
 
 def choose_comparisons(options: argparse.Namespace, task: Task) -> list[tuple[str, str]]:

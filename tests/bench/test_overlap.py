@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from sidestream.bench.commands import overlap
 from sidestream.bench.ranks import RanksFailed
@@ -59,6 +60,7 @@ def test_ranks_that_fail_are_reported(capsys, monkeypatch):
 
 
 def test_more_ranks_than_gpus_are_refused(capsys, monkeypatch):
-    monkeypatch.setattr(overlap.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert main([*COMMAND, "--world", "3"]) == 2
     assert "expected at most 2" in capsys.readouterr().err

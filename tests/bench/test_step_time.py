@@ -236,9 +236,9 @@ def test_options_choose_who_is_compared(arguments, expected):
 def test_gpus_get_a_rank_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert step.choose_ranks("auto", None) == ("cuda", 4)
-    assert step.choose_ranks("cuda", 1) == ("cuda", 1)
-    assert step.choose_ranks("cpu", 6) == ("cpu", 6)
+    assert ranks.choose_ranks("auto", None) == ("cuda", 4)
+    assert ranks.choose_ranks("cuda", 1) == ("cuda", 1)
+    assert ranks.choose_ranks("cpu", 6) == ("cpu", 6)
     assert ranks.device_of(3, "cuda") == torch.device("cuda", 3)
     comparisons, plan = _options("--world", "1")
     assert ("zero3", "fsdp2") in comparisons
