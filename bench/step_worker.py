@@ -26,6 +26,7 @@ from ..training.result import peak_memory_mib
 from .models import DecoderConfig, build_batch
 from .profiling import profile_calls
 from .ranks import device_of, read_loopback_bytes
+from .resident import return_freed_memory
 from .rivals import Setup, Trainer, build_trainer
 from .timing import alternating_order
 
@@ -83,13 +84,14 @@ class PairOutcome:
 @dataclass(frozen=True, kw_only=True)
 class SoloCase:
     """One trainer by name, and what to print about where its time goes: nothing, `python` or
-    `operators`.
+    `operators`. exact_memory: see `resident`; it makes steps slow.
     """
 
     name: str
     steps: int
     task: Task
     profile: str | None = None
+    exact_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +233,8 @@ def work_alone(rank: int, case: SoloCase) -> SoloOutcome:
     just take part.
     """
     setup = case.task.setup()
+    if case.exact_memory:
+        return_freed_memory()
     # What is loaded and kept by the first step of a process is not the trainer's.
     BatchedTrainer(case.name, TINY_CONFIG, setup).timed_step()
     gc.collect()

@@ -26,8 +26,9 @@ class BufferPool:
     A released buffer is handed out again to the next lease of its size; its memory is freed by
     `trim` or by the first lease of another size: units of one shape take turns with the same
     memory, and what is kept never exceeds what was leased at once. The tensor itself stays, so that
-    `views` of it are made once. `live_bytes` counts all memory held now, `peak_bytes` the most it
-    ever was since `reset_peak`. `lease` and `release` must be called from one thread.
+    `views` of it are made once. What `allocate` makes has one owner for good: whoever refers to it
+    may go on reading after `forget`. `live_bytes` counts all memory held now, `peak_bytes` the most
+    it ever was since `reset_peak`. To be called from one thread.
     """
 
     device: torch.device
@@ -51,8 +52,7 @@ class BufferPool:
                 self.grow(tensor.untyped_storage(), numel * dtype.itemsize)
                 trimmed.pop()
             else:
-                tensor = torch.empty(numel, dtype=dtype, device=self.device)
-                self._count(tensor.untyped_storage().nbytes())
+                tensor = self._new(numel, dtype)
         self._leased[id(tensor)] = size, tensor
         return tensor
 
@@ -62,13 +62,36 @@ class BufferPool:
         Raises:
             RuntimeError: `tensor` is not on lease (a double release, or another pool's).
         """
+        self._released[self._take_back(tensor, "release")].append(tensor)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor [numel] with any contents, never handed out again, until `forget`."""
+        tensor = self._new(numel, dtype)
+        self._leased[id(tensor)] = (numel, dtype), tensor
+        return tensor
+
+    def forget(self, tensor: Tensor) -> None:
+        """Let go of what `allocate` made: its memory lives as long as somebody refers to it.
+
+        Raises:
+            RuntimeError: as `release`.
+        """
+        self._take_back(tensor, "forget")
+        self.live_bytes -= tensor.untyped_storage().nbytes()
+
+    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        self._count(tensor.untyped_storage().nbytes())
+        return tensor
+
+    def _take_back(self, tensor: Tensor, caller: str) -> _Size:
         size, _ = self._leased.pop(id(tensor), (None, None))
         if size is None:
             raise RuntimeError(
-                f"release: expected a tensor leased from this pool, got one of {tensor.numel()} "
-                "elements that is not on lease; release each lease once"
+                f"{caller}: expected a tensor leased from this pool, got one of {tensor.numel()} "
+                f"elements that is not on lease; {caller} each lease once"
             )
-        self._released[size].append(tensor)
+        return size
 
     def views(
         self, tensor: Tensor, key: Hashable, make: Callable[[Tensor], list[Tensor]]

@@ -22,9 +22,6 @@ from .schedule import Kind, Trace
 from .unit import Unit
 from .use_order import UnitGroup
 
-MAX_EXCHANGES_IN_FLIGHT = 2
-"""Exchanges whose buffers may be alive at once: one on the wire while the next unit is packed."""
-
 
 @dataclass(eq=False, slots=True)
 class BackwardPass:
@@ -97,7 +94,7 @@ class BackwardPass:
 
     def _launch(self, unit: Unit) -> None:
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled
-            if len(self._in_flight) >= MAX_EXCHANGES_IN_FLIGHT:
+            if len(self._in_flight) >= self.lane.max_in_flight:
                 self._finish_exchange()
             self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
             self._in_flight.append((unit, unit.reduce(self.lane, sync=self.sync)))

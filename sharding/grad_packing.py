@@ -13,10 +13,16 @@ from ..kernels import pack_
 Gradients = list[Tensor | None]
 
 
+LARGE_GAP_NUMEL = 1024
+"""A gap of at least as many elements, such as the end of a small unit over many ranks, is filled
+where it lies: reading zeros to copy would be another pass over it.
+"""
+
+
 class GradientPacker:
     """Takes gradients from parameters and packs them, `None`s and padding as zeros.
 
-    Tensors go in ascending order of offset, zeros for the gaps between them included: `pack_`
+    Tensors go in ascending order of offset, zeros for small gaps between them included: `pack_`
     checks its arguments fastest so, and every element of the buffer is written.
     """
 
@@ -25,7 +31,8 @@ class GradientPacker:
         self._layout = layout
         self._pool = pool
         self._offsets = [layout.segments[index].start for index in layout.order]
-        gaps = layout.gaps()
+        gaps = [gap for gap in layout.gaps() if gap[1] - gap[0] < LARGE_GAP_NUMEL]
+        self._large_gaps = [gap for gap in layout.gaps() if gap[1] - gap[0] >= LARGE_GAP_NUMEL]
         zeros = torch.zeros(max((stop - start for start, stop in gaps), default=0), dtype=dtype)
         zeros = zeros.to(pool.device)
         self._covering_offsets = sorted([*self._offsets, *(start for start, _ in gaps)])
@@ -55,6 +62,8 @@ class GradientPacker:
             ]
             pack_(flat, present, offsets, accumulate=accumulate)
             return
+        for start, stop in self._large_gaps:
+            flat[start:stop].zero_()
         for position, zeros in self._gap_inserts:
             present.insert(position, zeros)
         slots = self._pool.views(flat, self._slots_key, self._make_slots)

@@ -2,14 +2,15 @@
 optimizer.
 
     buffer        dtype   elements              lives
-    sent          wire    all                   during an exchange; kept at ZeRO-0 and 1
+    sent          wire    all                   during an exchange
     received      wire    all                   during an exchange: every rank's part of our slice
     accumulated   grad    all                   from a backward under `no_sync` to the next exchange
-    main_grad     grad    as `main`             from the first exchange on
+    main_grad     grad    as `main`             from an exchange to the first forward without it
 
 The visible gradient (`run.param.grad`) is what says that a gradient exists: once it is cleared, the
-next exchange overwrites `main_grad` and whatever was accumulated is dropped. An edit in place
-cannot reach what was accumulated, so it is refused: zeros would not clear the sum.
+next forward of the model frees `main_grad`, or the next exchange overwrites it, and whatever was
+accumulated is dropped. An edit in place cannot reach what was accumulated, so it is refused: zeros
+would not clear the sum.
 """
 
 from __future__ import annotations
@@ -70,14 +71,12 @@ class UnitGradients:
         self._span = main_span
         self._collectives = collectives
         self._pool = pool
-        self._keeps_sent = spec.placements.grads is not Placement.SHARD
-        self._replicates = spec.placements.optimizer is Placement.REPLICATE
+        self._replicates = spec.placements.grads is Placement.REPLICATE
         self._packer = GradientPacker(spec.layout, spec.dtypes.wire, pool)
         # Units of one layout share these views of the buffers that they take turns with.
         self._rows_key = ("rows", id(spec.layout))
         self._exchange_name = f"gradient exchange of unit '{spec.name}'"
         self._accumulation_name = f"gradient accumulation of unit '{spec.name}'"
-        self._sent: Tensor | None = None
         self._accumulated: Tensor | None = None
         self.main_grad: Tensor | None = None
         self.runs: list[FlatRun] = []
@@ -92,6 +91,17 @@ class UnitGradients:
         self._packer.take(params)
         self._drop_accumulated()
 
+    def free_cleared(self) -> bool:
+        """Free what `main_grad` takes if all gradients were cleared; whether there was something.
+        Who still refers to one of them, keeps that memory.
+        """
+        if self.main_grad is None or self.has_grad:
+            return False
+        self._drop_accumulated()
+        self._pool.forget(self.main_grad)
+        self.main_grad = None
+        return True
+
     def _drop_accumulated(self) -> None:
         if self._accumulated is not None:
             self._pool.release(self._accumulated)
@@ -103,9 +113,10 @@ class UnitGradients:
         return [table, *FlatBuffer(received, layout).shards()]
 
     def _own_main_grad(self) -> Tensor:
-        """`main_grad`, allocated on first use."""
+        """`main_grad`, allocated if there is none; no lease, since users may keep views of it."""
         if self.main_grad is None:
-            self.main_grad = self._pool.lease(self._span[1] - self._span[0], self._spec.dtypes.grad)
+            numel = self._span[1] - self._span[0]
+            self.main_grad = self._pool.allocate(numel, self._spec.dtypes.grad)
         return self.main_grad
 
     def _make_current(self, cleared: Sequence[FlatRun], kept: Sequence[FlatRun]) -> None:
@@ -185,9 +196,11 @@ class UnitGradients:
         def start() -> list[Pending]:
             nonlocal received
             self._own_main_grad()
-            sent = received = self._lease_sent(leases)
+            numel, dtype = self._spec.layout.numel, self._spec.dtypes.wire
+            sent = received = self._pool.lease(numel, dtype)
+            leases.append(sent)
             if self._spec.layout.world_size > 1:
-                received = self._pool.lease(self._spec.layout.numel, self._spec.dtypes.wire)
+                received = self._pool.lease(numel, dtype)
                 leases.append(received)
             if accumulated is None:
                 self._packer.pack(sent, grads)
@@ -208,16 +221,6 @@ class UnitGradients:
             return self._reduce(received, into_existing)
 
         return Exchange(lane.submit(self._exchange_name, start, complete), leases, grads)
-
-    def _lease_sent(self, leases: list[Tensor]) -> Tensor:
-        if self._sent is not None:
-            return self._sent
-        sent = self._pool.lease(self._spec.layout.numel, self._spec.dtypes.wire)
-        if self._keeps_sent:
-            self._sent = sent
-        else:
-            leases.append(sent)
-        return sent
 
     def _reduce(self, received: Tensor, into_existing: bool) -> list[Pending]:
         layout, main_grad = self._spec.layout, self._own_main_grad()

@@ -42,6 +42,9 @@ class Event(Protocol):
 class Lane(Protocol):
     """Runs submitted work in order."""
 
+    max_in_flight: int
+    """Works whose buffers may be alive at once."""
+
     def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Run the work after the compute enqueued so far; returns its end. `what` names it in
         traces.
@@ -82,6 +85,10 @@ DONE = _Deferred("nothing", tuple)
 class DeferredLane:
     """Starts work in the caller; what follows its operations runs when the event is waited for."""
 
+    # The caller pays for the sum whenever it runs: at once when the next work comes, one pair of
+    # buffers is enough, and what arrived last is still in the caches.
+    max_in_flight = 1
+
     def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Run `start` now."""
         return _Deferred(what, start, complete)
@@ -112,6 +119,9 @@ class _StreamEvent:
 
 class StreamLane:
     """Enqueues work on a CUDA stream of its own."""
+
+    # With one, compute would stand still while the exchange before is on the wire.
+    max_in_flight = 2
 
     def __init__(self, device: torch.device) -> None:
         # High priority: a gather or a sum that starts late leaves the whole backward waiting.

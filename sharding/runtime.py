@@ -71,6 +71,11 @@ class Runtime:
         """How many units ahead are gathered."""
         return self._options.prefetch if self._options.overlap_param_gather else 0
 
+    @property
+    def max_exchanges(self) -> int:
+        """How many exchanges are in flight at most."""
+        return self._reduce_lane.max_in_flight
+
     # ---- forward
 
     def root_pre_forward(self) -> None:
@@ -81,6 +86,8 @@ class Runtime:
         self._lent.clear()
         for group in self.groups:
             group.open_calls = 0  # an exception left them open
+        for unit in self.units:
+            unit.free_cleared_grads()
         if self._options.overlap_param_gather:
             # Replicated parameters stay: all gathers can be on their way at once. In the order of
             # registration, since ranks may have used the units in different orders.

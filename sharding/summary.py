@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .backward_pass import MAX_EXCHANGES_IN_FLIGHT
 from .fully_shard import runtime_of
 from .placements import Placement
 from .runtime import Runtime
@@ -144,8 +143,6 @@ def _row(unit: Unit, group: UnitGroup, world_size: int) -> UnitSummary:
         compute_bytes = full_bytes - main_bytes if dtypes.compute == dtypes.main else full_bytes
     reduces = unit.needs_reduction
     grad_bytes = main_numel * dtypes.grad.itemsize if reduces else 0
-    if reduces and placements.grads is not Placement.SHARD:
-        grad_bytes += layout.numel * dtypes.wire.itemsize
     gathers = 0
     if sharded_main:
         gathers = 2 if sharded_params and group.reshard_after_forward else 1
@@ -176,8 +173,8 @@ def _transient_bytes(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> int:
     unit.
 
     Gathered: what stays from forward to backward, and the largest others, as many as the prefetch
-    reaches. Exchanging: two exchanges, the largest, each with what it sends (unless kept) and what
-    it receives.
+    reaches. Exchanging: the largest, as many as may be in flight, each with what it sends and
+    receives.
     """
     gathered, kept = [], 0
     for group in runtime.groups:
@@ -188,15 +185,12 @@ def _transient_bytes(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> int:
             gathered.append(nbytes)
     ahead = runtime.prefetch + 1
     buffers = sorted((_exchange_bytes(unit, runtime) for unit in runtime.units), reverse=True)
-    return (
-        kept + sum(sorted(gathered, reverse=True)[:ahead]) + sum(buffers[:MAX_EXCHANGES_IN_FLIGHT])
-    )
+    exchanging = sum(buffers[: runtime.max_exchanges])
+    return kept + sum(sorted(gathered, reverse=True)[:ahead]) + exchanging
 
 
 def _exchange_bytes(unit: Unit, runtime: Runtime) -> int:
     if not unit.needs_reduction:
         return 0
     full = unit.spec.layout.numel * unit.spec.dtypes.wire.itemsize
-    sent = full if unit.spec.placements.grads is Placement.SHARD else 0
-    received = full if runtime.collectives.world_size > 1 else 0
-    return sent + received
+    return 2 * full if runtime.collectives.world_size > 1 else full

@@ -323,6 +323,11 @@ class Unit:
         self._watch.rearm()
         self.gradients.drop(self.faces.full)
 
+    def free_cleared_grads(self) -> None:
+        """Free the memory of reduced gradients that were cleared."""
+        if self.gradients.free_cleared():
+            self._grad_views.clear()
+
     def _grad_view(self, index: int) -> ShardedTensor:
         copy = self.gradients.copy_of(index)
         if copy is not None:

@@ -69,6 +69,18 @@ def test_trimmed_buffers_come_back_with_their_views_and_with_memory() -> None:
     assert pool.views(second, "halves", halves) is not views
 
 
+def test_what_is_forgotten_does_not_count_and_never_comes_back() -> None:
+    pool = BufferPool(CPU)
+    made = pool.allocate(8, torch.float32)
+    assert pool.live_bytes == 32
+    pool.forget(made)
+    assert (pool.live_bytes, pool.peak_bytes) == (0, 32)
+    assert made.untyped_storage().nbytes() == 32, "whoever holds it may read it"
+    assert pool.lease(8, torch.float32) is not made
+    with pytest.raises(RuntimeError, match="forget: expected a tensor leased from this pool"):
+        pool.forget(made)
+
+
 def test_release_twice_is_refused() -> None:
     pool = BufferPool(CPU)
     lease = pool.lease(4, torch.float32)

@@ -45,7 +45,6 @@ def storage_bytes(model: nn.Module) -> int:
             unit.main,
             *unit.faces.full,
             unit.gradients.main_grad,
-            unit.gradients._sent,
             unit.gradients._accumulated,
         ]
         for tensor in kept:
@@ -85,6 +84,35 @@ def at_rest_and_peak(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_at_rest_exactly_and_at_peak_within_the_formula(world_size: int) -> None:
     run_on_ranks(at_rest_and_peak, world_size)
+
+
+def gradients_are_freed_once_cleared(rank: int, world_size: int) -> None:
+    for zero in range(4):
+        job = Job(zero=zero)
+        model, optimizer = build(job)
+        pool = runtime_of(model).pool
+        run_step(model, optimizer, job, 0, rank, world_size)
+        optimizer.step()
+        resident, grad_bytes = pool.live_bytes, sum(u.grad_bytes for u in ss.summary(model).units)
+        with torch.no_grad():
+            loss_of(model, batch(0, rank=rank, world_size=world_size))
+        assert pool.live_bytes == resident, "gradients that nobody cleared stay"
+        held = [param.grad for param in model.parameters()]
+        values = [grad.full_tensor().clone() for grad in held]
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, batch(0, rank=rank, world_size=world_size))
+        assert pool.live_bytes == resident - grad_bytes > 0, zero
+        run_step(model, optimizer, job, 1, rank, world_size)
+        assert pool.live_bytes == resident
+        for grad, value, param in zip(held, values, model.parameters(), strict=True):
+            assert torch.equal(grad.full_tensor(), value), "what somebody holds stays as it was"
+            assert not torch.equal(param.grad.full_tensor(), value)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_cleared_gradients_take_no_memory_from_the_next_forward_on(world_size: int) -> None:
+    run_on_ranks(gradients_are_freed_once_cleared, world_size)
 
 
 def traffic_as_planned(rank: int, world_size: int) -> None:

@@ -6,39 +6,46 @@ from typing import Any
 import pytest
 
 import sidestream as ss
-from sidestream.sharding.backward_pass import MAX_EXCHANGES_IN_FLIGHT
 from sidestream.sharding.fully_shard import runtime_of
+from sidestream.sharding.lanes import DeferredLane, StreamLane
 from sidestream.sharding.placements import STRATEGIES
 from sidestream.sharding.schedule import Kind, PlanGroup, PlanOptions, Step, find_hazards, plan_step
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import Job, build, run_step
 
+IN_FLIGHT = (DeferredLane.max_in_flight, StreamLane.max_in_flight)
 CASES = {
-    f"zero{zero}, {groups} groups, prefetch {prefetch}": (zero, groups, prefetch)
+    f"zero{zero}, {groups} groups, prefetch {prefetch}, {in_flight} in flight": (
+        zero,
+        groups,
+        prefetch,
+        in_flight,
+    )
     for zero in range(4)
     for groups in (1, 2, 5)
     for prefetch in (0, 1, 2)
+    for in_flight in IN_FLIGHT
 }
 
 
-def make_plan(zero: int, num_groups: int, prefetch: int, *, sync: bool = True) -> tuple[Step, ...]:
+def make_plan(
+    zero: int, num_groups: int, prefetch: int, in_flight: int, *, sync: bool = True
+) -> tuple[Step, ...]:
     groups = [
         PlanGroup((index,), reshard_after_forward=zero == 3 and index > 0, is_root=index == 0)
         for index in range(num_groups)
     ]
     order = tuple(reversed(range(num_groups)))
-    return plan_step(
-        groups, PlanOptions(STRATEGIES[zero], prefetch, MAX_EXCHANGES_IN_FLIGHT, order, sync)
-    )
+    return plan_step(groups, PlanOptions(STRATEGIES[zero], prefetch, in_flight, order, sync))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_plan_has_no_hazard(case: tuple[int, int, int]) -> None:
+def test_plan_has_no_hazard(case: tuple[int, int, int, int]) -> None:
     assert find_hazards(make_plan(*case)) == []
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_wait_on_data_is_needed(case: tuple[int, int, int]) -> None:
+def test_every_wait_on_data_is_needed(case: tuple[int, int, int, int]) -> None:
     plan = make_plan(*case)
     waits = [(position, wait) for position, step in enumerate(plan) for wait in step.waits]
     assert waits
@@ -59,7 +66,7 @@ def test_checker_finds_a_read_before_its_write() -> None:
 
 
 def test_zero3_gathers_twice_and_exchanges_once_per_unit() -> None:
-    kinds = [(step.kind, step.unit) for step in make_plan(3, 4, 1)]
+    kinds = [(step.kind, step.unit) for step in make_plan(3, 4, 1, 2)]
     for unit in range(1, 4):
         assert kinds.count((Kind.GATHER, unit)) == 2
         assert kinds.count((Kind.EXCHANGE, unit)) == 1
@@ -99,7 +106,8 @@ RUNTIME_CASES: dict[str, dict[str, Any]] = {
 def test_runtime_follows_the_plan(case: dict[str, Any], sync: bool) -> None:
     job = Job(**case)
     for trace in run_on_ranks(traced_step, 2, job, 2, sync):
-        plan = make_plan(job.zero or 0, 4, job.options.get("prefetch", 1), sync=sync)
+        prefetch = job.options.get("prefetch", 1)
+        plan = make_plan(job.zero or 0, 4, prefetch, DeferredLane.max_in_flight, sync=sync)
         expected = [(step.kind.value, step.unit) for step in plan if step.kind is not Kind.STEP]
         if job.zero == 0:
             # Nothing has to move where every rank keeps all.
