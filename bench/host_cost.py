@@ -2,9 +2,9 @@
 rivals and the plain model.
 
 A step is forward, backward, AdamW(foreach=True) and zero_grad of a decoder whose tensors are so
-tiny that only overhead shows. One process is rank 0 of many: torch's "fake" group moves nothing,
-but for its all-gather, which copies its input once for every rank; that is left out here, since
-with 1024 ranks those copies would be most of every candidate's time. One thread computes.
+tiny that only overhead shows. One process is rank 0 of many, in torch's "fake" group, whose
+collectives copy within the rank, some of them once for every rank; those copies are left out here,
+since with 1024 ranks they would be most of every candidate's time. One thread computes.
 
 All cases live in one process and take turns (A B C C B A ...); one visit is an untimed step and a
 timed one. Many short visits beat few long ones: a shared machine's clock drifts within seconds, and
@@ -28,16 +28,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from .collective_stand_ins import ALL_GATHERS, ended_work, stand_in_for
+from .collective_stand_ins import ALL_GATHERS, EXCHANGES, ended_work, stand_in_for
 from .models import build_batch, host_cost_config
 from .profiling import Profile, profile_calls
-from .rivals import MEGATRON_FSDP, TRAINER_NAMES, Setup, Trainer, build_trainer
+from .rivals import Setup, Trainer, build_trainer
 from .timing import Estimate, alternating_order, estimate_median, pair_differences, pair_ratios
+from .trainer_names import FSDP2, PLAIN
 
 WARM_UP_STEPS = 4
-PLAIN, FSDP2 = "plain", "fsdp2"
-# Megatron-FSDP makes CUDA streams whatever it trains on.
-CANDIDATES = tuple(name for name in TRAINER_NAMES if name != MEGATRON_FSDP)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,7 +95,7 @@ def fake_ranks(world: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         done = ended_work()
-        with stand_in_for(ALL_GATHERS, lambda *_arguments: done):
+        with stand_in_for((*ALL_GATHERS, *EXCHANGES), lambda *_arguments: done):
             yield
     finally:
         dist.destroy_process_group()

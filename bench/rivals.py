@@ -36,11 +36,15 @@ from torch.optim import AdamW, Optimizer
 from .. import MixedPrecisionPolicy, full_state_dict, fully_shard
 from ..training.errors import UsageError
 from .fsdp2_messages import MessageAllGather, MessageReduceScatter
-from .models import Block, Decoder, DecoderConfig, build_decoder
+from .models import TENSORS_A_BLOCK, Block, Decoder, DecoderConfig, build_decoder
+from .trainer_names import FSDP2, MEGATRON_FSDP, PLAIN, TRAINER_NAMES
 
 LEARNING_RATE = 3e-4
-MEGATRON_FSDP = "megatron_fsdp"
-_FLOAT32_ONLY = ("plain", "ddp", "ddp_zero1")
+# DTensor decides how an operator over a list of tensors is sharded at the first call with such a
+# list, in time quadratic in its length (34 s for 900 tensors). Groups of as many equal blocks are
+# lists that it knows.
+TENSORS_A_GROUP = 25 * TENSORS_A_BLOCK
+_FLOAT32_ONLY = (PLAIN, "ddp", "ddp_zero1")
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def require_trainer(name: str, device_type: str, dtype: torch.dtype = torch.floa
     Raises:
         UsageError: it says why, and what to do instead.
     """
-    if name not in _BUILDERS:
+    if name not in TRAINER_NAMES:
         raise UsageError(
             f"trainer: expected one of {', '.join(TRAINER_NAMES)}, got {name!r}; choose one of them"
         )
@@ -125,7 +129,10 @@ def build_trainer(name: str, config: DecoderConfig, setup: Setup | None = None) 
 
 
 def _adamw(module: nn.Module, setup: Setup) -> AdamW:
-    return AdamW(module.parameters(), lr=LEARNING_RATE, foreach=setup.foreach)
+    params = list(module.parameters())
+    starts = range(0, len(params), TENSORS_A_GROUP)
+    groups = [{"params": params[start : start + TENSORS_A_GROUP]} for start in starts]
+    return AdamW(groups, lr=LEARNING_RATE, foreach=setup.foreach)
 
 
 def _build_plain(name: str, model: Decoder, setup: Setup) -> Trainer:
@@ -235,12 +242,11 @@ def _read_megatron(module: nn.Module) -> dict[str, Tensor]:
 
 
 _BUILDERS: dict[str, Callable[[str, Decoder, Setup], Trainer]] = {
-    "plain": _build_plain,
+    PLAIN: _build_plain,
     "ddp": _build_ddp,
     "ddp_zero1": _build_ddp,
-    "fsdp2": _build_fsdp2,
+    FSDP2: _build_fsdp2,
     "fsdp2_tuned": _build_fsdp2,
     MEGATRON_FSDP: _build_megatron_fsdp,
     **{f"zero{level}": _build_sidestream for level in range(4)},
 }
-TRAINER_NAMES = tuple(_BUILDERS)

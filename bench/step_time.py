@@ -1,12 +1,13 @@
-"""Owns the comparison of step times: which trainer against which, within which limit, and what the
-launches of a comparison say together.
+"""Owns the comparison of two trainers' step times: within which limit, and what the launches of it
+say together.
 
 A launch starts fresh ranks that hold both trainers; their steps alternate A B B A, and a pair's
 ratio is candidate over rival. Losses and weights must agree. Memory cannot be told apart there, so
 every trainer has one more launch to itself.
 
 Limits are those of the project for several gloo ranks; a GPU has none yet. Memory is the peak of a
-rank above what its process held before the trainer was built.
+rank above what its process held before the trainer was built; on a CPU freed memory is returned at
+once there (see `resident`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .ranks import run_ranks
-from .rivals import MEGATRON_FSDP
 from .step_worker import (
     PairCase,
     PairOutcome,
@@ -35,13 +35,6 @@ from .timing import (
     pair_ratios,
 )
 
-CANDIDATE_AGAINST = {
-    "ddp": "zero0",
-    "ddp_zero1": "zero1",
-    "fsdp2": "zero3",
-    "fsdp2_tuned": "zero3",
-    MEGATRON_FSDP: "zero3",
-}
 LIMITS = {
     ("zero0", "ddp"): 1.00,
     ("zero1", "ddp_zero1"): 0.95,
@@ -190,7 +183,7 @@ def _launch_pair(names: tuple[str, str], plan: Plan) -> Launch:
 
 def _launch_for_memory(name: str, plan: Plan) -> float:
     """MiB of the rank that needed most."""
-    case = SoloCase(name=name, steps=MEMORY_STEPS, task=plan.task)
+    case = SoloCase(name=name, steps=MEMORY_STEPS, task=plan.task, exact_memory=True)
     return max(outcome.peak_mib - outcome.start_mib for outcome in launch_alone(case, plan.world))
 
 

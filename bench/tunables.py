@@ -30,15 +30,14 @@ from ..kernels import (
     nvfp4,
     nvfp4_decode,
     reduce_message_kernels,
-    registry,
     tuned,
 )
 from ..kernels.ahead import Configuration, casts, fp8, many_tensors, messages, mx, optimizers
 from ..kernels.ahead import nvfp4 as ahead_nvfp4
 from ..kernels.message_layout import message_format
-from ..training.errors import UsageError
 from .kernel_cases.case import Case
 from .kernel_cases.selection import all_cases
+from .op_names import ops_named
 
 WARPS = (2, 4, 8, 16)
 ACCESSES = (1, 2, 4)
@@ -113,7 +112,7 @@ def scaled(configuration: Configuration, default: LaunchConfig, *names: str) -> 
 
 
 def select(ops: Iterable[str] | None) -> list[Tunable]:
-    """The tunables of ops, by the names of ops or of their functions; None is all.
+    """The tunables of the ops called `ops`; None is all.
 
     Raises:
         UsageError: an op that is not known, or has nothing to tune.
@@ -121,16 +120,7 @@ def select(ops: Iterable[str] | None) -> list[Tunable]:
     found = tunables()
     if ops is None:
         return list(found)
-    known = {one.op: one.op for one in found}
-    names = known | {registry.row(op).function: op for op in known}
-    wanted = set()
-    for name in ops:
-        op = names.get(name) or names.get(f"{name}_")
-        if op is None:
-            raise UsageError(
-                f"--op: expected some of {', '.join(known)}, got {name!r}; nothing else is tuned"
-            )
-        wanted.add(op)
+    wanted = ops_named(ops, (one.op for one in found))
     return [one for one in found if one.op in wanted]
 
 

@@ -1,12 +1,13 @@
 """Owns the writing of tuned tables: into which file, beside what stands there, and all at once.
 
-    {"schema_version": 1, "kind": "tuned", "device": ..., "triton": ..., "date": ...,
-     "command": ..., "machine": {...},
+    {"schema_version": 1, "kind": "tuned", "date": ..., "command": ..., "machine": {...},
+     "device": ..., "triton": ...,
      "entries": [{"op", "case", "block_bytes", "num_warps", "date", "measured", "numel",
                   "default": {...}, "candidates": [{..., "fate", "median_us", "ratio", ...}]}]}
 
-`kernels.tuned` reads the first four and an entry's first four; all else is for people. Entries of
-cases that were not tuned this time stay, unless their file is for another version or device.
+`kernels.tuned` reads version, kind, device, triton and an entry's first four; all else is for
+people. Entries of cases that were not tuned this time stay, unless their file is for another
+version or device.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ import torch
 from ..kernels import LaunchConfig, tuned
 from ..training.errors import UsageError
 from ..training.paths import require_writable_file, require_writable_folder
+from . import reports
 from .kernel_table import spread
-from .machine import describe
-from .reports import write_text
 from .sweep import Sweep, Trial
 from .tunables import Tunable
 from .tuning import Look, Resources, reason
@@ -71,20 +71,13 @@ def overruling(path: Path, name: str) -> list[str]:
     return [f"what {found} says comes before it" for found in later]
 
 
-def head(device: torch.device, command: str) -> dict[str, Any]:
-    """What a table says of where it comes from."""
-    machine = describe(device)
+def head(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
+    """What a table says of where it comes from. arguments: of the command line."""
     return {
+        **reports.document(tuned.KIND, arguments, device, schema_version=tuned.SCHEMA_VERSION),
         "device": tuned.device_name(device),
         "triton": tuned.triton_version(),
-        "date": _now(),
-        "command": command,
-        "machine": machine,
     }
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def entry_of(
@@ -96,7 +89,7 @@ def entry_of(
         "op": tunable.op,
         "case": tunable.case,
         **_numbers(found.chosen),
-        "date": _now(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "measured": tunable.measured,
         "numel": tunable.benchmark.numel(numel),
         "default": _numbers(tunable.default),
@@ -128,12 +121,7 @@ def document(
 ) -> dict[str, Any]:
     """The whole table: new entries in the place of old ones of the same cases."""
     entries = {(entry["op"], entry["case"]): entry for entry in (*kept, *new)}
-    return {
-        "schema_version": tuned.SCHEMA_VERSION,
-        "kind": tuned.KIND,
-        **head,
-        "entries": [entries[key] for key in sorted(entries)],
-    }
+    return {**head, "entries": [entries[key] for key in sorted(entries)]}
 
 
 def as_listing(
@@ -162,4 +150,4 @@ def as_listing(
 
 def write(path: Path, table: Mapping[str, Any]) -> None:
     """Write all of the file or nothing."""
-    write_text(path, json.dumps(table, indent=1) + "\n")
+    reports.write_text(path, json.dumps(table, indent=1) + "\n")

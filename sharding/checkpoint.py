@@ -18,20 +18,23 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 
 from .arguments import kind_of, require_module
 from .checkpoint_agreement import Alike
 from .checkpoint_match import match
-from .checkpoint_reader import METADATA_FILE, CheckpointReader, require_plain, running_dcp
 from .fully_shard import runtime_of
 from .optimizer_state import load_scalars, named_state, prepare_state
 from .sharded_tensor import ShardedTensor
+
+# The reader is imported by the functions that need it: with it comes torch.distributed.checkpoint,
+# which takes longer to import than all of sidestream.
+if TYPE_CHECKING:
+    from .checkpoint_reader import CheckpointReader
 
 
 def save_checkpoint(
@@ -55,6 +58,10 @@ def save_checkpoint(
             different checkpoints' names, or not all an optimizer.
         RuntimeError: ranks wrote to different file systems or folders. What was at `path` stays.
     """
+    from torch.distributed import checkpoint as dcp
+
+    from .checkpoint_reader import require_plain, running_dcp
+
     rank = _rank()
     with Alike() as ranks:
         target, state = _resolve(path), _state_of(module, optimizer)
@@ -100,6 +107,8 @@ def load_checkpoint(
         RuntimeError: its files are missing, cut short or damaged, and nothing is loaded. (A disk
             that fails later, while they are read again, leaves module and optimizer half loaded.)
     """
+    from .checkpoint_reader import CheckpointReader
+
     with Alike() as ranks:
         both = _state_of(module, optimizer)
         state, optim = both["model"], both.get("optim")
@@ -234,6 +243,8 @@ def _sibling(target: Path, role: str) -> Path:
 
 def _find(target: Path) -> Path:
     """The folder to read for the checkpoint at `target`."""
+    from .checkpoint_reader import METADATA_FILE
+
     for folder in (target, _sibling(target, "replaced")):
         if (folder / METADATA_FILE).is_file():
             return folder
@@ -264,6 +275,8 @@ def _prepare(target: Path) -> None:
 
 def _make_room(target: Path) -> str | None:
     """Make `target`'s partial folder; returns what stands at `target` that is no checkpoint."""
+    from .checkpoint_reader import METADATA_FILE
+
     replaced, partial = _sibling(target, "replaced"), _sibling(target, "partial")
     if not target.exists() and replaced.exists():
         replaced.rename(target)
@@ -280,6 +293,8 @@ def _make_room(target: Path) -> str | None:
 
 def _require_whole(partial: Path, target: Path) -> None:
     """Check that rank 0 finds what all ranks have written."""
+    from .checkpoint_reader import CheckpointReader
+
     if lack := CheckpointReader(partial).lack():
         raise RuntimeError(
             f"path: expected a folder that all ranks write to, got {target}, where rank 0 does not "

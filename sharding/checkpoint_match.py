@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .checkpoint_reader import CheckpointReader
+if TYPE_CHECKING:
+    from .checkpoint_reader import CheckpointReader
 
 _COUNTER = "step"  # how torch's optimizers name the entry that is never shaped like the parameter
 

@@ -10,12 +10,12 @@ given.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .arguments import kind_of
 from .precision import MixedPrecisionPolicy, resolve_dtypes
@@ -80,7 +80,11 @@ def _no_class(entry: object) -> str:
     return (
         "fsdp_unit_modules: expected nn.Module classes or import paths like "
         "'package.module.Block', got "
-        + (f"an instance of {kind_of(entry)}; pass its class" if is_module else f"{entry!r}")
+        + (
+            f"an instance of {kind_of(entry)}; pass its class"
+            if is_module
+            else f"{entry!r}; pass such classes"
+        )
     )
 
 
@@ -91,7 +95,7 @@ def _import_class(path: str) -> object:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"fsdp_unit_modules: expected an import path like 'package.module.Block', got '{path}' "
-            f"({error})"
+            f"({error}); correct it, or pass the class itself"
         ) from error
 
 
@@ -136,7 +140,7 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
 def _problem(param: nn.Parameter) -> str | None:
     if isinstance(param, ShardedTensor):
         return "is sharded already: call fully_shard once, on the outermost module"
-    if isinstance(param, DTensor):
+    if _is_dtensor(param):
         return "is a DTensor: pass a model with plain parameters"
     if param.is_meta:
         return "is on the meta device: materialise it first (module.to_empty, reset_parameters)"
@@ -152,6 +156,12 @@ def _problem(param: nn.Parameter) -> str | None:
     if param.dtype not in _SUPPORTED:
         return f"has dtype {param.dtype}: expected float32, bfloat16 or float16"
     return None
+
+
+def _is_dtensor(param: nn.Parameter) -> bool:
+    # Who has one has imported this, which takes longer than all of sidestream.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(param, module.DTensor)
 
 
 def partition(
@@ -180,7 +190,7 @@ def partition(
             raise ValueError(
                 "fsdp_unit_modules: expected classes that the model contains, got "
                 f"{cls.__module__}."
-                f"{cls.__qualname__}, which matches no module; the model has {', '.join(present)}"
+                f"{cls.__qualname__}, which matches no module; name some of {', '.join(present)}"
             )
     module_names = {id(submodule): name for name, submodule in module.named_modules()}
     owned: dict[str, list[ParamEntry]] = {"": [], **{name: [] for name in matches}}

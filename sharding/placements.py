@@ -2,13 +2,13 @@
 
     strategy                 parameters   gradients    optimizer
     0  no_shard              replicate    replicate    replicate
-    1  optim                 replicate    partial      shard
+    1  optim                 replicate    shard        shard
     2  optim_grads           replicate    shard        shard
     3  optim_grads_params    shard        shard        shard
 
-Placements say what lies in memory between two uses. A `partial` gradient is each rank's own
-full-size exchange buffer, kept for the next step; a `shard` is one of world-size equal slices of
-the flat buffer.
+Placements say what lies in memory between two uses. A `shard` is one of world-size equal slices of
+the flat buffer. Levels 1 and 2 are the same: elsewhere level 1 keeps a full gradient from step to
+step, but here one is needed during its exchange alone, or under `no_sync`, which both allow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class Placement(Enum):
     """What one rank holds of a unit's flat buffer along the data-parallel axis."""
 
     REPLICATE = "replicate"
-    PARTIAL = "partial"
     SHARD = "shard"
 
 
@@ -36,7 +35,6 @@ class Placements:
     optimizer: Placement
 
     def __post_init__(self) -> None:
-        assert self.params is not Placement.PARTIAL and self.optimizer is not Placement.PARTIAL
         if self.params is Placement.SHARD:
             assert self.optimizer is Placement.SHARD, (
                 "a replicated optimizer needs replicated parameters"
@@ -44,10 +42,10 @@ class Placements:
         assert (self.grads is Placement.REPLICATE) == (self.optimizer is Placement.REPLICATE)
 
 
-_R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
+_R, _S = Placement.REPLICATE, Placement.SHARD
 STRATEGIES: tuple[Placements, ...] = (
     Placements("no_shard", 0, _R, _R, _R),
-    Placements("optim", 1, _R, _P, _S),
+    Placements("optim", 1, _R, _S, _S),
     Placements("optim_grads", 2, _R, _S, _S),
     Placements("optim_grads_params", 3, _S, _S, _S),
 )
@@ -67,4 +65,6 @@ def resolve_strategy(strategy: int | str) -> Placements:
         ):
             return placements
     known = ", ".join(f"{p.level} or '{p.name}'" for p in STRATEGIES)
-    raise ValueError(f"zero_dp_strategy: expected one of {known}; got {strategy!r}")
+    raise ValueError(
+        f"zero_dp_strategy: expected one of {known}, got {strategy!r}; pass one of them"
+    )

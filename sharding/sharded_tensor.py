@@ -16,24 +16,23 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..buffers.boxes import Box, interval_boxes
 from .arguments import kind_of
 from .collectives import start_all_gather
 from .elementwise import dispatch
 from .errors import communicating
+
+# Only checkpoints need them at run time, and they take longer to import than all of sidestream.
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -313,6 +312,9 @@ class ShardedTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         """One item per box (protocol of torch.distributed.checkpoint); replicas are equal items."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
@@ -325,6 +327,8 @@ class ShardedTensor(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The boxes this rank holds (protocol of torch.distributed.checkpoint)."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [
             ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
             for box in self._boxes()

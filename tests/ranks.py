@@ -34,9 +34,10 @@ import torch.distributed as dist
 
 from . import poison
 
-# `torch._dynamo` is what making an optimizer imports: more than a second of each rank's time.
-PRELOAD = ["torch", "torch.distributed", "torch.optim", "torch._dynamo", "numpy", "pytest"]
-PRELOAD += ["sidestream", __name__]
+# `torch._dynamo` is what making an optimizer imports: more than a second of each rank's time. And
+# `torch.distributed.checkpoint` is what saving imports.
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.checkpoint", "torch.optim"]
+PRELOAD += ["torch._dynamo", "numpy", "pytest", "sidestream", __name__]
 OUTPUT_TAIL_BYTES = 4000
 STACK_DUMP_S = 0.5
 # Of the time limit: a collective that hangs then raises in its own rank, which says where.

@@ -45,21 +45,42 @@ def test_doctor_runs(capsys):
     assert {"name", "status", "found", "fix"} == set(json.loads(capsys.readouterr().out)[0])
 
 
-def test_training_loads_nothing_of_the_layer_above():
-    """Every rank of a run starts with this import."""
+@pytest.fixture(scope="module")
+def loaded():
+    """The modules that are there after the import, and after some help as well, in one process."""
     script = (
-        "import sys\n"
+        "import contextlib, json, sys\n"
+        "import sidestream\n"
+        "loaded = {'import': [*sys.modules]}\n"
         "from sidestream import cli\n"
-        "try:\n"
-        "    cli.main(['train', '--help'])\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "print([name for name in sys.modules if name.startswith('sidestream.bench')])\n"
+        "for command in ('train', ''):\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):\n"
+        "        cli.main([*command.split(), '--help'])\n"
+        "    loaded[command] = [*sys.modules]\n"
+        "print(json.dumps(loaded))\n"
     )
     found = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    assert found.stdout.splitlines()[-1] == "[]"
+    return {name: set(modules) for name, modules in json.loads(found.stdout).items()}
+
+
+def test_the_import_leaves_out_what_is_slow_and_seldom_needed(loaded):
+    assert "torch" in loaded["import"]
+    slow = {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy", "triton"}
+    assert not slow & loaded["import"]
+
+
+def test_training_loads_nothing_of_the_layer_above(loaded):
+    """Every rank of a run starts with this import."""
+    assert "sidestream.training.train_command" in loaded["train"]
+    assert not [name for name in loaded["train"] if name.startswith("sidestream.bench")]
+
+
+def test_help_loads_neither_the_rivals_nor_the_compiler(loaded):
+    assert "sidestream.bench.commands.step" in loaded[""]
+    slow = {"sidestream.bench.rivals", "torch.distributed.fsdp", "sympy", "triton"}
+    assert not slow & loaded[""]
 
 
 def test_a_command_gets_its_arguments_and_its_errors_are_one_line(monkeypatch, capsys):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ...kernels import ahead, aot
 from ...training.errors import UsageError
+from ..op_names import ops_named
 
 ALL = "all"
 MAX_NAMES = 20
 
 
 class SelectionError(UsageError):
-    """An op, a case or a target that there is not, or more than one where one is needed."""
+    """A case or a target that there is not, or more than one where one is needed."""
 
 
 def targets_of(text: str) -> tuple[str, ...]:
@@ -33,25 +34,16 @@ def targets_of(text: str) -> tuple[str, ...]:
     return found
 
 
-def cases_of(ops: str | None, text: str | None) -> tuple[ahead.Case, ...]:
-    """The cases of the ops in a list with commas whose names contain `text`; by default all.
-
-    An op is known by its own name, "cast_", and without the line at the end.
+def cases_of(ops: Iterable[str] | None, text: str | None) -> tuple[ahead.Case, ...]:
+    """The cases of the ops called `ops` whose names contain `text`; by default all.
 
     Raises:
-        SelectionError: a name that is none, or no case with that text.
+        UsageError: a name that is none, or no case with that text.
     """
     found = ahead.cases()
     if ops is not None:
-        known = tuple(dict.fromkeys(case.op for case in found))
-        names = [op if op in known else f"{op}_" for op in ops.split(",")]
-        for name in names:
-            if name not in known:
-                raise SelectionError(
-                    f"--op: expected some of {', '.join(known)}, got "
-                    f"{name.removesuffix('_')!r}; choose of these"
-                )
-        found = tuple(case for case in found if case.op in names)
+        wanted = ops_named(ops, (case.op for case in found))
+        found = tuple(case for case in found if case.op in wanted)
     if text is None:
         return found
     selected = tuple(case for case in found if text in case.name)

@@ -16,17 +16,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import shlex
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...training.errors import UsageError
 from ...training.paths import require_writable_file
-from .parsing import count, size
+from .parsing import add_compiling_options, size
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--op", metavar="OP,...", help="these ops alone (default: all)")
+    add_compiling_options(parser, written="what was found")
     parser.add_argument(
         "--budget",
         type=_seconds,
@@ -80,14 +76,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--arch", help=f"what --dry-run compiles for (default: this GPU, or {_ARCH})"
     )
-    parser.add_argument(
-        "--jobs",
-        type=count,
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
-        help="processes that compile (default: one a core)",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write what was found here as well")
     parser.set_defaults(run=run)
 
 
@@ -99,16 +87,16 @@ def run(options: argparse.Namespace) -> int:
     """
     from .. import tunables
 
-    chosen = tunables.select(None if options.op is None else options.op.split(","))
+    chosen = tunables.select(options.op)
     if options.json is not None:
-        require_writable_file(options.json, "--json")
+        require_writable_file(str(options.json), "--json")
     if options.dry_run:
         return _list(chosen, options)
     return _tune(chosen, options)
 
 
 def _list(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
-    from ..tuned_files import as_listing
+    from ..tuned_files import as_listing, write
     from ..tuning import reason
 
     target = _target(options.arch)
@@ -120,7 +108,7 @@ def _list(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
         for config, look in looks[tunable.op, tunable.case].items():
             print(f"  {_config_text(config):<14} {_look_text(look)}")
     if options.json is not None:
-        _write_json(options.json, as_listing(chosen, looks, target))
+        write(options.json, as_listing(chosen, looks, target))
     return 0
 
 
@@ -137,7 +125,7 @@ def _tune(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
     name = tuned.device_name(device)
     assert name is not None
     path = tuned_files.destination(options.to, name)
-    head = tuned_files.head(device, shlex.join(["sidestream", *options.arguments]))
+    head = tuned_files.head(device, options.arguments)
     kept, note = tuned_files.kept_entries(path, name, str(head["triton"]))
     if note:
         print(f"note: {note}")
@@ -162,7 +150,7 @@ def _tune(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
         for text in tuned_files.overruling(path, name):
             print(f"note: {text}")
     if options.json is not None:
-        _write_json(options.json, tuned_files.document((), entries, head))
+        tuned_files.write(options.json, tuned_files.document((), entries, head))
     return 1 if wrong else 0
 
 
@@ -170,37 +158,36 @@ def _sweep(
     tunable: Tunable, looks: Looks, numel: int, device: torch.device, budget_s: float
 ) -> Sweep:
     from ..clocks import clock_of
+    from ..progress import line
     from ..sweep import sweep
     from ..tuning import Workbench, reason
 
     bench = Workbench(tunable, numel, device, clock_of(device))
-    tell = _teller(tunable.name)
+    with line() as tell:
 
-    def sample(config: LaunchConfig) -> float:
-        tell(f"timing {_config_text(config)}")
-        return bench.sample(config)
+        def sample(config: LaunchConfig) -> float:
+            tell(f"{tunable.name}: timing {_config_text(config)}")
+            return bench.sample(config)
 
-    def gate(config: LaunchConfig) -> str | None:
-        tell(f"checking {_config_text(config)}")
-        return bench.fault(config)
+        def gate(config: LaunchConfig) -> str | None:
+            tell(f"{tunable.name}: checking {_config_text(config)}")
+            return bench.fault(config)
 
-    found = sweep(
-        tunable.candidates(),
-        prune=lambda config: reason(looks.get(config)),
-        gate=gate,
-        sample=sample,
-        budget_s=budget_s,
-        now=time.monotonic,
-    )
-    tell("")
-    return found
+        return sweep(
+            tunable.candidates(),
+            prune=lambda config: reason(looks.get(config)),
+            gate=gate,
+            sample=sample,
+            budget_s=budget_s,
+            now=time.monotonic,
+        )
 
 
 def _looks(
     chosen: Sequence[Tunable], target: str, jobs: int, is_over: Callable[[], bool]
 ) -> dict[tuple[str, str], Looks]:
     """What the compiler made of every candidate, by tunable."""
-    from ..ahead import progress
+    from ..progress import shown
     from ..tuning import look_at_all
 
     tasks: list[Task] = [
@@ -209,7 +196,7 @@ def _looks(
         for config in tunable.candidates()
     ]
     looks: dict[tuple[str, str], Looks] = {(one.op, one.case): {} for one in chosen}
-    with progress.shown(len(tasks), "compiled") as step:
+    with shown(len(tasks), "compiled") as step:
         found = look_at_all(
             tasks, jobs, lambda task: step(f"{task[0]} {task[1]} {_config_text(task[2])}"), is_over
         )
@@ -269,24 +256,6 @@ def _result_text(tunable: Tunable, found: Sweep) -> str:
         f"{tunable.name:<32} {_config_text(found.chosen):<14} {median_us:9.1f} us  {what}, "
         f"of {timed} timed"
     )
-
-
-def _teller(name: str) -> Callable[[str], None]:
-    """Keeps one line of a terminal up to date, and leaves files alone; no text clears it."""
-    if not sys.stderr.isatty():
-        return lambda text: None
-
-    def tell(text: str) -> None:
-        line = f"{name}: {text}" if text else ""
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-    return tell
-
-
-def _write_json(path: str, content: Mapping[str, Any]) -> None:
-    from ..tuned_files import write
-
-    write(Path(path), content)
 
 
 def _seconds(text: str) -> float:

@@ -4,43 +4,37 @@ model, by number of units and of ranks.
 Prints a table and verdicts on the project's limits; `bench.host_cost` says how it is measured.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...training.paths import require_writable_file
-from ..ahead.progress import shown
-from ..host_cost import (
-    CANDIDATES,
-    FSDP2,
-    PLAIN,
-    Case,
-    Samples,
-    Summary,
-    cases_of,
-    fake_ranks,
-    growth,
-    measure,
-    profile,
-    summarise,
-)
 from ..models import TENSORS_A_BLOCK
+from ..progress import shown
 from ..reports import document, write_text
 from ..timing import Estimate, compare_with_limit
+from ..trainer_names import FSDP2, MEGATRON_FSDP, PLAIN, TRAINER_NAMES
 from .parsing import count, counts, names_of
 
+if TYPE_CHECKING:
+    from ..host_cost import Case, Samples, Summary
+
+# Megatron-FSDP makes CUDA streams whatever it trains on.
+CANDIDATES = tuple(name for name in TRAINER_NAMES if name != MEGATRON_FSDP)
 LIMIT_OF_RATIO = 0.40  # ours over FSDP2, model compute included
 LIMIT_OF_ADDED_SHARE = 0.25
 LIMIT_OF_GROWTH = 1.05  # largest world over smallest, most units over fewest
 PROFILED_STEPS = 20
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `host`."""
     parser = subparsers.add_parser(
         "host", help="Python cost of a unit and step, beside FSDP2 and DDP", description=__doc__
@@ -63,6 +57,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 0 unless it cannot be done as asked."""
+    from ..host_cost import Case, cases_of, fake_ranks, measure, profile, summarise
+
     if options.json:
         require_writable_file(str(options.json), "--json")
     with fake_ranks(max(options.world)):
@@ -102,6 +98,8 @@ def format_table(summary: Mapping[Case, Summary], visits: int) -> Iterator[str]:
 
 def verdicts(samples: Mapping[Case, Samples], summary: Mapping[Case, Summary]) -> Iterator[str]:
     """One line for every limit on each of ours, and how FSDP2 grows beside it."""
+    from ..host_cost import growth
+
     for case, row in summary.items():
         if case.candidate.startswith("zero"):
             name = f"{case.candidate}, {case.units} units, world {case.world}"

@@ -16,14 +16,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...training.errors import UsageError
 from ...training.paths import require_writable_file
-from .parsing import count
+from .parsing import add_compiling_options
 
 if TYPE_CHECKING:
     from ..ahead.measuring import Row
@@ -37,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--op", metavar="OP,...", help="these ops alone (default: all)")
+    add_compiling_options(parser, written="the rows")
     parser.add_argument("--case", metavar="TEXT", help="only the cases with this in their names")
     parser.add_argument(
         "--arch", metavar="ARCH,...", default="sm_90", help="targets, or all (default: sm_90)"
@@ -46,14 +44,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument("--ptx", action="store_true", help="print the PTX of one case")
     what.add_argument("--sass", action="store_true", help="print the machine code of one case")
     what.add_argument("--compare", metavar="GIT_REF", help="print what differs from this commit")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
-    parser.add_argument(
-        "--jobs",
-        type=count,
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
-        help="processes that compile (default: one a core)",
-    )
     parser.set_defaults(run=run)
 
 
@@ -91,9 +81,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measured(tasks: Sequence[tuple[str, str, str]], num_processes: int) -> tuple[Row, ...]:
-    from ..ahead import measuring, progress
+    from ..ahead import measuring
+    from ..progress import shown
 
-    with progress.shown(len(tasks), "compiled") as step:
+    with shown(len(tasks), "compiled") as step:
         return measuring.measure_all(tasks, num_processes, lambda row: step(" ".join(row.key)))
 
 
@@ -115,7 +106,8 @@ def _code(options: argparse.Namespace) -> str:
 
 def _selecting(options: argparse.Namespace) -> list[str]:
     """The arguments that select the same rows at another commit."""
-    named = (("--op", options.op), ("--case", options.case), ("--arch", options.arch))
+    ops = None if options.op is None else ",".join(options.op)
+    named = (("--op", ops), ("--case", options.case), ("--arch", options.arch))
     given = [part for name, value in named if value is not None for part in (name, value)]
     return [*given, "--jobs", str(options.jobs)]
 

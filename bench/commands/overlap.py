@@ -12,16 +12,14 @@ from pathlib import Path
 
 from ...training.paths import require_writable_file
 from ..models import STEP_TIME_CONFIG
-from ..overlap import STAND_IN_GB_PER_S, STAND_IN_WORLD, OverlapCase, record
 from ..ranks import GLOO_RANKS, RanksFailed, choose_ranks
 from ..reports import write_text
-from ..rivals import TRAINER_NAMES, require_trainer
-from ..step_worker import Task
 from ..timeline import Timeline, as_html, read_timeline
+from ..trainer_names import FSDP2, PLAIN, TRAINER_NAMES
 from .parsing import count, names_of
 
 # DDP waits in C++, where nobody sees it; the plain model has nothing to wait for.
-CANDIDATES = tuple(name for name in TRAINER_NAMES if "ddp" not in name and name != "plain")
+CANDIDATES = tuple(name for name in TRAINER_NAMES if "ddp" not in name and name != PLAIN)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -32,7 +30,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--candidates",
         type=names_of(CANDIDATES),
-        default=("zero3", "fsdp2"),
+        default=("zero3", FSDP2),
         help=f"from {', '.join(CANDIDATES)}",
     )
     parser.add_argument(
@@ -53,6 +51,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(options: argparse.Namespace) -> int:
     """Record, print and write; 0 unless it cannot be done as asked."""
+    from ..overlap import STAND_IN_GB_PER_S, STAND_IN_WORLD, OverlapCase, record
+    from ..rivals import require_trainer
+    from ..step_worker import Task
+
     for option in ("trace", "html"):
         if path := getattr(options, option):
             require_writable_file(str(path), f"--{option}")

@@ -1,8 +1,10 @@
-"""Types of arguments that several commands of this folder take."""
+"""Types of arguments that several commands of this folder take, and options that they share."""
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 _SUFFIXES = {"": 1, "k": 1024, "M": 1024**2, "G": 1024**3}
 _MAX_SIZE = 2**40
@@ -38,15 +40,33 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(size, text.split(","))))
 
 
-def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Names out of `known` with commas between them, as they were given."""
+def names(text: str) -> tuple[str, ...]:
+    """Names with commas between them, as they were given."""
+    return tuple(text.split(","))
 
-    def names(text: str) -> tuple[str, ...]:
-        given = tuple(text.split(","))
+
+def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Such names out of `known`."""
+
+    def known_names(text: str) -> tuple[str, ...]:
+        given = names(text)
         if unknown := [name for name in given if name not in known]:
             raise argparse.ArgumentTypeError(
                 f"expected some of {', '.join(known)}, got {', '.join(unknown)}; choose of these"
             )
         return given
 
-    return names
+    return known_names
+
+
+def add_compiling_options(parser: argparse.ArgumentParser, *, written: str) -> None:
+    """Those of a command that compiles kernels; `written` says what --json writes."""
+    parser.add_argument("--op", type=names, metavar="OP,...", help="these ops alone (default: all)")
+    parser.add_argument(
+        "--jobs",
+        type=count,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes that compile (default: one a core)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write {written} here as well")

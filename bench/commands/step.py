@@ -7,6 +7,8 @@ Same model, same data, steps in turn: gloo ranks on a CPU, or a rank for every G
 a table and verdicts on the project's limits; `bench.step_time` says how it is measured.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import statistics
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,15 +25,24 @@ from ...training.paths import require_writable_file
 from ..models import STEP_TIME_CONFIG
 from ..ranks import GLOO_RANKS, RanksFailed, choose_ranks
 from ..reports import document, write_text
-from ..rivals import TRAINER_NAMES, require_trainer
-from ..step_time import CANDIDATE_AGAINST, Figures, Plan, Row, compare, launch_alone
-from ..step_worker import TINY_CONFIG, SoloCase, Task
+from ..trainer_names import FSDP2, MEGATRON_FSDP, TRAINER_NAMES
 from .parsing import count, names_of
 
+if TYPE_CHECKING:
+    from ..step_time import Figures, Plan, Row
+    from ..step_worker import Task
+
+CANDIDATE_AGAINST = {
+    "ddp": "zero0",
+    "ddp_zero1": "zero1",
+    FSDP2: "zero3",
+    "fsdp2_tuned": "zero3",
+    MEGATRON_FSDP: "zero3",
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `step`."""
     parser = subparsers.add_parser(
         "step", help="time of a training step, beside FSDP2 and DDP", description=__doc__
@@ -79,6 +91,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 1 when trainers did not train alike or a rank failed."""
+    from ..rivals import require_trainer
+    from ..step_time import Plan
+    from ..step_worker import TINY_CONFIG, Task
+
     _refuse_idle_options(options)
     if options.json:
         require_writable_file(str(options.json), "--json")
@@ -118,6 +134,8 @@ def choose_comparisons(options: argparse.Namespace, task: Task) -> list[tuple[st
     Raises:
         UsageError: one of them cannot run here, or would be compared with itself.
     """
+    from ..rivals import require_trainer
+
     comparisons = []
     for rival in options.against or CANDIDATE_AGAINST:
         if options.zero is not None:
@@ -155,6 +173,8 @@ def _heading(options: argparse.Namespace, plan: Plan) -> str:
 
 
 def _run_comparisons(options: argparse.Namespace, plan: Plan) -> None:
+    from ..step_time import compare
+
     rows = compare(options.comparisons, plan, lambda text: print(text, flush=True))
     print("\n".join(["", *format_table(rows), "", *(line for r in rows for line in r.verdicts())]))
     if options.json:
@@ -226,6 +246,9 @@ def _run_alone(options: argparse.Namespace, plan: Plan) -> None:
     """Print one trainer's time for each step, its traffic, its memory and, if asked, where rank 0's
     time goes.
     """
+    from ..step_time import launch_alone
+    from ..step_worker import SoloCase
+
     case = SoloCase(
         name=options.trainer_only, steps=options.steps, task=plan.task, profile=options.profile
     )

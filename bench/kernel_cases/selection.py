@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ...kernels import registry
 from ...training.errors import UsageError
+from ..op_names import ops_named
 from . import blocks, casts, many_tensors, messages, optimizers
 from .case import Case
 
@@ -21,7 +22,7 @@ MAX_WORLD = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What was asked for; None is all. Ops go by their names, with or without the underscore."""
+    """What was asked for; None is all. Ops go by the names that `op_names` takes."""
 
     ops: tuple[str, ...] | None = None
     formats: tuple[str, ...] | None = None
@@ -54,10 +55,7 @@ def select(selection: Selection) -> list[Case]:
     cases = all_cases(selection.worlds)
     ops = None
     if selection.ops is not None:
-        by_name = {row.op.rstrip("_"): row.op for row in registry.ROWS}
-        asked = [name.rstrip("_") for name in selection.ops]
-        _check("--op", asked, by_name)
-        ops = {by_name[name] for name in asked}
+        ops = ops_named(selection.ops, (row.op for row in registry.ROWS))
     _check("--format", selection.formats, [case.format for case in cases])
     _check("--dtype", selection.dtypes, [case.dtype for case in cases])
     wide = selection.formats is not None or selection.dtypes is not None
@@ -99,7 +97,7 @@ def _describe(selection: Selection) -> str:
     )
 
 
-def _known(cases: Sequence[Case], ops: set[str] | None) -> str:
+def _known(cases: Sequence[Case], ops: frozenset[str] | None) -> str:
     """The formats and dtypes that the ops asked for have."""
     having = [case for case in cases if ops is None or case.op in ops]
     formats = ", ".join(dict.fromkeys(case.format for case in having))

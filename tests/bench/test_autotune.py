@@ -407,7 +407,9 @@ def test_a_run_writes_a_table_that_launches_read(gpu, tmp_path, capsys):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     content = json.loads(path.read_text())
     assert (content["device"], content["triton"]) == (NAME, TRITON)
-    assert {"date", "command", "machine"} <= set(content)
+    assert (content["schema_version"], content["kind"]) == (1, "tuned")
+    assert content["date"].startswith("20")
+    assert content["command"].startswith("sidestream autotune --budget 2")
     assert {"torch", "triton", "commit"} <= set(content["machine"])
     (entry,) = content["entries"]
     table = tuned.load_table(NAME, TRITON)

@@ -10,16 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sidestream.bench import host_cost
 from sidestream.bench.commands import host
-from sidestream.bench.host_cost import (
-    CANDIDATES,
-    Case,
-    Samples,
-    cases_of,
-    fake_ranks,
-    growth,
-    summarise,
-)
+from sidestream.bench.commands.host import CANDIDATES
+from sidestream.bench.host_cost import Case, Samples, cases_of, fake_ranks, growth, summarise
 from sidestream.bench.profiling import profile_calls
 from sidestream.cli import main
 from sidestream.sharding.collectives import start_all_gather
@@ -175,6 +169,6 @@ def test_command_refuses_what_it_cannot_measure(option, value, message, capsys):
 
 
 def test_command_refuses_an_unwritable_file_before_it_measures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(host, "measure", lambda *_: pytest.fail("measured all the same"))
+    monkeypatch.setattr(host_cost, "measure", lambda *_: pytest.fail("measured all the same"))
     assert main(["bench", "host", "--json", str(tmp_path / "nowhere" / "host.json")]) == 2
     assert "--json" in capsys.readouterr().err

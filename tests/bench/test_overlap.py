@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from sidestream.bench.commands import overlap
+from sidestream.bench import overlap
 from sidestream.bench.ranks import RanksFailed
 from sidestream.cli import main
 

@@ -197,7 +197,7 @@ def _options(*arguments: str):
         raise ranks.RanksFailed("stopped here")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "compare", compare)
+        patch.setattr(step_time, "compare", compare)
         assert main(["bench", "step", *arguments]) == 1
     return chosen["comparisons"], chosen["plan"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 
 import sidestream as ss
 from sidestream.sharding import optimizer as sharding_optimizer
@@ -72,7 +73,7 @@ Change = Callable[[nn.Module], None]
 BAD: dict[str, tuple[type[Exception], str, dict[str, Any], Change | None]] = {
     "unknown strategy": (
         ValueError,
-        r"zero_dp_strategy: expected one of 0 or 'no_shard'.*got 7",
+        r"zero_dp_strategy: expected one of 0 or 'no_shard'.*, got 7; pass one of them$",
         {"zero_dp_strategy": 7},
         None,
     ),
@@ -80,13 +81,13 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any], Change | None]] = {
     "strategy True": (ValueError, "got True", {"zero_dp_strategy": True}, None),
     "unit that matches nothing": (
         ValueError,
-        r"got .*Conv2d, which matches no module; the model has Attention, Block, .*Transformer",
+        r"got .*Conv2d, which matches no module; name some of Attention, Block, .*Transformer",
         {"fsdp_unit_modules": [nn.Conv2d]},
         None,
     ),
     "unit path": (
         ValueError,
-        "got 'nowhere.Block'",
+        r"got 'nowhere.Block' \(No module .*\); correct it, or pass the class itself$",
         {"fsdp_unit_modules": ["nowhere.Block"]},
         None,
     ),
@@ -405,6 +406,17 @@ def mesh_mistakes(rank: int, world_size: int) -> None:
 
 def test_refuses_a_wrong_mesh_dimension() -> None:
     run_on_ranks(mesh_mistakes, 4)
+
+
+def distributed_parameters(rank: int, world_size: int) -> None:
+    model = Transformer()
+    distribute_module(model.head, init_device_mesh("cpu", (world_size,)))
+    with pytest.raises(ValueError, match=r"'head.weight' is a DTensor: pass a model with plain"):
+        ss.fully_shard(model)
+
+
+def test_refuses_distributed_tensors() -> None:
+    run_on_ranks(distributed_parameters, 1)
 
 
 def differing_models(rank: int, world_size: int, kind: str) -> None:

@@ -1,5 +1,7 @@
-"""Shows how far a long compilation is: a bar on a terminal, some lines elsewhere; on the error
-output, so that the table can be kept.
+"""Shows how far something long is, on the error output, so that a table on the other can be kept.
+
+shown    of a known number of things: a bar on a terminal, some lines elsewhere
+line     of an unknown number: one line of a terminal, nothing elsewhere
 """
 
 from __future__ import annotations
@@ -29,6 +31,22 @@ def shown(total: int, what: str) -> Iterator[Callable[[str], None]]:
             print(f"{what} {done}/{total}: {name}", file=sys.stderr, flush=True)
 
     yield step_plainly
+
+
+@contextmanager
+def line() -> Iterator[Callable[[str], None]]:
+    """Give a function to call with what is done now; the line is cleared at the end."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+
+    def tell(text: str) -> None:
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield tell
+    finally:
+        tell("")
 
 
 @contextmanager
