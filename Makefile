@@ -16,7 +16,7 @@ help:
 	@echo "make test       lint, types and every test"
 	@echo "make docs       write docs/kernels.md anew from the registry"
 	@echo "make lint       lint and types only"
-	@echo "make gpu-check  kernels against the reference, and their speed, on this machine's GPU"
+	@echo "make gpu-check  tests, sanitizers, speed, training and tuning on this machine's GPU, in 6 minutes"
 	@echo "make clean      remove the virtual environment and all caches"
 
 # Redone only when what it installs has changed. The link gives the checkout the name of the package it is, for mypy.

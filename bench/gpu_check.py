@@ -3,9 +3,15 @@
     python3 bench/gpu_check.py            installs nothing; ends within 6 minutes
     python3 bench/gpu_check.py --dry-run  the whole script on a CPU, tiny: not a measurement
 
-Writes gpu_check.json into $OUT (default bench/results) and prints one table. The tests and the
-memory check come first: when they fail nothing is timed, and a kernel whose results are wrong has
-no times either. Exit code 1 when anything failed.
+    tests, memcheck, racecheck    side by side; when one fails nothing is timed
+    kernels                       beside their rivals; what is wrong has no times
+    trainings                     1 rank; 2 and 4 ranks that share the GPU: side by side
+    step time, autotune           of one rank against FSDP2; of one op
+
+Prints one table, and writes <gpu>/<date>.json and <gpu>/<date>-kernels.json into $OUT (default
+bench/results); the second is what `sidestream bench kernels --json` writes too, for
+`sidestream bench report` and `--baseline`. Exit code 1 when anything failed, 2 when the check
+cannot be done here.
 """
 
 from __future__ import annotations
@@ -14,9 +20,13 @@ import argparse
 import json
 import os
 import runpy
+import shlex
+import signal
 import sys
 import time
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,104 +37,154 @@ if __name__ == "__main__":
     runpy.run_path(str(ROOT / "tests" / "checkout.py"))["make_importable"]()
 
 from sidestream.bench import (  # noqa: E402  (importable from here on)
-    clocks,
-    gpu_steps,
-    kernel_table,
-    machine,
+    gpu_gates,
+    gpu_speed,
+    gpu_training,
     reports,
 )
-from sidestream.bench.kernel_cases.case import ALIGNMENT_NUMEL, Run  # noqa: E402
-from sidestream.bench.kernel_cases.selection import Selection, select  # noqa: E402
-from sidestream.kernels import pack_  # noqa: E402
+from sidestream.bench.gpu_steps import (  # noqa: E402
+    FAILED,
+    NOT_RUN,
+    Budget,
+    StepResult,
+    attempt,
+    together,
+)
+from sidestream.kernels import tuned  # noqa: E402
+from sidestream.training.errors import UsageError  # noqa: E402
+from sidestream.training.paths import require_writable_folder  # noqa: E402
 
 BUDGET_S = 345.0
-PACE = replace(kernel_table.GPU_PACE, compiled=False)
-DRY_NUMEL = 64 * 1024
-DRY_PACE = kernel_table.Pace(passes=1, min_rounds=1, max_rounds=1, seconds=0.0, sample_s=0.0)
+KIND, SCHEMA_VERSION = "gpu_check", 1
 DRY_LABEL = "dry run: not a measurement"
+DRY_FOLDER = "cpu_dry_run"
+# Limits are for a machine with a GPU, which has cores for a few programs at a time.
+DRY_PATIENCE = 4.0
+EXIT_USAGE = 2
+_DETAIL_CHARACTERS = 150
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the check; 0 when everything that ran was right."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
     options = parser.parse_args(arguments)
-    if not options.dry_run and not torch.cuda.is_available():
-        print(
-            "gpu-check: expected a GPU that torch sees, got none; run it where there is one, or "
-            "pass --dry-run (make gpu-check ARGS=--dry-run)"
-        )
-        return 1
-    folder = Path(os.environ.get("OUT") or ROOT / "bench" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    report = _check(dry_run=options.dry_run)
-    file = folder / "gpu_check.json"
-    file.write_text(json.dumps(report, indent=1, default=asdict) + "\n")
-    _print(report)
-    print(f"written to {file}")
+    try:
+        device = _device(dry_run=options.dry_run)
+        folder = results_folder(device)
+        require_writable_folder(str(folder), "OUT")
+    except UsageError as error:
+        print(f"gpu-check: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    report, kernels = _check(device, dry_run=options.dry_run)
+    files = _write(folder, report, kernels)
+    _print(report, kernels)
+    print(f"written to {' and '.join(map(str, files))}")
     return 0 if report["ok"] else 1
 
 
-def _check(*, dry_run: bool) -> dict[str, Any]:
+def _device(*, dry_run: bool) -> torch.device:
+    if dry_run:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "expected a GPU that torch sees, got none; run it where there is one, or pass "
+            "--dry-run (make gpu-check ARGS=--dry-run)"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def results_folder(device: torch.device) -> Path:
+    """Where results of `device` go: named as its tuned table is."""
+    name = tuned.device_name(device)
+    folder = DRY_FOLDER if name is None else Path(tuned.file_name(name)).stem
+    return Path(os.environ.get("OUT") or ROOT / "bench" / "results", folder)
+
+
+def _check(device: torch.device, *, dry_run: bool) -> tuple[dict[str, Any], reports.Report | None]:
     start = time.monotonic()
-    budget = gpu_steps.Budget(BUDGET_S)
-    device = torch.device("cpu" if dry_run else "cuda")
-    steps = [gpu_steps.gpu_tests(budget, dry_run=dry_run), gpu_steps.memory_check(budget)]
-    kernels, host_us = None, None
-    if all(step.status != "failed" for step in steps):
-        kernels = _kernels(device, dry_run=dry_run)
-        calls = 200 if dry_run else 1000
-        host_us = clocks.host_microseconds(_tiny_pack(device), clocks.clock_of(device), calls=calls)
-        steps.append(_verdict(kernels))
-    if not dry_run:
-        torch.cuda.empty_cache()
-    steps += gpu_steps.trainings(budget, dry_run=dry_run)
-    return {
+    budget = Budget(BUDGET_S, patience=DRY_PATIENCE if dry_run else 1.0)
+    head = reports.document(KIND, (), device, schema_version=SCHEMA_VERSION)
+    gates = {gpu_gates.TESTS: partial(gpu_gates.gpu_tests, budget, dry_run=dry_run)}
+    for tool in gpu_gates.TOOLS:
+        gates[tool] = partial(gpu_gates.sanitizer, budget, tool, dry_run=dry_run)
+    steps = together(budget, gates)
+    kernels = None
+    if is_open := _all_right(steps):
+        measured, kernels = _kernels(budget, device, dry_run=dry_run)
+        steps.append(measured)
+    steps += gpu_training.trainings(budget, dry_run=dry_run)
+    timed = {gpu_speed.STEP: gpu_speed.step_time, gpu_speed.AUTOTUNE: gpu_speed.autotune}
+    if is_open:
+        for name, step in timed.items():
+            steps.append(attempt(name, partial(step, budget, dry_run=dry_run)))
+    else:
+        closed = "the tests or a sanitizer failed, so nothing is timed"
+        names = (gpu_speed.KERNELS, *timed)
+        steps += [StepResult(name, NOT_RUN, 0.0, closed) for name in names]
+    report = {
+        **head,
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "label": DRY_LABEL if dry_run else "measurement",
-        "ok": all(step.status != "failed" for step in steps),
-        "machine": machine.describe(device),
-        "steps": [vars(step) for step in steps],
-        "kernels": kernels,
-        "pack_host_us": host_us,
+        "ok": _all_right(steps),
         "seconds": time.monotonic() - start,
+        "steps": [vars(step) for step in steps],
     }
+    return report, kernels
 
 
-def _kernels(device: torch.device, *, dry_run: bool) -> reports.Report:
-    """The standard cases, without torch.compile, which would take minutes."""
-    cases, pace = select(Selection()), DRY_PACE if dry_run else PACE
-    numel = DRY_NUMEL if dry_run else kernel_table.default_numel(cases, device)
-    measured = kernel_table.measure(cases, [numel], device, pace)
-    return kernel_table.report_of(measured, device, pace, " ".join(sys.argv))
+def _all_right(steps: Sequence[StepResult]) -> bool:
+    return all(step.status != FAILED for step in steps)
 
 
-def _verdict(kernels: reports.Report) -> gpu_steps.StepResult:
-    wrong = "; ".join(kernels.wrong)
-    detail = f"wrong results: {wrong}" if wrong else "every result as defined"
-    return gpu_steps.StepResult("kernel results", "failed" if wrong else "ok", 0.0, detail)
+def _kernels(
+    budget: Budget, device: torch.device, *, dry_run: bool
+) -> tuple[StepResult, reports.Report | None]:
+    report = None
+
+    def step() -> StepResult:
+        nonlocal report
+        result, report = gpu_speed.kernels(budget, device, dry_run=dry_run)
+        return result
+
+    return attempt(gpu_speed.KERNELS, step), report
 
 
-def _tiny_pack(device: torch.device) -> Run:
-    """A call that is all host time."""
-    tensors = [torch.ones(8, 8, device=device) for _ in range(9)]
-    offsets = [ALIGNMENT_NUMEL * index for index in range(len(tensors))]
-    flat = torch.empty(ALIGNMENT_NUMEL * len(tensors), device=device)
-    return lambda: pack_(flat, tensors, offsets)
+def _write(folder: Path, report: dict[str, Any], kernels: reports.Report | None) -> list[Path]:
+    """Beside what stands there of the same day."""
+    day = datetime.now(UTC).date().isoformat()
+    name, number = day, 1
+    while (folder / f"{name}.json").exists():
+        number += 1
+        name = f"{day}-{number}"
+    texts = {f"{name}.json": json.dumps(report, indent=1) + "\n"}
+    if kernels is not None:
+        texts[f"{name}-kernels.json"] = kernels.as_json()
+    for file, text in texts.items():
+        reports.write_text(folder / file, text)
+    return [folder / file for file in texts]
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print(report: dict[str, Any], kernels: reports.Report | None) -> None:
     found = report["machine"]
+    if kernels is not None:
+        print(f"\n{report['label']}: {reports.format_table(kernels)}")
     print(f"\ngpu-check, {report['label']}: {found['device']}, torch {found['torch']}")
     print(f"\n{'step':<34} {'status':<8} {'s':>6}  detail")
     for step in report["steps"]:
-        print(f"{step['name']:<34} {step['status']:<8} {step['seconds']:6.1f}  {step['detail']}")
-    if report["kernels"] is not None:
-        print(f"\n{report['label']}: {reports.format_table(report['kernels'])}")
-    if report["pack_host_us"] is not None:
-        print(f"\nhost time of pack_ for nine tiny tensors: {report['pack_host_us']:.1f} us a call")
+        detail = step["detail"].partition("\n")[0][:_DETAIL_CHARACTERS]
+        print(f"{step['name']:<34} {step['status']:<8} {step['seconds']:6.1f}  {detail}")
+        if "pack_host_us" in step["values"]:
+            host = f"pack_ of nine tiny tensors: {step['values']['pack_host_us']:.1f} us a call"
+            print(f"{'':<51}host time of {host}")
+    for step in report["steps"]:
+        if step["status"] == FAILED:
+            print(f"\nFAILED, {step['name']}: {step['detail']}")
     verdict = "all right" if report["ok"] else "FAILED"
     print(f"\n{verdict} in {report['seconds']:.0f} s ({report['label']})")
 
 
 if __name__ == "__main__":
+    # Programs are in groups of their own: whoever ends the check must end them.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

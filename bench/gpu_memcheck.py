@@ -1,8 +1,17 @@
-"""Runs each kernel once on tensors of awkward sizes; made to be run under compute-sanitizer."""
+"""Runs each kernel once on tensors of awkward sizes; made to be run under compute-sanitizer.
+
+    python3 -m sidestream.bench.gpu_memcheck         aligned and unaligned, full tiles and tails
+    python3 -m sidestream.bench.gpu_memcheck --few   the same kernels on fewer sizes, aligned
+    python3 -m sidestream.bench.gpu_memcheck casts   one of the families, since compiling takes long
+
+Says what it goes on to, so that one sees how far it came.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,31 +42,51 @@ from ..kernels import (
     update_fp8_scales_,
 )
 
-SIZES = (1, 127, 2048, 4097, 9000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Rows of whole blocks and not; more and fewer than a program has.
-SHAPES = ((4, 2048), (3, 1030), (2, 37))
 NOISE: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
+STARTED = "checking"
+"""How a line begins that says what comes next: the device works, and so does what watches it."""
 
 
-def run(device: torch.device) -> None:
-    """Aligned and unaligned, full tiles and tails, accumulating and not."""
-    for shift in (0, 1):
-        _many_tensors(device, shift)
-        _messages(device, shift)
-        for x in _matrices(device, shift):
-            _casts(x)
-            _blocks(x)
-        _optimizers(device, shift)
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """On what each kernel runs. shifts: elements by which memory begins late."""
+
+    numels: tuple[int, ...]
+    shapes: tuple[tuple[int, int], ...]
+    shifts: tuple[int, ...]
+
+
+ALL = Sizes(
+    numels=(1, 127, 2048, 4097, 9000),
+    # Rows of whole blocks and not; more and fewer than a program has.
+    shapes=((4, 2048), (3, 1030), (2, 37)),
+    shifts=(0, 1),
+)
+FEW = Sizes(numels=(127, 4097), shapes=((4, 2048), (3, 1030)), shifts=(0,))
+
+
+def run(device: torch.device, sizes: Sizes = ALL, families: Iterable[str] | None = None) -> None:
+    """The `families`, by default all: aligned and unaligned, full tiles and tails."""
+    torch.ones(1, device=device).add_(1.0)
+    _wait(device)
+    for name in families or FAMILIES:
+        for shift in sizes.shifts:
+            print(f"{STARTED} {name}, memory that begins {shift} late", flush=True)
+            FAMILIES[name](device, sizes, shift)
+    _wait(device)
+
+
+def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _many_tensors(device: torch.device, shift: int) -> None:
+def _many_tensors(device: torch.device, sizes: Sizes, shift: int) -> None:
     tensors = [
         torch.ones(numel + shift, dtype=dtype, device=device)[shift:]
         for dtype in DTYPES
-        for numel in SIZES
+        for numel in sizes.numels
     ]
     offsets, end = [], 0
     for tensor in tensors:
@@ -74,10 +103,11 @@ def _many_tensors(device: torch.device, shift: int) -> None:
     l2_norm_(norm, tensors, found_inf=torch.zeros((), device=device))
 
 
-def _messages(device: torch.device, shift: int) -> None:
-    tensors = [torch.ones(numel + shift, device=device)[shift:] for numel in SIZES]
+def _messages(device: torch.device, sizes: Sizes, shift: int) -> None:
+    numels = sizes.numels
+    tensors = [torch.ones(numel + shift, device=device)[shift:] for numel in numels]
     for name in ("bf16", "fp8_row", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4"):
-        layout = message_layout(name, SIZES, row_numel=128)
+        layout = message_layout(name, numels, row_numel=128)
         memory = torch.empty(2 * layout.num_bytes + shift, dtype=torch.uint8, device=device)
         messages = memory[shift:].view(2, layout.num_bytes)
         for message in messages:
@@ -88,14 +118,19 @@ def _messages(device: torch.device, shift: int) -> None:
         reduce_peer_messages_(out, list(messages), name, row_numel=128)
 
 
-def _matrices(device: torch.device, shift: int) -> Iterator[torch.Tensor]:
-    for rows, columns in SHAPES:
+def _matrices(device: torch.device, sizes: Sizes, shift: int) -> Iterator[torch.Tensor]:
+    for rows, columns in sizes.shapes:
         memory = torch.ones(rows * columns + shift, dtype=torch.bfloat16, device=device)
         yield memory[shift:].view(rows, columns)
 
 
-def _casts(x: torch.Tensor) -> None:
-    for to in ("bf16", "fp16", "e4m3", "e2m1", "e8m0"):
+def _casts(device: torch.device, sizes: Sizes, shift: int) -> None:
+    for x in _matrices(device, sizes, shift):
+        _casts_of(x)
+
+
+def _casts_of(x: torch.Tensor) -> None:
+    for to in ("bf16", "fp16", "e4m3", "e5m2", "e2m1", "e8m0"):
         cast_back(cast(x, to), to)
     cast(x, "e2m1", **NOISE)
     cast(x, "bf16", **NOISE)
@@ -106,7 +141,12 @@ def _casts(x: torch.Tensor) -> None:
     update_fp8_scales_(history, scales)
 
 
-def _blocks(x: torch.Tensor) -> None:
+def _blocks(device: torch.device, sizes: Sizes, shift: int) -> None:
+    for x in _matrices(device, sizes, shift):
+        _blocks_of(x)
+
+
+def _blocks_of(x: torch.Tensor) -> None:
     row_numel = x.shape[-1]
     for swizzled in (False, True):
         for element in ("e4m3", "e2m1"):
@@ -120,7 +160,7 @@ def _blocks(x: torch.Tensor) -> None:
     hadamard16(x, inverse=True)
 
 
-def _optimizers(device: torch.device, shift: int) -> None:
+def _optimizers(device: torch.device, sizes: Sizes, shift: int) -> None:
     numel = 9000
     param, grad, first, second = (
         torch.ones(numel + shift, device=device)[shift:] for _ in range(4)
@@ -143,5 +183,21 @@ def _optimizers(device: torch.device, shift: int) -> None:
     flat_sgd_(param, grad.bfloat16(), first, one, step, momentum=0.9, compute=codes.bfloat16())
 
 
+FAMILIES: Mapping[str, Callable[[torch.device, Sizes, int], None]] = {
+    "tensors": _many_tensors,
+    "messages": _messages,
+    "casts": _casts,
+    "blocks": _blocks,
+    "optimizers": _optimizers,
+}
+
 if __name__ == "__main__":
-    run(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; default: all")
+    parser.add_argument("--few", action="store_true", help="fewer sizes of the same kernels")
+    options = parser.parse_args()
+    run(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        FEW if options.few else ALL,
+        options.families,
+    )

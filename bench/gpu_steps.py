@@ -1,33 +1,38 @@
-"""Owns the parts of `make gpu-check` that are other programs: tests, sanitizer, training."""
+"""Owns what the steps of `make gpu-check` are made of: the time that is left, programs with a
+limit, results.
+
+A step ends "ok", "failed" or "not run": where the machine lacks what it needs, or no time is left.
+Neither of these two says anything of the code, so only "failed" fails the check.
+"""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
-import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-GPU_MARKER = "mark.gpu"
-SANITIZER = "compute-sanitizer"
-SANITIZER_FOLDERS = ("/usr/local/cuda/bin",)
-SANITIZER_FAULT = 9
-# Losses of two runs that differ only in the order of some sums may differ by this much.
-LOSS_TOLERANCE = 0.02
+OK, FAILED, NOT_RUN = "ok", "failed", "not run"
+NO_TIME = "no time left"
+# What a program takes to load torch: with less, nothing comes of it.
+LEAST_S = 5.0
+# Each compiles, or is several ranks.
+_CORES_A_STEP = 4
+_FAREWELL_S = 5.0
+_SHOWN_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step: `status` is "ok", "failed", or "not run" where the machine lacks what it needs."""
+    """One step. `detail`: for people, the first line in the table; `values`: for the file."""
 
     name: str
     status: str
@@ -38,160 +43,136 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one subprocess ended; `code` is None when it ran out of time."""
+    """How one program ended. code: None when it ran out of time; whole_check: the check's, not its
+    own.
+    """
 
     code: int | None
     output: str
     seconds: float
+    whole_check: bool = False
+
+    @property
+    def tail(self) -> str:
+        """The exit code and the end of the output."""
+        end = self.output.strip()[-_SHOWN_CHARACTERS:]
+        how = f"exit {self.code}" if self.code is not None else f"ended after {self.seconds:.0f} s"
+        return f"{how}: {end.rpartition(chr(10))[2]}\n{end}"
 
 
 class Budget:
-    """The time that is left to the whole check."""
+    """The time that is left to the whole check, and the programs that run in it. patience: what
+    this and every limit are multiplied by, for a machine that they are not made for.
+    """
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+    def __init__(self, seconds: float, *, patience: float = 1.0) -> None:
+        self._end = time.monotonic() + seconds * patience
+        self._patience = patience
+        self._running: set[subprocess.Popen[str]] = set()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the check should have ended; 0 from then on."""
+        return max(0.0, self._end - time.monotonic())
 
     def run(
         self, command: Sequence[str], *, limit_s: float, variables: Mapping[str, str] | None = None
     ) -> Outcome:
         """Run `command` in the checkout, for at most `limit_s` and what is left of the budget."""
+        left = self.left_s
+        limit_s *= self._patience
+        if left < min(LEAST_S, limit_s):
+            return Outcome(None, "", 0.0, whole_check=True)
         start = time.monotonic()
-        limit = max(1.0, min(limit_s, self._end - start))
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(variables or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # In a group of its own, so that what it started in turn ends with it.
+            start_new_session=True,
+        )
+        self._running.add(process)
         try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **(variables or {})},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=limit,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as expired:
-            output = expired.stdout or b""
-            text = output.decode(errors="replace") if isinstance(output, bytes) else output
-            return Outcome(None, f"{text}\nout of time after {limit:.0f} s", limit)
-        return Outcome(done.returncode, done.stdout, time.monotonic() - start)
+            output, _ = process.communicate(timeout=min(limit_s, left))
+            return Outcome(process.returncode, output, time.monotonic() - start)
+        except subprocess.TimeoutExpired:
+            output = _end(process)
+            return Outcome(None, output, time.monotonic() - start, whole_check=left < limit_s)
+        finally:
+            self._running.discard(process)
+            _end(process)
+
+    def stop(self) -> None:
+        """End every program, and let none start."""
+        self._end = time.monotonic()
+        for process in list(self._running):
+            _end_group(process)
 
 
-def gpu_tests(budget: Budget, *, dry_run: bool) -> StepResult:
-    """The tests marked `gpu`, with pytest alone: its plugins, and our settings for them, are absent
-    on a bare machine. Compiling takes most of the time, so files run side by side."""
-    files = sorted(
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if GPU_MARKER in path.read_text()
-    )
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    command += ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings="]
-    groups = [files] if dry_run else [[file] for file in files]
+def _end_group(process: subprocess.Popen[str]) -> None:
+    # A program that ended took its number along, unless others of its group live.
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """End the program with all that it started; what it had said."""
+    if process.poll() is not None:
+        return ""
+    _end_group(process)
+    try:
+        return process.communicate(timeout=_FAREWELL_S)[0]
+    except subprocess.TimeoutExpired:
+        return ""  # somebody left the group and holds the pipe
+
+
+def unfinished(name: str, outcome: Outcome) -> StepResult | None:
+    """The result of a program that did not come to its end; None for one that did."""
+    if outcome.code is not None:
+        return None
+    if not outcome.whole_check:
+        return StepResult(name, FAILED, outcome.seconds, f"over its limit, {outcome.tail}")
+    after = f": ended after {outcome.seconds:.0f} s" if outcome.seconds else ""
+    return StepResult(name, NOT_RUN, outcome.seconds, NO_TIME + after)
+
+
+Step = Callable[[], StepResult]
+
+
+def attempt(name: str, step: Step) -> StepResult:
+    """The result of `step`; failed where it raises, so that the others still have theirs."""
     start = time.monotonic()
-    with ThreadPoolExecutor(max_workers=min(len(groups), os.cpu_count() or 1)) as pool:
-        outcomes = list(pool.map(lambda group: budget.run([*command, *group], limit_s=180), groups))
-    seconds = time.monotonic() - start
-    summaries = [outcome.output.strip().rpartition("\n")[2] for outcome in outcomes]
-    for outcome, summary in zip(outcomes, summaries, strict=True):
-        if outcome.code != 0 or not (dry_run or " passed" in summary):
-            detail = _tail(outcome)
-            return StepResult("gpu tests", "failed", seconds, detail, {"files": files})
-    counts = {word: _count(summaries, word) for word in ("passed", "skipped")}
-    detail = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    return StepResult("gpu tests", "ok", seconds, detail, {"files": files})
+    try:
+        return step()
+    except Exception as error:  # noqa: BLE001 - whatever it is belongs into the table
+        detail = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        return StepResult(name, FAILED, time.monotonic() - start, detail)
 
 
-def _count(summaries: Sequence[str], word: str) -> int:
-    """The sum of the numbers before `word` in pytest's last lines."""
-    found = [re.search(rf"(\d+) {word}", summary) for summary in summaries]
-    return sum(int(match[1]) for match in found if match)
-
-
-def memory_check(budget: Budget) -> StepResult:
-    """compute-sanitizer over every kernel, where it is installed."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), *SANITIZER_FOLDERS])
-    tool = shutil.which(SANITIZER, path=path)
-    if tool is None:
-        where = f"no {SANITIZER} in PATH or {', '.join(SANITIZER_FOLDERS)}"
-        return StepResult("memory check", "not run", 0.0, where)
-    command = [tool, "--tool", "memcheck", "--error-exitcode", str(SANITIZER_FAULT)]
-    command += [sys.executable, "-m", f"{_package()}.gpu_memcheck"]
-    # Each tensor in an allocation of its own: what is out of bounds then belongs to nobody.
-    outcome = budget.run(command, limit_s=90, variables={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-    clean = outcome.code == 0
-    return StepResult(
-        name="memory check",
-        status="ok" if clean else "failed",
-        seconds=outcome.seconds,
-        detail=f"{SANITIZER} memcheck: no fault" if clean else _tail(outcome),
-    )
-
-
-def trainings(budget: Budget, *, dry_run: bool) -> list[StepResult]:
-    """Short trainings by the command line: one rank on the device, and two ranks over gloo.
-
-    Two ranks cannot share a GPU (`sidestream train` refuses more ranks than GPUs, as NCCL would),
-    so the gloo ranks compute on the CPU of this machine.
+def together(budget: Budget, steps: Mapping[str, Step]) -> list[StepResult]:
+    """Side by side, as far as there are cores; their results in order. For what is right or wrong,
+    not for times.
     """
-    device = "cpu" if dry_run else "cuda"
-    one = ["--nproc", "1", "--device", device]
-    bf16 = ["--compute", "bf16", "--grad-wire", "bf16"]
-    runs = {
-        f"train 1 rank {device} ZeRO-0": [*one, "--zero", "0"],
-        f"train 1 rank {device} ZeRO-3": [*one, "--zero", "3"],
-        f"train 1 rank {device} ZeRO-3 bf16": [*one, "--zero", "3", *bf16],
-        "train 2 ranks gloo cpu ZeRO-3": ["--nproc", "2", "--device", "cpu", "--zero", "3"],
-    }
-    size = ["--model", "tiny", "--seq-len", "64"] if dry_run else []
-    results = [_training(budget, name, [*arguments, *size]) for name, arguments in runs.items()]
-    return [*results, _same_training(results[0], results[1])]
+    workers = max(1, len(os.sched_getaffinity(0)) // _CORES_A_STEP)
+    with ThreadPoolExecutor(max_workers=min(len(steps), workers)) as pool:
+        try:
+            return list(pool.map(lambda name: attempt(name, steps[name]), steps))
+        except BaseException:
+            budget.stop()
+            raise
 
 
-def _training(budget: Budget, name: str, arguments: Sequence[str]) -> StepResult:
-    package = _package().rpartition(".")[0]
-    command = [sys.executable, "-m", package, "train", "--steps", "20", *arguments]
-    outcome = budget.run(command, limit_s=75)
-    found = _result_line(outcome.output)
-    if outcome.code != 0 or found is None:
-        return StepResult(name, "failed", outcome.seconds, _tail(outcome))
-    first, last = found["loss_first"], found["loss_last"]
-    learnt = math.isfinite(last) and last < first
-    return StepResult(
-        name=name,
-        status="ok" if learnt else "failed",
-        seconds=outcome.seconds,
-        detail=f"loss {first:.3f} -> {last:.3f}, {found['step_ms_median']:.1f} ms a step",
-        values=found,
-    )
-
-
-def _same_training(first: StepResult, second: StepResult) -> StepResult:
-    """Same data, seed and rank count at two ZeRO levels: same losses, and at best the same bits.
-
-    The bits are reported and not demanded: attention's backward on a GPU may add in any order.
-    """
-    name = "ZeRO-0 and ZeRO-3 agree"
-    if not (first.values and second.values):
-        return StepResult(name, "failed", 0.0, "one of the two runs gave no result")
-    losses = first.values["loss_last"], second.values["loss_last"]
-    same_bits = first.values["params_sha256"] == second.values["params_sha256"]
-    agree = abs(losses[0] - losses[1]) <= LOSS_TOLERANCE * abs(losses[0])
-    detail = f"losses {losses[0]:.4f}, {losses[1]:.4f}; same bits: {'yes' if same_bits else 'no'}"
-    return StepResult(
-        name, "ok" if agree else "failed", 0.0, detail, values={"same_bits": same_bits}
-    )
-
-
-def _result_line(output: str) -> dict[str, Any] | None:
-    for line in reversed(output.splitlines()):
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    return None
-
-
-def _tail(outcome: Outcome) -> str:
-    return f"exit {outcome.code}: ...{outcome.output.strip()[-2000:]}"
-
-
-def _package() -> str:
+def module(name: str) -> list[str]:
+    """The command that runs a module of this package as a program."""
     assert __package__
-    return __package__
+    return [sys.executable, "-m", f"{__package__}.{name}"]
+
+
+def sidestream(*arguments: str) -> list[str]:
+    """The command line of sidestream."""
+    assert __package__
+    return [sys.executable, "-m", __package__.rpartition(".")[0], *arguments]

@@ -1,11 +1,12 @@
 """The collectives of a sharded model: chosen by backend, counted, failing with what was awaited.
 
-    call        native (NCCL and others)    gloo
+    call        native (NCCL and others)    gloo on a CPU
     gather      all-gather                  a send and a receive per peer, straight into place
     exchange    all-to-all                  all-to-all
 
 gloo's own all-gather stages its data (85 ms against 30 ms for 64 MiB on loopback), hence the second
-column. Sums are never left to a backend: `exchange` only moves data, `kernels.reduce_` adds it up
+column; a GPU's tensors it can only stage, its sends and receives would take their addresses for the
+host's. Sums are never left to a backend: `exchange` only moves data, `kernels.reduce_` adds it up
 in rank order.
 """
 
@@ -87,7 +88,9 @@ class Collectives:
         self.world_size = groups.world_size
         self.traffic = Traffic()
         self._point_to_point = (
-            groups.gather is not None and dist.get_backend(groups.gather) == "gloo"
+            groups.gather is not None
+            and groups.device.type == "cpu"
+            and dist.get_backend(groups.gather) == "gloo"
         )
         self._peers = [r for r in range(groups.world_size) if r != groups.rank]
 

@@ -52,6 +52,13 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """What a mesh says stands, over gloo too, by which ranks can share a GPU."""
+    if mesh.device_type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def _initialize_from_environment() -> bool:
     """Join the job that torchrun describes in the environment. False when there is none."""
     if dist.is_initialized():
@@ -136,8 +143,7 @@ def data_parallel_groups(mesh: DeviceMesh | None, axis_name: str | None) -> Data
     else:
         return DataParallelGroups(0, 1, _default_device(), None, None)
     assert group is not None
-    on_cpu = mesh is not None and mesh.device_type == "cpu"
-    device = torch.device("cpu") if on_cpu else _default_device()
+    device = _default_device() if mesh is None else _device_of(mesh)
     ranks = dist.get_process_group_ranks(group)
     return DataParallelGroups(
         dist.get_rank(group), len(ranks), device, group, _second_communicator(group, ranks)

@@ -1,0 +1,142 @@
+"""Owns the steps of `make gpu-check` before which nothing is timed: GPU tests and sanitizers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from .gpu_memcheck import FAMILIES, STARTED
+from .gpu_steps import (
+    FAILED,
+    NO_TIME,
+    NOT_RUN,
+    OK,
+    ROOT,
+    Budget,
+    Outcome,
+    StepResult,
+    module,
+    unfinished,
+)
+
+TESTS = "gpu tests"
+TESTS_LIMIT_S = 150.0
+GPU_MARKER = "mark.gpu"
+SANITIZER = "compute-sanitizer"
+SANITIZER_FOLDERS = ("/usr/local/cuda/bin",)
+SANITIZER_LIMIT_S = 120.0
+TOOLS = ("memcheck", "racecheck")
+_OPTIONS = {
+    "memcheck": (),
+    # Only shared memory is looked at, at a high price: fewer sizes, and the same kernels.
+    "racecheck": ("--few",),
+}
+_SUMMARIES = {
+    "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
+    # Warnings are of threads that rely on their warp: not ours to forbid, but told.
+    "racecheck": re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)"),
+}
+
+
+def gpu_tests(budget: Budget, *, dry_run: bool) -> StepResult:
+    """The tests marked `gpu`, with pytest alone: its plugins, and our settings for them, are absent
+    on a bare machine. Compiling takes most of the time, so files run side by side."""
+    files = sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if GPU_MARKER in path.read_text()
+    )
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings="]
+    groups = [files] if dry_run else [[file] for file in files]
+    start = time.monotonic()
+    with ThreadPoolExecutor(max_workers=min(len(groups), os.cpu_count() or 1)) as pool:
+        outcomes = list(
+            pool.map(lambda group: budget.run([*command, *group], limit_s=TESTS_LIMIT_S), groups)
+        )
+    seconds = time.monotonic() - start
+    summaries = [outcome.output.strip().rpartition("\n")[2] for outcome in outcomes]
+    for outcome, summary in zip(outcomes, summaries, strict=True):
+        if late := unfinished(TESTS, outcome):
+            return late
+        if outcome.code != 0 or not (dry_run or " passed" in summary):
+            return StepResult(TESTS, FAILED, seconds, outcome.tail, {"files": files})
+    counts = {word: _count(summaries, word) for word in ("passed", "skipped")}
+    detail = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    return StepResult(TESTS, OK, seconds, detail, {"files": files})
+
+
+def _count(summaries: Sequence[str], word: str) -> int:
+    """The sum of the numbers before `word` in pytest's last lines."""
+    found = [re.search(rf"(\d+) {word}", summary) for summary in summaries]
+    return sum(int(match[1]) for match in found if match)
+
+
+def sanitizer(budget: Budget, tool: str, *, dry_run: bool) -> StepResult:
+    """One of `TOOLS` over every kernel, where compute-sanitizer is and works; on a dry run the
+    program that it would watch.
+    """
+    program = [*module("gpu_memcheck"), *_OPTIONS[tool]]
+    if dry_run:
+        outcome = budget.run(program, limit_s=SANITIZER_LIMIT_S)
+        return unfinished(tool, outcome) or StepResult(
+            tool,
+            FAILED if outcome.code else OK,
+            outcome.seconds,
+            outcome.tail if outcome.code else "dry run: every op called, nothing watched",
+        )
+    path = os.pathsep.join([os.environ.get("PATH", ""), *SANITIZER_FOLDERS])
+    found = shutil.which(SANITIZER, path=path)
+    if found is None:
+        where = f"no {SANITIZER} in PATH or {', '.join(SANITIZER_FOLDERS)}"
+        return StepResult(tool, NOT_RUN, 0.0, where)
+    # Loading torch and compiling need no watching. An API call that fails raises in the program.
+    command = [found, "--tool", tool, "--report-api-errors", "no", "--launch-timeout", "0"]
+    command += ["--target-processes", "application-only", "--print-limit", "20", *program]
+    # Each tensor in an allocation of its own: what is out of bounds then belongs to nobody.
+    apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
+
+    def part(family: str) -> StepResult:
+        ended = budget.run([*command, family], limit_s=SANITIZER_LIMIT_S, variables=apart)
+        return judge(tool, family, ended)
+
+    # Compiling takes longer than running, on one core a program.
+    workers = max(1, min(len(FAMILIES), (os.cpu_count() or 1) // len(TOOLS)))
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        return combined(tool, list(pool.map(part, FAMILIES)))
+
+
+def combined(tool: str, parts: Sequence[StepResult]) -> StepResult:
+    """One result of all families: of those that failed, or were not run, or of all."""
+    seconds = max(part.seconds for part in parts)
+    values = {part.name: {"status": part.status, **part.values} for part in parts}
+    for status in (FAILED, NOT_RUN):
+        if odd := [part for part in parts if part.status == status]:
+            detail = "; ".join(part.name for part in odd) + f": {odd[0].detail}"
+            return StepResult(tool, status, seconds, detail, values)
+    warnings = sum(part.values["warnings"] for part in parts)
+    detail = f"no fault, {warnings} warnings" if warnings else "no fault"
+    return StepResult(tool, OK, seconds, detail, values)
+
+
+def judge(tool: str, family: str, outcome: Outcome) -> StepResult:
+    """What a sanitizer's output says of one family. It is slow, and not at home on every machine:
+    neither is the kernels' fault.
+    """
+    seconds = outcome.seconds
+    reached = [line for line in outcome.output.splitlines() if line.startswith(STARTED)]
+    if outcome.code is None:
+        late = f"over {seconds:.0f} s, while {reached[-1]}" if reached else f"over {seconds:.0f} s"
+        return StepResult(family, NOT_RUN, seconds, late if seconds else NO_TIME)
+    summary = _SUMMARIES[tool].search(outcome.output)
+    if not reached:
+        return StepResult(family, NOT_RUN, seconds, f"it does not work here, {outcome.tail}")
+    if summary is None or int(summary[1]) or outcome.code != 0:
+        return StepResult(family, FAILED, seconds, outcome.tail)
+    warnings = int(summary[2]) if tool == "racecheck" else 0
+    return StepResult(family, OK, seconds, "no fault", {"warnings": warnings})

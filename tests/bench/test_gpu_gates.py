@@ -1,0 +1,118 @@
+"""What comes before any time: sanitizers see every op, and what they say is understood."""
+
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sidestream.bench import gpu_gates, gpu_memcheck
+from sidestream.bench.gpu_steps import Budget, Outcome
+from sidestream.kernels import registry
+
+CPU = torch.device("cpu")
+BEGUN = f"{gpu_memcheck.STARTED} casts\n"
+CLEAN = BEGUN + "========= ERROR SUMMARY: 0 errors\n"
+NO_RACES = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+
+
+def test_a_missing_sanitizer_is_told(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(gpu_gates, "SANITIZER_FOLDERS", ("/nowhere",))
+    step = gpu_gates.sanitizer(Budget(60), "memcheck", dry_run=False)
+    assert step.status == "not run"
+    assert "/nowhere" in step.detail
+
+
+TOOL = """#!/bin/sh
+echo "cache: $PYTORCH_NO_CUDA_MEMORY_CACHING; $*" >> "{calls}"
+echo "{begun}"
+echo "{summary}"
+case "$*" in *{failing}*) exit 3;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "summary", "end", "cache"),
+    [
+        ("memcheck", "ERROR SUMMARY: 0 errors", "gpu_memcheck", "1"),
+        ("racecheck", NO_RACES, "gpu_memcheck --few", ""),
+    ],
+    ids=["memcheck", "racecheck"],
+)
+def test_a_sanitizer_watches_every_family(tmp_path, monkeypatch, tool, summary, end, cache):
+    calls = tmp_path / "calls"
+    program = tmp_path / gpu_gates.SANITIZER
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
+    for failing, status in (("nothing", "ok"), ("casts", "failed")):
+        calls.write_text("")
+        program.write_text(
+            TOOL.format(calls=calls, begun=BEGUN.strip(), summary=summary, failing=failing)
+        )
+        program.chmod(0o755)
+        step = gpu_gates.sanitizer(Budget(60), tool, dry_run=False)
+        assert step.status == status
+    assert step.detail.startswith("casts: exit 3")
+    called = calls.read_text().splitlines()
+    beginning = f"cache: {cache}; --tool {tool} --report-api-errors no "
+    assert all(line.startswith(beginning) for line in called)
+    ends = {line.partition(f" {sys.executable} -m ")[2] for line in called}
+    assert ends == {f"sidestream.bench.{end} {family}" for family in gpu_memcheck.FAMILIES}
+
+
+RACES = BEGUN + "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, {} warnings)\n"
+
+
+@pytest.mark.parametrize(
+    ("tool", "code", "output", "status", "detail"),
+    [
+        ("memcheck", 0, CLEAN, "ok", "no fault"),
+        ("memcheck", 0, BEGUN + "========= ERROR SUMMARY: 1 error\n", "failed", "1 error"),
+        ("memcheck", 1, CLEAN + "RuntimeError: boo", "failed", "boo"),
+        ("memcheck", 0, BEGUN, "failed", "casts"),
+        ("memcheck", 1, "Device not supported", "not run", "does not work here, exit 1: Device"),
+        ("memcheck", None, BEGUN, "not run", "over 3 s, while checking casts"),
+        ("racecheck", 0, RACES.format(0, 0, 0), "ok", "no fault"),
+        ("racecheck", 0, RACES.format(2, 0, 2), "ok", "no fault, 2 warnings"),
+        ("racecheck", 0, RACES.format(1, 1, 0), "failed", "1 errors"),
+        ("racecheck", 0, CLEAN, "failed", "ERROR SUMMARY"),
+    ],
+)
+def test_what_a_sanitizer_says(tool, code, output, status, detail):
+    clean = gpu_gates.judge(tool, "blocks", Outcome(0, CLEAN + NO_RACES, 1.0))
+    assert clean.status == "ok"
+    part = gpu_gates.judge(tool, "casts", Outcome(code, output, 3.0))
+    step = gpu_gates.combined(tool, [clean, part])
+    assert (step.status, step.seconds) == (status, 3.0)
+    assert step.detail.startswith(detail if status == "ok" else "casts: ")
+    assert detail in step.detail
+    assert step.values["casts"]["status"] == status
+
+
+class _Watch(TorchDispatchMode):
+    """Writes down which of our ops are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func.name().partition("::")
+        if namespace == "sidestream":
+            self.ops.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sizes", [gpu_memcheck.ALL, gpu_memcheck.FEW], ids=["all", "few"])
+def test_sanitizers_see_every_op_of_the_registry(sizes, capsys):
+    with _Watch() as watch:
+        gpu_memcheck.run(CPU, sizes)
+    assert watch.ops == {row.op for row in registry.ROWS}
+    assert capsys.readouterr().out.startswith(gpu_memcheck.STARTED)
+
+
+def test_a_family_runs_alone(capsys):
+    with _Watch() as watch:
+        gpu_memcheck.run(CPU, gpu_memcheck.FEW, ["optimizers"])
+    assert watch.ops == {"flat_adamw_", "flat_sgd_"}

@@ -1,0 +1,60 @@
+"""Ranks that share a device, on a CPU: they train like plain PyTorch and hold the same bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sidestream.bench import gpu_shared
+from sidestream.tests.ranks import RanksFailed, run_on_ranks
+
+CPU = torch.device("cpu")
+
+
+def _share(rank, world_size):
+    return gpu_shared.work(rank, "cpu")
+
+
+def _share_wrongly(rank, world_size):
+    """As if the exchange mixed ranks up."""
+    exchange = dist.ProcessGroup.alltoall_base
+
+    def mixed(group, received, sent, *options):
+        return exchange(group, received, sent * (1.0 + rank), *options)
+
+    dist.ProcessGroup.alltoall_base = mixed
+    return gpu_shared.work(rank, "cpu")
+
+
+def _try(rank, world_size):
+    dist.broadcast = lambda tensor, src: None
+    gpu_shared.require_collectives(CPU)
+
+
+def test_levels_train_like_plain_pytorch():
+    found = gpu_shared.summarise(run_on_ranks(_share, 2))
+    assert found["same_bits"] and found["world"] == 2
+    assert set(found["levels"]) == {"zero0", "zero3"}
+    for level in found["levels"].values():
+        assert len(level["losses"]) == gpu_shared.STEPS
+        assert level["losses"][-1] < level["losses"][0]
+        assert 0.0 <= level["relative_difference"] < 1e-5
+
+
+def test_a_wrong_exchange_is_found():
+    with pytest.raises(RanksFailed, match="did not train alike"):
+        run_on_ranks(_share_wrongly, 2)
+
+
+def test_a_collective_that_does_nothing_is_named():
+    with pytest.raises(RanksFailed, match=r"broadcast on cpu: expected \[0.0, 1.0\], got"):
+        run_on_ranks(_try, 2)
+
+
+def test_ranks_with_other_weights_are_found():
+    same, other = (
+        {"zero0": gpu_shared.Level(losses=[1.0], relative_difference=0.0, sha256=text)}
+        for text in "ab"
+    )
+    assert gpu_shared.summarise([same, same])["levels"]["zero0"]["sha256"] == "a"
+    with pytest.raises(RuntimeError, match="zero0: expected the same weights on 3 ranks, got 2"):
+        gpu_shared.summarise([same, same, other])

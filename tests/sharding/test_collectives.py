@@ -1,0 +1,47 @@
+"""Which collectives are called where: gloo sends what lies on a CPU, and stages what does not."""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from sidestream.sharding.collectives import Collectives
+from sidestream.sharding.process_groups import DataParallelGroups, data_parallel_groups
+from sidestream.tests.ranks import run_on_ranks
+
+
+def _gather(rank, world_size, device_type):
+    """The tensors are a CPU's: gloo's all-gather takes those too."""
+    group = dist.group.WORLD
+    groups = DataParallelGroups(rank, world_size, torch.device(device_type), group, group)
+    flat = torch.zeros(2 * world_size)
+    slices = list(flat.split(2))
+    pending = Collectives(groups).gather(flat, slices, torch.full((2,), rank + 1.0), "a gather")
+    for operation in pending:
+        operation.wait()
+    return flat.tolist(), len(pending)
+
+
+def test_a_cpu_has_a_send_and_a_receive_per_peer():
+    assert run_on_ranks(_gather, 3, "cpu") == [([1.0, 1.0, 2.0, 2.0, 3.0, 3.0], 4)] * 3
+
+
+def test_a_gpu_has_gloo_gather_by_way_of_the_host():
+    assert run_on_ranks(_gather, 3, "cuda") == [([1.0, 1.0, 2.0, 2.0, 3.0, 3.0], 1)] * 3
+
+
+def _device_over_gloo(rank, world_size, device_type):
+    mesh = None
+    if device_type is not None:
+        mesh = DeviceMesh.from_group(dist.group.WORLD, device_type)
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        return str(data_parallel_groups(mesh, None).device)
+
+
+def test_gloo_is_for_cpus_unless_a_mesh_says_otherwise():
+    for device_type, expected in ((None, "cpu"), ("cpu", "cpu"), ("cuda", "cuda:0")):
+        assert run_on_ranks(_device_over_gloo, 2, device_type) == [expected] * 2
