@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 
 import torch
 
@@ -20,8 +19,7 @@ from ..training.errors import UsageError
 from .clocks import SAMPLE_S, Clock, Ticker, clock_of, num_rotated
 from .kernel_cases.case import OURS, Bind, Case, Run
 from .kernel_cases.rivals import quiet
-from .machine import describe
-from .reports import Report, Row
+from .reports import KIND, SCHEMA_VERSION, Report, Row, document
 from .timing import alternating_order, pair_ratios
 
 COPY = "copy"
@@ -143,7 +141,6 @@ def measure(
                 _sample(job, device, clock, pace, notes)
             except torch.OutOfMemoryError:
                 notes[_unfit(job)] = None
-    tell("")
     rows = tuple(row for job in right if job.samples for row in _rows(job, clock))
     return Measured(rows, tuple(wrong), tuple(notes))
 
@@ -295,10 +292,9 @@ def spread(samples: Sequence[float]) -> tuple[float, float, float]:
 
 def report_of(measured: Measured, device: torch.device, pace: Pace, command: str) -> Report:
     """All that was found, of this machine and now."""
+    head = document(KIND, (), device, schema_version=SCHEMA_VERSION) | {"command": command}
     return Report(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command,
-        machine=describe(device),
+        **head,
         settings=asdict(pace),
         rows=measured.rows,
         wrong=measured.wrong,

@@ -66,6 +66,11 @@ class Row:
     rotated: int
     cold: bool
 
+    @property
+    def target(self) -> float | None:
+        """`target_percent` where it counts, which is on a GPU."""
+        return None if self.method == CPU_METHOD else self.target_percent
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -147,19 +152,18 @@ def format_table(report: Report) -> str:
         f"{'copy':>8} {'% copy':>7} {'target':>7}",
     ]
     for row in report.rows:
-        on_gpu = row.method != CPU_METHOD
-        target = f"{row.target_percent:.0f}" if row.target_percent and on_gpu else ""
+        target = "" if row.target is None else f"{row.target:.0f}"
         lines.append(
             f"{row.case:<40} {row.numel:>10} {row.candidate:<20} {row.median_us:9.1f} "
             f"{f'[{row.low_us:.1f}, {row.high_us:.1f}]':>19} {row.gb_per_s:8.2f} "
             f"{row.copy_gb_per_s:8.2f} {row.percent_of_copy:7.1f} {target:>7}"
         )
-    lines += [f"note: {note}" for note in [*report.notes, *_remarks(report.rows)]]
+    lines += [f"note: {note}" for note in [*report.notes, *remarks(report.rows)]]
     lines += [f"WRONG, so not timed: {fault}" for fault in report.wrong]
     return "\n".join(lines)
 
 
-def _remarks(rows: Sequence[Row]) -> list[str]:
+def remarks(rows: Sequence[Row]) -> list[str]:
     """What the reader of a figure must know of how it came about."""
     warm = dict.fromkeys(f"{row.case}, {row.numel}" for row in rows if not row.cold)
     hosts = [f"{row.candidate} of {row.case}" for row in rows if row.method == EVENTS_METHOD]

@@ -3,6 +3,7 @@
     sidestream bench kernels                                    all standard cases, on a GPU if any
     sidestream bench kernels --op pack_,reduce_ --numel 1M,16M --json now.json
     sidestream bench kernels --format mxfp8 --baseline then.json
+    sidestream bench kernels --html now.html                    a page to look at
 
 Exit code 1 when a result is wrong or a kernel slower than in the baseline, 2 when what was asked
 for cannot be done, which is told before anything is measured.
@@ -12,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...training.errors import UsageError
 from ...training.paths import require_writable_file
-from .parsing import counts, sizes
+from .parsing import counts, names, sizes
 
 if TYPE_CHECKING:
     import torch
@@ -35,14 +34,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Time kernels beside their rivals and a copy of as many bytes. A kernel whose "
         "result is wrong has no times. Options that take several values take them with commas.",
     )
-    parser.add_argument("--op", type=_names, help="ops of docs/kernels.md: pack_,quantize_mx")
+    parser.add_argument("--op", type=names, help="ops of docs/kernels.md: pack_,quantize_mx")
     parser.add_argument(
         "--format",
-        type=_names,
+        type=names,
         help="formats that are read or written: bf16,e4m3,mxfp8",
     )
     parser.add_argument(
-        "--dtype", type=_names, help="of what is converted from or to, and of gradients: bf16,fp32"
+        "--dtype", type=names, help="of what is converted from or to, and of gradients: bf16,fp32"
     )
     parser.add_argument("--world", type=counts, help="only sums over so many ranks: 2,8")
     parser.add_argument(
@@ -61,6 +60,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--csv", metavar="FILE", help="write the rows")
     parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write one page of curves, roofline and rivals; needs sidestream[report]",
+    )
+    parser.add_argument(
         "--baseline",
         metavar="FILE",
         help="print ratios to an earlier --json of this machine, and fail where a kernel is "
@@ -74,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
     from .. import baseline, kernel_table
     from ..kernel_cases.selection import Selection, select
     from ..machine import describe
+    from ..progress import line
+    from ..report.build import require_page, write_page
     from ..reports import format_table
 
     device = _device(options.device)
@@ -89,12 +95,15 @@ def run(options: argparse.Namespace) -> int:
     for option in ("json", "csv"):
         if getattr(options, option) is not None:
             require_writable_file(getattr(options, option), f"--{option}")
+    if options.html is not None:
+        require_page(options.html)
     earlier = None
     if options.baseline is not None:
         earlier = baseline.read_baseline(Path(options.baseline), describe(device))
     kernel_table.require_memory(cases, numels, device)
     pace = kernel_table.pace_of(device, compiled=options.compile)
-    measured = kernel_table.measure(cases, numels, device, pace, _progress())
+    with line() as tell:
+        measured = kernel_table.measure(cases, numels, device, pace, tell)
     command = shlex.join(["sidestream", *options.arguments])
     report = kernel_table.report_of(measured, device, pace, command)
     print(format_table(report))
@@ -102,11 +111,9 @@ def run(options: argparse.Namespace) -> int:
     found = baseline.compare(report.rows, earlier.rows if earlier else ())
     if earlier is not None:
         print(baseline.format_comparison(found, earlier))
+    if options.html is not None:
+        write_page(report, Path(options.html))
     return 1 if report.wrong or any(one.slower for one in found) else 0
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def _device(name: str) -> torch.device:
@@ -120,13 +127,6 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def _progress() -> Callable[[str], None]:
-    """Keeps one line of a terminal up to date, and leaves files alone."""
-    if not sys.stderr.isatty():
-        return lambda text: None
-    return lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _write(options: argparse.Namespace, report: Report) -> None:
