@@ -23,6 +23,7 @@ from .noise import GROUP_NUMEL
 from .portable import covered, round_to, to_fp32
 from .reference_cast import odd_row
 from .tuned import config_for
+from .wide import wide_lanes
 
 NUM_WARPS = 4
 
@@ -80,6 +81,12 @@ def _decode(codes, HARDWARE: tl.constexpr, FROM: tl.constexpr):
 
 
 @triton.jit
+def _aligned(base, NUMEL: tl.constexpr):
+    """Pointers from `base` on, 16-byte aligned, which the sums do not show: hence the hint."""
+    return tl.multiple_of(base + wide_lanes(NUMEL), 16)
+
+
+@triton.jit
 def _cast_full_block(
     out,
     x,
@@ -91,10 +98,10 @@ def _cast_full_block(
     HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Pointers and index are those of the block, 16-byte aligned, which sums do not show: hints."""
-    lanes = tl.arange(0, BLOCK)
-    value = to_fp32(tl.load(tl.multiple_of(x + lanes, 16)))
+    """Pointers and index are those of the block."""
+    value = to_fp32(tl.load(_aligned(x, BLOCK)))
     if STOCHASTIC:
+        lanes = tl.arange(0, BLOCK)
         if GROUPED:
             bits = device.noise_of_block(seed, first_index // _GROUP, lanes)
         else:
@@ -103,10 +110,9 @@ def _cast_full_block(
     else:
         code = _encode(value, HARDWARE, TO)
     if TO == "e2m1":
-        code = device.pack_nibbles(code)
-        tl.store(tl.multiple_of(out + tl.arange(0, BLOCK // 2), 16), code)
+        tl.store(_aligned(out, BLOCK // 2), device.pack_nibbles(code))
     else:
-        tl.store(tl.multiple_of(out + lanes, 16), code)
+        tl.store(_aligned(out, BLOCK), code)
 
 
 @triton.jit
@@ -198,14 +204,12 @@ def _cast_back_full_block(
     out, codes, FROM: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """BLOCK elements from aligned memory to aligned memory."""
-    lanes = tl.arange(0, BLOCK)
     if FROM == "e2m1":
-        code = tl.load(tl.multiple_of(codes + tl.arange(0, BLOCK // 2), 16))
-        code = device.unpack_nibbles(code)
+        code = device.unpack_nibbles(tl.load(_aligned(codes, BLOCK // 2)))
     else:
-        code = tl.load(tl.multiple_of(codes + lanes, 16))
+        code = tl.load(_aligned(codes, BLOCK))
     value = round_to(_decode(code, HARDWARE, FROM), out.dtype.element_ty)
-    tl.store(tl.multiple_of(out + lanes, 16), value)
+    tl.store(_aligned(out, BLOCK), value)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from .nvfp4_blocks import (
     largest_of,
     magnitudes,
     prepared_halves,
+    reciprocal_of,
     scale_pointers,
     scaled_halves,
     tensor_scale_of,
@@ -113,6 +114,7 @@ def _quantize_masked_blocks(
         "row_blocks",
         "row_numel",
         "scale_columns",
+        "reciprocal",
         "seed",
         "first_index",
     ],
@@ -127,6 +129,7 @@ def _quantize_kernel(
     row_blocks,
     row_numel,
     scale_columns,
+    reciprocal,
     seed,
     first_index,
     HADAMARD: tl.constexpr,
@@ -151,7 +154,7 @@ def _quantize_kernel(
         _quantize_full_tile(
             source + start,
             data + first_block * 8,
-            scale_pointers(scales, first_block, scale_columns, SWIZZLED, True, BLOCKS),
+            scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS),
             tensor_scale,
             seed,
             (first_index + start) >> 4,
@@ -181,7 +184,13 @@ def _quantize_kernel(
                 HARDWARE,
             )
             pointers = scale_pointers(
-                scales, first_block + first, scale_columns, SWIZZLED, False, BLOCKS // 4
+                scales,
+                first_block + first,
+                scale_columns,
+                reciprocal,
+                SWIZZLED,
+                False,
+                BLOCKS // 4,
             )
             tl.store(pointers, scale_bytes, mask=blocks < num_blocks)
 
@@ -270,6 +279,7 @@ def quantize_(
     case = case_of(cast.hadamard, cast.seed is not None)
     config = config_for("quantize_nvfp4_", case, quantize_config(), x.device)
     cut = cut_of(x, config.block_bytes)
+    columns = triton.cdiv(x.shape[-1], BLOCK_NUMEL)
     scale_bytes = scales.view(torch.uint8)
     if cast.swizzled:
         scale_bytes.zero_()
@@ -286,7 +296,8 @@ def quantize_(
             cut.num_blocks,
             cut.row_blocks,
             cut.row_numel,
-            triton.cdiv(x.shape[-1], BLOCK_NUMEL),
+            columns,
+            reciprocal_of(columns),
             cast.seed or 0,
             cast.first_index,
             HADAMARD=cast.hadamard,

@@ -19,7 +19,7 @@ import triton.language as tl
 from . import device_codes as device
 from .formats import wire_format_of
 from .launch import LaunchConfig, is_aligned, on_device_of
-from .nvfp4_blocks import cut_of, decode_factors, scale_pointers
+from .nvfp4_blocks import cut_of, decode_factors, reciprocal_of, scale_pointers
 from .portable import covered, round_to
 from .reference_nvfp4 import BLOCK_NUMEL
 from .tuned import config_for
@@ -64,7 +64,7 @@ def _dequantize_masked_blocks(
 
 
 @triton.jit(
-    do_not_specialize=["num_blocks", "row_blocks", "row_numel", "scale_columns"],
+    do_not_specialize=["num_blocks", "row_blocks", "row_numel", "scale_columns", "reciprocal"],
     do_not_specialize_on_alignment=["destination", "data", "scales", "amax"],
 )
 def _dequantize_kernel(
@@ -76,6 +76,7 @@ def _dequantize_kernel(
     row_blocks,
     row_numel,
     scale_columns,
+    reciprocal,
     TORCHAO: tl.constexpr,
     SWIZZLED: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -91,7 +92,7 @@ def _dequantize_kernel(
         _dequantize_full_tile(
             destination + start,
             data + first_block * 8,
-            scale_pointers(scales, first_block, scale_columns, SWIZZLED, True, BLOCKS),
+            scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS),
             largest,
             TORCHAO,
             HARDWARE,
@@ -101,7 +102,13 @@ def _dequantize_kernel(
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
             pointers = scale_pointers(
-                scales, first_block + first, scale_columns, SWIZZLED, False, BLOCKS // 4
+                scales,
+                first_block + first,
+                scale_columns,
+                reciprocal,
+                SWIZZLED,
+                False,
+                BLOCKS // 4,
             )
             scale_bytes = tl.load(pointers, mask=blocks < num_blocks, other=0)
             factors = decode_factors(scale_bytes, largest, TORCHAO, HARDWARE)
@@ -130,6 +137,7 @@ def dequantize_(
     cut = cut_of(out, config.block_bytes)
     if cut.num_blocks == 0:
         return
+    columns = triton.cdiv(out.shape[-1], BLOCK_NUMEL)
     scale_bytes = scales.view(torch.uint8)
     with on_device_of(out):
         _dequantize_kernel[(cut.num_tiles,)](
@@ -140,7 +148,8 @@ def dequantize_(
             cut.num_blocks,
             cut.row_blocks,
             cut.row_numel,
-            triton.cdiv(out.shape[-1], BLOCK_NUMEL),
+            columns,
+            reciprocal_of(columns),
             TORCHAO=torchao,
             SWIZZLED=swizzled,
             HARDWARE=device.has_hardware_fp8(out.device),

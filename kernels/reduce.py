@@ -19,6 +19,7 @@ from .formats import wire_format_of
 from .launch import ACCESS_BYTES, is_aligned, on_device_of, reduce_case, reduce_config
 from .portable import covered, round_to, to_fp32
 from .tuned import config_for
+from .wide import wide_lanes
 
 _GROUP = tl.constexpr(7)  # rows loaded before the first of them is added
 
@@ -26,7 +27,7 @@ _GROUP = tl.constexpr(7)  # rows loaded before the first of them is added
 @triton.jit
 def _aligned_row(base, offset, BLOCK: tl.constexpr):
     """BLOCK elements from aligned memory, in FP32. The hint must sit on the sum it is about."""
-    return to_fp32(tl.load(tl.multiple_of(base + offset + tl.arange(0, BLOCK), 16)))
+    return to_fp32(tl.load(tl.multiple_of(base + offset + wide_lanes(BLOCK), 16)))
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def _reduce_full_block(
         total = total * scale
     if ACCUMULATE:
         total = _aligned_row(out, 0, BLOCK) + total
-    destinations = tl.multiple_of(out + tl.arange(0, BLOCK), 16)
+    destinations = tl.multiple_of(out + wide_lanes(BLOCK), 16)
     tl.store(destinations, round_to(total, out.dtype.element_ty))
 
 

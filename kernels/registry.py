@@ -179,7 +179,10 @@ CASTS = (
     Row(
         "dequantize_fp8_", "dequantize_fp8", "e4m3, e5m2 -> fp32, bf16, fp16",
         "1 + 4 / block + result", _ONCE, "bit-exact: `reference_fp8`", "as quantize_fp8_", 0.88,
-        tuple(Gate(scaling, 14.0) for scaling in ("tensor", "row", "1x128", "128x128")),
+        (
+            *(Gate(scaling, 14.0) for scaling in ("tensor", "row", "1x128")),
+            Gate("128x128", 14.5),
+        ),
     ),
     Row(
         "update_fp8_scales_", "update_fp8_scales_", "fp32 history -> fp32 scales",
@@ -205,7 +208,7 @@ BLOCK_FORMATS = (
         "1 or 0.5 + 1/32 + result", _ONCE, "bit-exact: `reference_mx`", "OCP MX 1.0, 6.3", 0.88,
         (
             Gate("e4m3", 6.5), Gate("e2m1", 10.5),
-            Gate("e4m3 swizzled", 9.0), Gate("e2m1 swizzled", 12.5),
+            Gate("e4m3 swizzled", 9.5), Gate("e2m1 swizzled", 12.5),
         ),
     ),
     Row(
@@ -220,22 +223,22 @@ BLOCK_FORMATS = (
         "TransformerEngine; torchao", 0.70,
         (
             Gate("nearest", 22.5), Gate("nearest fp32", 22.0), Gate("stochastic", 22.5, 96),
-            Gate("torchao", 24.0), Gate("swizzled", 28.0), Gate("hadamard", 29.5),
-            Gate("hadamard stochastic", 29.5, 80),
+            Gate("torchao", 24.0), Gate("swizzled", 24.5), Gate("hadamard", 29.5),
+            Gate("hadamard stochastic", 30.0, 96), Gate("hadamard stochastic swizzled", 31.5, 96),
         ),
     ),
     Row(
         "dequantize_nvfp4_", "dequantize_nvfp4", "nvfp4 -> fp32, bf16, fp16",
         "0.5 + 1/16 + result", _ONCE, "bit-exact: `reference_nvfp4`",
         "TransformerEngine; torchao", 0.88,
-        (Gate("te bf16", 14.0), Gate("torchao fp32", 14.0)),
+        (Gate("te bf16", 14.0), Gate("torchao fp32", 14.0), Gate("te bf16 swizzled", 15.5)),
     ),
     Row(
         "hadamard16_", "hadamard16", "fp32, bf16, fp16", "source + result",
         "fp32 sums in a fixed order, then nearest even, once",
         "bit-exact: `reference_hadamard`; its matrix in FP64",
         "NVIDIA, NVFP4 pretraining, 2025", 0.88,
-        (Gate("forward bf16", 8.5), Gate("inverse fp32", 8.5)),
+        (Gate("forward bf16", 9.0), Gate("inverse fp32", 9.0)),
     ),
 )  # fmt: skip
 
@@ -248,13 +251,13 @@ _SUM_OF_8 = (
 )  # fmt: skip
 
 _PACKED = (
-    ("fp32 from bf16", 5.0, 40), ("bf16 from bf16", 1.5, 40), ("bf16 from fp32", 2.5, 40),
+    ("fp32 from bf16", 5.0, 40), ("bf16 from bf16", 1.75, 40), ("bf16 from fp32", 2.5, 40),
     ("bf16 from bf16 stochastic", 11.5, 48), ("fp8_row from bf16", 10.5, 64),
-    ("fp8_1x128 from bf16", 9.0, 64), ("fp8_1x128 from bf16 stochastic", 23.5, 80),
-    ("mxfp8 from bf16", 6.0, 64), ("mxfp8 from bf16 stochastic", 21.0, 64),
+    ("fp8_1x128 from bf16", 9.5, 64), ("fp8_1x128 from bf16 stochastic", 24.0, 88),
+    ("mxfp8 from bf16", 6.0, 64), ("mxfp8 from bf16 stochastic", 21.5, 64),
     ("mxfp4 from bf16", 18.5, 64), ("mxfp4 from bf16 stochastic", 18.5, 64),
-    ("mxfp4 from fp32 stochastic", 17.5, 64),
-    ("nvfp4 from bf16", 23.0, 64), ("nvfp4 from bf16 stochastic", 23.5, 96),
+    ("mxfp4 from fp32 stochastic", 18.0, 64),
+    ("nvfp4 from bf16", 23.5, 72), ("nvfp4 from bf16 stochastic", 23.5, 96),
     ("nvfp4 from fp32 stochastic", 23.0, 96),
 )  # fmt: skip
 _UNPACKED = (

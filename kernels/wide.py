@@ -43,9 +43,14 @@ def aligned_blocks(source, places, NUMEL: tl.constexpr) -> tl.tensor:
 @triton.jit
 def one_access(pointers, NUMEL: tl.constexpr) -> tl.tensor:
     """[n, NUMEL], 16 bytes a row, from each of the pointers on."""
-    # The hint must sit on the sum it is about. Of 32-bit offsets AMD's compiler makes other sums.
-    lanes = tl.arange(0, NUMEL).to(tl.int64)
-    return tl.load(tl.multiple_of(pointers[:, None] + lanes[None, :], [1, 16]))
+    # The hint must sit on the sum it is about.
+    return tl.load(tl.multiple_of(pointers[:, None] + wide_lanes(NUMEL)[None, :], [1, 16]))
+
+
+@triton.jit
+def wide_lanes(NUMEL: tl.constexpr) -> tl.tensor:
+    """0 to NUMEL, int64: of 32-bit offsets AMD's compiler makes other sums, without the hints."""
+    return tl.arange(0, NUMEL).to(tl.int64)
 
 
 @triton.jit

@@ -19,12 +19,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "swizzled": {"SWIZZLED": True},
     "hadamard": {"HADAMARD": True},
     "hadamard stochastic": {"HADAMARD": True, "STOCHASTIC": True},
+    "hadamard stochastic swizzled": {"HADAMARD": True, "STOCHASTIC": True, "SWIZZLED": True},
 }
-# (dtype, transformed); (dtype, whether torchao's variant); (dtype, inverse).
+# (dtype, transformed); (dtype, whether torchao's variant, swizzled); (dtype, inverse).
 AMAX = (("*bf16", False), ("*fp32", False), ("*fp32", True))
-DEQUANTIZE = (("*bf16", False), ("*fp32", True))
+DEQUANTIZE = (("*bf16", False, False), ("*fp32", True, False), ("*bf16", False, True))
 HADAMARD = (("*bf16", False), ("*fp32", True))
 COUNTS = dict.fromkeys(("num_blocks", "row_blocks", "row_numel"), "i64")
+ROWS_OF_SCALES = {"scale_columns": "i32", "reciprocal": "i64"}
 NOISE = {"seed": "i64", "first_index": "i64"}
 CODE_BYTES = element_bytes("e2m1") + element_bytes("e4m3") / 16
 
@@ -39,7 +41,7 @@ def quantize_probe(source: str = "*bf16", **changed: Any) -> Configuration:
     pointers = {"source": source, "data": "*u8", "scales": "*u8", "amax": "*fp32"}
     return Configuration(
         probes.quantize_probe,
-        pointers | {"columns": "i64"} | NOISE,
+        pointers | ROWS_OF_SCALES | NOISE,
         _quantize_options(changed),
         nvfp4.NUM_WARPS,
     )
@@ -50,7 +52,7 @@ def quantize_configuration(**changed: Any) -> Configuration:
     pointers = {"source": "*bf16", "data": "*u8", "scales": "*u8", "amax": "*fp32"}
     return Configuration(
         nvfp4._quantize_kernel,
-        pointers | COUNTS | {"scale_columns": "i32"} | NOISE,
+        pointers | COUNTS | ROWS_OF_SCALES | NOISE,
         _quantize_options(changed) | {"FLAT": True},
         nvfp4.NUM_WARPS,
     )
@@ -77,12 +79,13 @@ def amax_configuration() -> Configuration:
     )
 
 
-def dequantize_probe(destination: str, torchao: bool) -> Configuration:
+def dequantize_probe(destination: str, torchao: bool, swizzled: bool) -> Configuration:
     """Full tiles alone."""
+    pointers = {"destination": destination, "data": "*u8", "scales": "*u8", "amax": "*fp32"}
     return Configuration(
         probes.dequantize_probe,
-        {"destination": destination, "data": "*u8", "scales": "*u8", "amax": "*fp32"},
-        {"TORCHAO": torchao, "TILE": nvfp4_decode.TILE_NUMEL},
+        pointers | ROWS_OF_SCALES,
+        {"TORCHAO": torchao, "SWIZZLED": swizzled, "TILE": nvfp4_decode.TILE_NUMEL},
         nvfp4_decode.NUM_WARPS,
     )
 
@@ -92,7 +95,7 @@ def dequantize_configuration() -> Configuration:
     pointers = {"destination": "*bf16", "data": "*u8", "scales": "*u8", "amax": "*fp32"}
     return Configuration(
         nvfp4_decode._dequantize_kernel,
-        pointers | COUNTS | {"scale_columns": "i32"},
+        pointers | COUNTS | ROWS_OF_SCALES,
         {"TORCHAO": False, "SWIZZLED": True, "FLAT": True, "TILE": nvfp4_decode.TILE_NUMEL},
         nvfp4_decode.NUM_WARPS,
     )
@@ -147,11 +150,11 @@ def cases() -> tuple[Case, ...]:
     back = (
         _case(
             "dequantize_nvfp4_",
-            f"{'torchao' if torchao else 'te'} {destination[1:]}",
-            dequantize_probe(destination, torchao),
+            f"{'torchao' if torchao else 'te'} {destination[1:]}" + " swizzled" * swizzled,
+            dequantize_probe(destination, torchao, swizzled),
             CODE_BYTES + element_bytes(destination),
         )
-        for destination, torchao in DEQUANTIZE
+        for destination, torchao, swizzled in DEQUANTIZE
     )
     transform = (
         _case(

@@ -15,7 +15,8 @@ def quantize_probe(
     data,
     scales,
     amax,
-    columns,
+    scale_columns,
+    reciprocal,
     seed,
     first_index,
     HADAMARD: tl.constexpr,
@@ -31,7 +32,9 @@ def quantize_probe(
     nvfp4._quantize_full_tile(
         source + start,
         data + first_block * 8,
-        nvfp4_blocks.scale_pointers(scales, first_block, columns, SWIZZLED, True, TILE // 16),
+        nvfp4_blocks.scale_pointers(
+            scales, first_block, scale_columns, reciprocal, SWIZZLED, True, TILE // 16
+        ),
         nvfp4_blocks.tensor_scale_of(tl.load(amax), TORCHAO),
         seed,
         (first_index + start) >> 4,
@@ -49,7 +52,10 @@ def dequantize_probe(
     data,
     scales,
     amax,
+    scale_columns,
+    reciprocal,
     TORCHAO: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     HARDWARE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -58,7 +64,9 @@ def dequantize_probe(
     nvfp4_decode._dequantize_full_tile(
         destination + first_block * 16,
         data + first_block * 8,
-        nvfp4_blocks.scale_pointers(scales, first_block, first_block, False, True, TILE // 16),
+        nvfp4_blocks.scale_pointers(
+            scales, first_block, scale_columns, reciprocal, SWIZZLED, True, TILE // 16
+        ),
         tl.load(amax),
         TORCHAO,
         HARDWARE,

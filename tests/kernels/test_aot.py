@@ -107,6 +107,14 @@ def test_full_tiles_are_wide_on_amd(flat, unpack, accumulate):
     assert {access.is_load for access in accesses if access.bits == ACCESS_BITS} == {True, False}
 
 
+def test_full_blocks_are_wide_on_amd():
+    """A thread has four elements of a row there: 8 bytes of BF16, 16 of the FP32 result."""
+    compiled = compile_reduce("gfx942", "*bf16", "*fp32", 8, accumulate=True)
+    loads, stores = costs.widths(compiled, *full_tile_functions(reduce))
+    assert loads == {64, ACCESS_BITS}
+    assert stores == {ACCESS_BITS}
+
+
 def test_amd_compiles_without_spills():
     for compiled in (
         compile_pack("gfx942", "*bf16", unpack=False, accumulate=True),

@@ -42,9 +42,9 @@ def test_amax_on_hopper(transformed, source):
     assert {access.bits for access in compiled.accesses} == {128}
 
 
-@pytest.mark.parametrize(("destination", "torchao"), nvfp4.DEQUANTIZE)
-def test_dequantize_on_hopper(destination, torchao):
-    case = f"{'torchao' if torchao else 'te'} {destination[1:]}"
+@pytest.mark.parametrize(("destination", "torchao", "swizzled"), nvfp4.DEQUANTIZE)
+def test_dequantize_on_hopper(destination, torchao, swizzled):
+    case = f"{'torchao' if torchao else 'te'} {destination[1:]}" + " swizzled" * swizzled
     compiled, found = costs.measure_case("dequantize_nvfp4_", case)
     assert found == []
     assert {access.bits for access in compiled.accesses if not access.is_load} == {128}

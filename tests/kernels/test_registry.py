@@ -50,6 +50,7 @@ def test_the_gates_are_within_the_budgets_of_the_hardware():
         ("quantize_mx_", "e2m1 stochastic", 32.0),
         ("quantize_nvfp4_", "nearest", 25.0),
         ("quantize_nvfp4_", "stochastic", 32.0),
+        ("quantize_nvfp4_", "hadamard stochastic swizzled", 32.0),
         ("flat_adamw_", "bf16 -> bf16", 110.0),
     ):
         assert registry.gate(op, case).instructions <= budget

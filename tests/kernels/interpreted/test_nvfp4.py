@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from sidestream.kernels import (
     hadamard,
     nvfp4,
+    nvfp4_blocks,
     nvfp4_decode,
     reference_hadamard,
     reference_nvfp4,
@@ -115,6 +118,32 @@ def test_amaxes_beyond_use(torchao):
 def test_swizzled_scales(shape):
     """Rows across tiles of 128 x 4 scales: a full tile of elements and more, short blocks."""
     check(nvfp4_cases.spread(shape), swizzled=True)
+
+
+@triton.jit
+def scale_places(found, base, first_block, columns, reciprocal, BLOCKS: tl.constexpr):
+    """`nvfp4_blocks.scale_pointers` of swizzled scales, from `base` on."""
+    first_block = first_block.to(tl.int64)
+    pointers = nvfp4_blocks.scale_pointers(
+        base, first_block, columns, reciprocal, True, False, BLOCKS
+    )
+    tl.store(found + tl.arange(0, BLOCKS), pointers.to(tl.int64) - base.to(tl.int64))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 63, 255, 256, 257, 1023, 1025, 2**20 + 1, 2**30])
+def test_places_of_swizzled_scales(columns):
+    """At a row's end, in the last of 128 rows, and where blocks and their places need 64 bits."""
+    ends = (columns, 127 * columns, 2**31, 2**33 // columns * columns, 2**39)
+    lanes = torch.arange(1024)
+    reciprocal = nvfp4_blocks.reciprocal_of(columns)
+    across = swizzle.tiles_across(columns)
+    for end in ends:
+        for first in (max(end - 1000, 0), end - 1, end):
+            at = first + lanes
+            expected = swizzle.swizzled_index(at // columns, at % columns, across)
+            found = torch.full_like(lanes, -1)
+            scale_places[1,](found, lanes.byte(), first, columns, reciprocal, BLOCKS=1024)
+            assert torch.equal(found, expected), first
 
 
 def test_unaligned_memory():
