@@ -94,7 +94,7 @@ class BackwardPass:
 
     def _launch(self, unit: Unit) -> None:
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled
-            if len(self._in_flight) >= self.lane.max_in_flight:
+            if len(self._in_flight) >= self.lane.max_exchanges:
                 self._finish_exchange()
             self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
             self._in_flight.append((unit, unit.reduce(self.lane, sync=self.sync)))

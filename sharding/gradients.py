@@ -94,6 +94,9 @@ class UnitGradients:
     def free_cleared(self) -> bool:
         """Free what `main_grad` takes if all gradients were cleared; whether there was something.
         Who still refers to one of them, keeps that memory.
+
+        On a GPU it is memory of the reducing lane, which the optimizer read in the compute stream.
+        What that lane does next starts after all that compute had enqueued: no event is needed.
         """
         if self.main_grad is None or self.has_grad:
             return False

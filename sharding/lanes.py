@@ -42,8 +42,8 @@ class Event(Protocol):
 class Lane(Protocol):
     """Runs submitted work in order."""
 
-    max_in_flight: int
-    """Works whose buffers may be alive at once."""
+    max_exchanges: int
+    """Exchanges whose buffers may be alive at once; `prefetch` says how far gathers go ahead."""
 
     def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Run the work after the compute enqueued so far; returns its end. `what` names it in
@@ -85,9 +85,9 @@ DONE = _Deferred("nothing", tuple)
 class DeferredLane:
     """Starts work in the caller; what follows its operations runs when the event is waited for."""
 
-    # The caller pays for the sum whenever it runs: at once when the next work comes, one pair of
-    # buffers is enough, and what arrived last is still in the caches.
-    max_in_flight = 1
+    # The caller pays for the sum whenever it runs: when it runs before the next exchange starts,
+    # one pair of buffers is enough, and what arrived is still in the caches.
+    max_exchanges = 1
 
     def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Run `start` now."""
@@ -121,7 +121,7 @@ class StreamLane:
     """Enqueues work on a CUDA stream of its own."""
 
     # With one, compute would stand still while the exchange before is on the wire.
-    max_in_flight = 2
+    max_exchanges = 2
 
     def __init__(self, device: torch.device) -> None:
         # High priority: a gather or a sum that starts late leaves the whole backward waiting.

@@ -74,7 +74,7 @@ class Runtime:
     @property
     def max_exchanges(self) -> int:
         """How many exchanges are in flight at most."""
-        return self._reduce_lane.max_in_flight
+        return self._reduce_lane.max_exchanges
 
     # ---- forward
 

@@ -216,10 +216,13 @@ def plan_step(groups: Sequence[PlanGroup], options: PlanOptions) -> tuple[Step, 
     planner = _Planner(groups, options)
     units = [unit for group in groups for unit in group.units]
     mains = [f"main {unit}" for unit in units]
-    planner.add(Kind.STEP, -1, writes=mains)
+    # The memory of gradients that an optimizer step has read is freed, and written by later
+    # exchanges.
+    main_grads = [f"main_grad {unit}" for unit in units]
+    planner.add(Kind.STEP, -1, main_grads, mains)
     planner.forward()
     planner.backward()
-    planner.add(Kind.STEP, -1, [f"main_grad {unit}" for unit in units], mains)
+    planner.add(Kind.STEP, -1, main_grads, mains)
     return _with_waits(planner.steps)
 
 

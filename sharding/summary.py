@@ -37,7 +37,9 @@ class UnitSummary:
 
     @property
     def bytes_at_rest(self) -> int:
-        """Parameters and gradients between steps, after the first; no optimizer state."""
+        """Parameters and gradients between steps, after the first; no optimizer state. The next
+        forward frees gradients that were cleared.
+        """
         return self.main_bytes + self.compute_bytes_at_rest + self.grad_bytes
 
 

@@ -13,7 +13,7 @@ from sidestream.sharding.schedule import Kind, PlanGroup, PlanOptions, Step, fin
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import Job, build, run_step
 
-IN_FLIGHT = (DeferredLane.max_in_flight, StreamLane.max_in_flight)
+IN_FLIGHT = (DeferredLane.max_exchanges, StreamLane.max_exchanges)
 CASES = {
     f"zero{zero}, {groups} groups, prefetch {prefetch}, {in_flight} in flight": (
         zero,
@@ -107,7 +107,7 @@ def test_runtime_follows_the_plan(case: dict[str, Any], sync: bool) -> None:
     job = Job(**case)
     for trace in run_on_ranks(traced_step, 2, job, 2, sync):
         prefetch = job.options.get("prefetch", 1)
-        plan = make_plan(job.zero or 0, 4, prefetch, DeferredLane.max_in_flight, sync=sync)
+        plan = make_plan(job.zero or 0, 4, prefetch, DeferredLane.max_exchanges, sync=sync)
         expected = [(step.kind.value, step.unit) for step in plan if step.kind is not Kind.STEP]
         if job.zero == 0:
             # Nothing has to move where every rank keeps all.
