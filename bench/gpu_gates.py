@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from .gpu_memcheck import FAMILIES, STARTED
 from .gpu_steps import (
@@ -27,6 +28,8 @@ from .gpu_steps import (
 TESTS = "gpu tests"
 TESTS_LIMIT_S = 150.0
 GPU_MARKER = "mark.gpu"
+# These take times: no other test runs beside them.
+TIMED_TESTS = "tests/bench/"
 SANITIZER = "compute-sanitizer"
 SANITIZER_FOLDERS = ("/usr/local/cuda/bin",)
 SANITIZER_LIMIT_S = 120.0
@@ -41,11 +44,17 @@ _SUMMARIES = {
     # Warnings are of threads that rely on their warp: not ours to forbid, but told.
     "racecheck": re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)"),
 }
+# How a fault is told when it is met, long before the summary.
+_FAULTS = {
+    "memcheck": re.compile(r"^=+ (Invalid .*)", re.MULTILINE),
+    "racecheck": re.compile(r"^=+ (Error: Race reported .*)", re.MULTILINE),
+}
 
 
 def gpu_tests(budget: Budget, *, dry_run: bool) -> StepResult:
     """The tests marked `gpu`, with pytest alone: its plugins, and our settings for them, are absent
-    on a bare machine. Compiling takes most of the time, so files run side by side."""
+    on a bare machine. Compiling takes most of the time, so files run side by side, but for those
+    that take times."""
     files = sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -53,28 +62,40 @@ def gpu_tests(budget: Budget, *, dry_run: bool) -> StepResult:
     )
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings="]
-    groups = [files] if dry_run else [[file] for file in files]
+    alone = [] if dry_run else [[file] for file in files if file.startswith(TIMED_TESTS)]
+    beside = [files] if dry_run else [[file] for file in files if [file] not in alone]
+
+    def run(group: Sequence[str]) -> Outcome:
+        return budget.run([*command, *group], limit_s=TESTS_LIMIT_S)
+
     start = time.monotonic()
-    with ThreadPoolExecutor(max_workers=min(len(groups), os.cpu_count() or 1)) as pool:
-        outcomes = list(
-            pool.map(lambda group: budget.run([*command, *group], limit_s=TESTS_LIMIT_S), groups)
-        )
+    with ThreadPoolExecutor(max_workers=_cores()) as pool:
+        outcomes = list(pool.map(run, beside))
+    outcomes += map(run, alone)
     seconds = time.monotonic() - start
-    summaries = [outcome.output.strip().rpartition("\n")[2] for outcome in outcomes]
-    for outcome, summary in zip(outcomes, summaries, strict=True):
-        if late := unfinished(TESTS, outcome):
-            return late
-        if outcome.code != 0 or not (dry_run or " passed" in summary):
-            return StepResult(TESTS, FAILED, seconds, outcome.tail, {"files": files})
-    counts = {word: _count(summaries, word) for word in ("passed", "skipped")}
-    detail = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    return StepResult(TESTS, OK, seconds, detail, {"files": files})
+    results = [_tested(outcome, dry_run=dry_run) for outcome in outcomes]
+    odd = (one for status in (FAILED, NOT_RUN) for one in results if one.status == status)
+    result = next(odd, StepResult(TESTS, OK, seconds, _counts(outcomes)))
+    return replace(result, seconds=seconds, values={"files": files})
 
 
-def _count(summaries: Sequence[str], word: str) -> int:
-    """The sum of the numbers before `word` in pytest's last lines."""
-    found = [re.search(rf"(\d+) {word}", summary) for summary in summaries]
-    return sum(int(match[1]) for match in found if match)
+def _counts(outcomes: Sequence[Outcome]) -> str:
+    """How many tests did what, over all of pytest's last lines."""
+    lines = "\n".join(_last_line(outcome) for outcome in outcomes)
+    found = {word: re.findall(rf"(\d+) {word}", lines) for word in ("passed", "skipped")}
+    return ", ".join(f"{sum(map(int, counts))} {word}" for word, counts in found.items() if counts)
+
+
+def _tested(outcome: Outcome, *, dry_run: bool) -> StepResult:
+    """What pytest's end says of the files it was given."""
+    right = outcome.code == 0 and (dry_run or " passed" in _last_line(outcome))
+    return unfinished(TESTS, outcome) or StepResult(
+        TESTS, OK if right else FAILED, outcome.seconds, outcome.tail
+    )
+
+
+def _last_line(outcome: Outcome) -> str:
+    return outcome.output.strip().rpartition("\n")[2]
 
 
 def sanitizer(budget: Budget, tool: str, *, dry_run: bool) -> StepResult:
@@ -106,9 +127,13 @@ def sanitizer(budget: Budget, tool: str, *, dry_run: bool) -> StepResult:
         return judge(tool, family, ended)
 
     # Compiling takes longer than running, on one core a program.
-    workers = max(1, min(len(FAMILIES), (os.cpu_count() or 1) // len(TOOLS)))
+    workers = max(1, min(len(FAMILIES), _cores() // len(TOOLS)))
     with ThreadPoolExecutor(max_workers=workers) as pool:
         return combined(tool, list(pool.map(part, FAMILIES)))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def combined(tool: str, parts: Sequence[StepResult]) -> StepResult:
@@ -126,12 +151,14 @@ def combined(tool: str, parts: Sequence[StepResult]) -> StepResult:
 
 def judge(tool: str, family: str, outcome: Outcome) -> StepResult:
     """What a sanitizer's output says of one family. It is slow, and not at home on every machine:
-    neither is the kernels' fault.
+    neither is the kernels' fault. What it has told by then is.
     """
     seconds = outcome.seconds
     reached = [line for line in outcome.output.splitlines() if line.startswith(STARTED)]
     if outcome.code is None:
         late = f"over {seconds:.0f} s, while {reached[-1]}" if reached else f"over {seconds:.0f} s"
+        if fault := _FAULTS[tool].search(outcome.output):
+            return StepResult(family, FAILED, seconds, f"{fault[1]}; {late}\n{outcome.tail}")
         return StepResult(family, NOT_RUN, seconds, late if seconds else NO_TIME)
     summary = _SUMMARIES[tool].search(outcome.output)
     if not reached:

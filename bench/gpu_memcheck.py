@@ -191,13 +191,24 @@ FAMILIES: Mapping[str, Callable[[torch.device, Sizes, int], None]] = {
     "optimizers": _optimizers,
 }
 
-if __name__ == "__main__":
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; default: all")
     parser.add_argument("--few", action="store_true", help="fewer sizes of the same kernels")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.families if name not in FAMILIES]:
+        parser.error(
+            f"families: expected some of {', '.join(FAMILIES)}, got {', '.join(unknown)}; "
+            "name those, or none to run all"
+        )
     run(
         torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         FEW if options.few else ALL,
         options.families,
     )
+
+
+if __name__ == "__main__":
+    main()

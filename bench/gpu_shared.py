@@ -120,7 +120,8 @@ def require_collectives(device: torch.device) -> None:
         if not torch.equal(out, ranks):
             raise RuntimeError(
                 f"{call.__name__} on {device}: expected {ranks.tolist()}, got {out.tolist()}; "
-                "this torch's gloo does not take tensors of that device"
+                "this torch's gloo does not take tensors of that device: take another torch, or "
+                "another --device"
             )
 
 
@@ -156,7 +157,8 @@ def summarise(outcomes: list[dict[str, Level]]) -> dict[str, Any]:
         if len(held) > 1:
             raise RuntimeError(
                 f"{name}: expected the same weights on {len(outcomes)} ranks, got {len(held)} "
-                "different ones; the exchange or the gather is wrong"
+                "different ones; the exchange or the gather is wrong: find it with pytest "
+                "tests/sharding, and mend it"
             )
     first = outcomes[0]
     return {

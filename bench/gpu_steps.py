@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,16 @@ class Budget:
         """Seconds until the check should have ended; 0 from then on."""
         return max(0.0, self._end - time.monotonic())
 
+    def limit(self, seconds: float) -> float:
+        """What this machine is given where one that limits are made for is given `seconds`."""
+        return seconds * self._patience
+
     def run(
         self, command: Sequence[str], *, limit_s: float, variables: Mapping[str, str] | None = None
     ) -> Outcome:
         """Run `command` in the checkout, for at most `limit_s` and what is left of the budget."""
         left = self.left_s
-        limit_s *= self._patience
+        limit_s = self.limit(limit_s)
         if left < min(LEAST_S, limit_s):
             return Outcome(None, "", 0.0, whole_check=True)
         start = time.monotonic()
@@ -100,11 +105,13 @@ class Budget:
             output, _ = process.communicate(timeout=min(limit_s, left))
             return Outcome(process.returncode, output, time.monotonic() - start)
         except subprocess.TimeoutExpired:
+            # Where only its ranks hang on, a program that failed is told by its exit code.
+            code = process.poll() or None
             output = _end(process)
-            return Outcome(None, output, time.monotonic() - start, whole_check=left < limit_s)
+            return Outcome(code, output, time.monotonic() - start, whole_check=left < limit_s)
         finally:
             self._running.discard(process)
-            _end(process)
+            _end_group(process)
 
     def stop(self) -> None:
         """End every program, and let none start."""
@@ -114,15 +121,13 @@ class Budget:
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    # A program that ended took its number along, unless others of its group live.
-    if process.poll() is None:
+    """End the program with all that it started, which may outlive it."""
+    with suppress(ProcessLookupError):  # nobody is left
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """End the program with all that it started; what it had said."""
-    if process.poll() is not None:
-        return ""
+    """End the program with all that it started; what they had said."""
     _end_group(process)
     try:
         return process.communicate(timeout=_FAREWELL_S)[0]

@@ -118,9 +118,9 @@ def measure(
     pace: Pace,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Measured:
-    """Every case at every size; `tell` hears what is measured next."""
+    """Every case at every size that it has; `tell` hears what is measured next."""
     clock = clock_of(device, sample_s=pace.sample_s)
-    jobs = [_Job(case, numel) for case in cases for numel in numels]
+    jobs = _jobs(cases, numels)
     notes: dict[str, None] = {}
     right, wrong = [], []
     for index, job in enumerate(jobs):
@@ -143,6 +143,17 @@ def measure(
                 notes[_unfit(job)] = None
     rows = tuple(row for job in right if job.samples for row in _rows(job, clock))
     return Measured(rows, tuple(wrong), tuple(notes))
+
+
+def _jobs(cases: Sequence[Case], numels: Sequence[int]) -> list[_Job]:
+    """Each case once at each size it gets: for a matrix, several that are asked for may be one."""
+    found: list[_Job] = []
+    for case in cases:
+        sizes: dict[int, _Job] = {}
+        for numel in numels:
+            sizes.setdefault(case.numel(numel), _Job(case, numel))
+        found += sizes.values()
+    return found
 
 
 def _unfit(job: _Job) -> str:

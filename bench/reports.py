@@ -28,6 +28,8 @@ from .machine import describe
 
 SCHEMA_VERSION = 1
 KIND = "kernels"
+# What is read of a machine; GPUs have more.
+_MACHINE_FIELDS = ("device", "threads", "torch", "triton", "commit")
 CPU_METHOD, GRAPH_METHOD, EVENTS_METHOD = "perf_counter", "CUDA graph", "CUDA events"
 
 
@@ -131,12 +133,22 @@ def read_report(path: Path) -> Report:
         rows = tuple(Row(**row) for row in found.pop("rows"))
         for name in ("wrong", "notes"):
             found[name] = tuple(found[name])
+        _require_machine(found["machine"])
         return Report(rows=rows, **found)
     except (KeyError, TypeError) as error:
         raise ReportError(
             f"{path}: expected the fields of a report, got a file without them ({error}); "
             "write one with --json"
         ) from None
+
+
+def _require_machine(machine: object) -> None:
+    """Raises TypeError where it is no mapping with all that is read of it."""
+    if not isinstance(machine, dict):
+        raise TypeError(f"machine is {type(machine).__name__}, no mapping")
+    missing = [name for name in _MACHINE_FIELDS if name not in machine]
+    if missing:
+        raise TypeError(f"machine has no {', '.join(missing)}")
 
 
 def format_table(report: Report) -> str:

@@ -122,15 +122,23 @@ class UnitGradients:
             self.main_grad = self._pool.allocate(numel, self._spec.dtypes.grad)
         return self.main_grad
 
+    def _shows_own(self, run: FlatRun) -> bool:
+        """Whether the visible gradient of `run` is that part of `main_grad`: not a copy of another
+        dtype, nor what somebody put there.
+        """
+        grad, main_grad = run.param.grad, self.main_grad
+        if grad is None or main_grad is None or grad.dtype != main_grad.dtype:
+            return False
+        return grad.data_ptr() == main_grad[run.start : run.stop].data_ptr()
+
     def _make_current(self, cleared: Sequence[FlatRun], kept: Sequence[FlatRun]) -> None:
         """Bring `main_grad` up to what the runs show: zero what was cleared, take edits."""
         main_grad = self._own_main_grad()
         for run in cleared:
             main_grad[run.start : run.stop].zero_()
         for run in kept:
-            grad = run.param.grad
-            if grad is not None and grad.dtype != main_grad.dtype:
-                main_grad[run.start : run.stop].copy_(grad)
+            if run.param.grad is not None and not self._shows_own(run):
+                main_grad[run.start : run.stop].copy_(run.param.grad)
 
     def _forget_sums(self, accumulated: Tensor, cleared: Sequence[FlatRun]) -> None:
         for run in cleared:
@@ -317,12 +325,12 @@ class UnitGradients:
         self._forget_sum_of(index)
 
     def copy_of(self, index: int) -> tuple[Tensor, int] | None:
-        """The flat gradient shown for tensor `index` and its start in `main`, if it is a copy."""
+        """The flat gradient shown for tensor `index` and its start in `main`, if it is no part of
+        `main_grad`.
+        """
         run = self._run_of(index)
-        grad, main_grad = run.param.grad, self.main_grad
-        if grad is None or main_grad is None or grad.dtype == main_grad.dtype:
-            return None
-        return grad, run.start
+        grad = run.param.grad
+        return None if grad is None or self._shows_own(run) else (grad, run.start)
 
     def _show(self, run: FlatRun) -> None:
         assert self.main_grad is not None

@@ -8,7 +8,7 @@ exchanges is agreed between the ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +86,8 @@ class Runtime:
         self._lent.clear()
         for group in self.groups:
             group.open_calls = 0  # an exception left them open
-        for unit in self.units:
-            unit.free_cleared_grads()
+        if any([unit.free_cleared_grads() for unit in self.units]):
+            self.pool.trim()
         if self._options.overlap_param_gather:
             # Replicated parameters stay: all gathers can be on their way at once. In the order of
             # registration, since ranks may have used the units in different orders.
@@ -209,6 +209,7 @@ class Runtime:
             for unit in self.units:
                 unit.follow_requires_grad()
             callback = self._finish_backward
+            runtime = weakref.ref(self)
             creates_graph = torch.is_grad_enabled()
             self._keeps_gathered |= creates_graph
             self._backward = BackwardPass(
@@ -217,12 +218,18 @@ class Runtime:
                 lane=self._reduce_lane,
                 trace=self.trace,
                 sync=self.sync,
-                callback=weakref.ref(callback),
+                callback=weakref.ref(callback, lambda engine: _engine_let_go(runtime, engine)),
                 creates_graph=creates_graph,
             )
             Variable._execution_engine.queue_callback(callback)
         assert self._backward is not None
         return self._backward
+
+    def show_sharded_after(self, callback: weakref.ref[Callable[[], None]]) -> None:
+        """Show the sharded parameters if the backward of `callback` did not end by itself."""
+        if self._backward is not None and self._backward.callback is callback:
+            for unit in self.units:
+                unit.faces.show_sharded()
 
     def _finish_backward(self) -> None:
         backward = self._backward
@@ -331,3 +338,14 @@ class Runtime:
             if unit.state is UnitState.GATHERED and not kept:
                 unit.release()
                 self.trace.add(Kind.RELEASE, unit.spec.index)
+
+
+def _engine_let_go(
+    runtime: weakref.ref[Runtime], callback: weakref.ref[Callable[[], None]]
+) -> None:
+    """A backward is over. If an exception ended it, most waits for `recover`, but whoever catches
+    that sees sharded parameters, say to clear gradients.
+    """
+    alive = runtime()
+    if alive is not None:
+        alive.show_sharded_after(callback)

@@ -205,9 +205,12 @@ class ShardedTensor(torch.Tensor):
     @property
     def grad(self) -> ShardedTensor | None:
         """The gradient in this layout: what `grad_source` says, else what was assigned."""
-        if self.grad_source is not None:
+        if self.grad_source is None:
+            return self._own_grad
+        try:
             return self.grad_source.get_grad(self)
-        return self._own_grad
+        except ReferenceError:  # the model is gone, and its gradients with it
+            return None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -315,6 +315,7 @@ class Unit:
         locally.
         """
         self._watch.rearm()
+        self.free_cleared_grads()  # not written anew: somebody may hold them
         start = self.gradients.exchange if sync else self.gradients.accumulate
         return start(self.faces.full, lane)
 
@@ -323,10 +324,12 @@ class Unit:
         self._watch.rearm()
         self.gradients.drop(self.faces.full)
 
-    def free_cleared_grads(self) -> None:
-        """Free the memory of reduced gradients that were cleared."""
-        if self.gradients.free_cleared():
+    def free_cleared_grads(self) -> bool:
+        """Free the memory of reduced gradients that were cleared; whether there was any."""
+        freed = self.gradients.free_cleared()
+        if freed:
             self._grad_views.clear()
+        return freed
 
     def _grad_view(self, index: int) -> ShardedTensor:
         copy = self.gradients.copy_of(index)
@@ -348,6 +351,8 @@ class Unit:
         """Clear (None) or overwrite the reduced gradient of one parameter."""
         index = self._indices[id(sharded)]
         if value is not None:
+            value = value.clone()  # it may be a view of what is cleared for it
+            self.free_cleared_grads()  # others may be too, which are to be put back next
             with self.gradients.editing():
                 self.gradients.show_tensor(index)
                 self._grad_view(index).copy_(value)

@@ -39,16 +39,17 @@ class Group:
 
 
 def groups_of(rows: Iterable[Row]) -> tuple[Group, ...]:
-    """The cases in the order of their first rows."""
-    cases: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    """The cases in the order of their first rows; a size measured twice counts as it was first."""
+    cases: dict[tuple[str, str], dict[str, dict[int, Row]]] = {}
     for row in rows:
-        cases.setdefault((row.op, row.case), {}).setdefault(row.candidate, []).append(row)
+        sizes = cases.setdefault((row.op, row.case), {}).setdefault(row.candidate, {})
+        sizes.setdefault(row.numel, row)
     return tuple(
         Group(
             case,
             op,
             {
-                name: tuple(sorted(candidates[name], key=lambda row: row.numel))
+                name: tuple(sorted(candidates[name].values(), key=lambda row: row.numel))
                 for name in sorted(candidates, key=lambda name: name != OURS)
             },
         )

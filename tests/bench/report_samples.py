@@ -5,12 +5,15 @@ from dataclasses import replace
 from sidestream.bench.ahead import measuring
 from sidestream.bench.kernel_cases.case import OURS
 from sidestream.bench.kernel_cases.selection import Selection, select
+from sidestream.bench.report.roofline import roofline_of, subject_of
 from sidestream.bench.reports import CPU_METHOD, GRAPH_METHOD, Report, Row
 from sidestream.kernels import ahead
 
 COPY_GB_PER_S = 4200.0
 COLD_BYTES = 64 << 20
 SIZES = (1 << 18, 1 << 22, 1 << 26)
+COMMAND = ("bench", "kernels", "--device", "cpu", "--op", "hadamard16", "--numel", "16k,64k")
+"""A real run that is short."""
 
 
 def report_of(*ops, numels=SIZES, device="NVIDIA H200", method=GRAPH_METHOD, **fields):
@@ -25,7 +28,13 @@ def report_of(*ops, numels=SIZES, device="NVIDIA H200", method=GRAPH_METHOD, **f
     report = Report(
         date="2026-01-02T03:04:05+00:00",
         command="sidestream bench kernels --html 'a page.html'",
-        machine={"device": device, "threads": None, "torch": "2.13.0", "triton": "3.7.1"},
+        machine={
+            "device": device,
+            "threads": None,
+            "torch": "2.13.0",
+            "triton": "3.7.1",
+            "commit": "0123abc",
+        },
         settings={"passes": 1, "min_rounds": 5},
         rows=tuple(rows),
     )
@@ -66,6 +75,14 @@ def row_of(case, numel, name=OURS, index=0, method=GRAPH_METHOD):
         rotated=4,
         cold=num_bytes >= COLD_BYTES,
     )
+
+
+def page_of(report):
+    """Its page, with the roofline of its GPU and of `compiled`."""
+    from sidestream.bench.report.page import as_html  # draws, so it needs matplotlib
+
+    ops = {row.op for row in report.rows}
+    return as_html(report, roofline_of(report, subject_of(report), compiled(*ops)))
 
 
 def compiled(*ops, target="sm_90"):

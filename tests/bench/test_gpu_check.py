@@ -1,8 +1,6 @@
 """`make gpu-check` without a GPU: a red gate times nothing, failures are told, time ends it."""
 
 import json
-import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from sidestream.bench import (
     gpu_check,
     gpu_gates,
     gpu_speed,
-    gpu_steps,
     gpu_training,
     kernel_table,
     reports,
@@ -151,83 +148,47 @@ def test_results_are_named_as_the_tables_of_the_gpu_are(monkeypatch):
     assert gpu_check.results_folder(CPU) == Path("/results", gpu_check.DRY_FOLDER)
 
 
-def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
-    """The child would touch the file a second later."""
-    file = tmp_path / "alive"
-    child = f"import time, pathlib; time.sleep(2); pathlib.Path({str(file)!r}).touch()"
-    program = (
-        f"import subprocess, sys; print('begun', flush=True); "
-        f"subprocess.run([sys.executable, '-c', {child!r}])"
-    )
-    hanging = Budget(60).run([sys.executable, "-c", program], limit_s=1)
-    assert (hanging.code, hanging.output, hanging.whole_check) == (None, "begun\n", False)
-    late = gpu_steps.unfinished("it", hanging)
-    assert (late.status, "over its limit" in late.detail) == ("failed", True)
-    time.sleep(2)
-    assert not file.exists()
-
-
-def test_a_machine_that_limits_are_not_made_for_is_given_more():
-    program = [sys.executable, "-c", "import time; time.sleep(1)"]
-    assert Budget(1.0, patience=100.0).run(program, limit_s=0.5).code == 0
-
-
-def test_a_program_that_fails_is_told():
-    failing = Budget(60).run([sys.executable, "-c", "print('why'); exit(3)"], limit_s=30)
-    assert (failing.code, failing.output) == (3, "why\n")
-    assert failing.tail.startswith("exit 3: why\n")
-
-
-def test_what_the_budget_does_not_reach_is_not_run(monkeypatch):
-    monkeypatch.setattr(gpu_steps, "LEAST_S", 0.1)
-    budget = Budget(1.0)
-    cut = budget.run([sys.executable, "-c", "import time; time.sleep(60)"], limit_s=4)
-    assert gpu_steps.unfinished("it", cut).detail.startswith("no time left: ended after 1 s")
-    begun = time.monotonic()
-    skipped = budget.run([sys.executable, "-c", "pass"], limit_s=60)
-    assert time.monotonic() - begun < 0.1
-    late = gpu_steps.unfinished("it", skipped)
-    assert (late.status, late.seconds, late.detail) == ("not run", 0.0, "no time left")
-    step, report = gpu_speed.kernels(budget, CPU, dry_run=True)
-    assert (step.status, step.detail, report) == ("not run", "no time left", None)
-
-
 @pytest.mark.usefixtures("_few_cases")
-def test_kernels_there_was_no_time_for_are_named(monkeypatch):
-    measured = []
+@pytest.mark.parametrize(("patience", "num"), [(1.0, 1), (3.0, 2)])
+def test_kernels_there_was_no_time_for_are_named(monkeypatch, patience, num):
+    """By a clock that each case moves on by two seconds."""
+    now, measured = [0.0], []
 
     def measure(cases, *_):
         measured.extend(cases)
-        time.sleep(0.2)
+        now[0] += 2.0
         return kernel_table.Measured((), (), ())
 
-    monkeypatch.setattr(gpu_speed, "KERNELS_LIMIT_S", 0.1)
+    monkeypatch.setattr(gpu_speed.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(gpu_speed, "KERNELS_LIMIT_S", 1.0)
     monkeypatch.setattr(kernel_table, "measure", measure)
-    step, report = gpu_speed.kernels(Budget(60), CPU, dry_run=True)
+    step, report = gpu_speed.kernels(Budget(60, patience=patience), CPU, dry_run=True)
     cases = [case.name for case in gpu_speed.select(Selection())]
-    assert step.detail.startswith(f"1 of {len(cases)} cases")
-    assert [case.name for case in measured] == cases[:1]
-    assert report.notes == (f"no time left for {', '.join(cases[1:])}",)
+    assert step.detail.startswith(f"{num} of {len(cases)} cases")
+    assert [case.name for case in measured] == cases[:num]
+    assert report.notes == (f"no time left for {', '.join(cases[num:])}",)
 
 
-def test_a_step_that_is_interrupted_ends_the_others(monkeypatch):
-    monkeypatch.setattr(gpu_steps.os, "sched_getaffinity", lambda pid: range(8))
-    budget = Budget(60)
+@pytest.mark.usefixtures("_no_programs", "_few_cases")
+def test_a_kernel_that_raises_when_timed_costs_no_other_its_times(tmp_path, monkeypatch):
+    broken, measure = "reduce world 2 bf16 -> fp32", kernel_table.measure
 
-    def interrupted():
-        while not budget._running:
-            time.sleep(0.01)
-        raise KeyboardInterrupt
+    def raising(cases, *rest):
+        if cases[0].name == broken:
+            raise RuntimeError("too many programs")
+        return measure(cases, *rest)
 
-    def hanging():
-        budget.run([sys.executable, "-c", "import time; time.sleep(60)"], limit_s=60)
-        return _step("ok")
-
-    begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        gpu_steps.together(budget, {"one": interrupted, "other": hanging})
-    assert time.monotonic() - begun < 30
-    assert budget.left_s == 0.0
+    monkeypatch.setattr(kernel_table, "measure", raising)
+    code, report, files = _run(tmp_path)
+    assert code == 1
+    kernels = reports.read_report(files[1])
+    timed = {row.case for row in kernels.rows}
+    assert timed == {case.name for case in gpu_speed.select(Selection())} - {broken}
+    (wrong,) = kernels.wrong
+    assert wrong.startswith(f"{broken}, ")
+    assert wrong.endswith(" elements: RuntimeError: too many programs")
+    assert _named(report, gpu_speed.KERNELS)["status"] == "failed"
+    assert wrong in _named(report, gpu_speed.KERNELS)["detail"]
 
 
 @pytest.mark.parametrize(

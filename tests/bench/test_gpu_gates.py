@@ -1,6 +1,8 @@
 """What comes before any time: sanitizers see every op, and what they say is understood."""
 
+import os
 import sys
+import time
 
 import pytest
 import torch
@@ -14,6 +16,63 @@ CPU = torch.device("cpu")
 BEGUN = f"{gpu_memcheck.STARTED} casts\n"
 CLEAN = BEGUN + "========= ERROR SUMMARY: 0 errors\n"
 NO_RACES = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+
+
+class _Programs:
+    """Ends each test file as it is told, by the file's name, and writes down who ran when."""
+
+    def __init__(self, ends):
+        self.ends, self.events = ends, []
+
+    def run(self, command, *, limit_s):
+        name = command[-1].rpartition("/")[2]
+        self.events.append(("begins", name))
+        time.sleep(0.05)
+        self.events.append(("ends", name))
+        return self.ends.get(name, Outcome(0, "..\n2 passed, 1 skipped in 1 s", 1.0))
+
+
+@pytest.fixture
+def _test_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_gates, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    for path in ("bench/test_clock", "bench/test_tune", "kernels/test_one", "kernels/test_two"):
+        file = tmp_path / "tests" / f"{path}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"@pytest.{gpu_gates.GPU_MARKER}\n")
+
+
+LATE = Outcome(None, "", 2.0, whole_check=True)
+RED = Outcome(1, "no\n1 failed in 1 s", 1.0)
+OVER = Outcome(None, "..", 2.0)
+
+
+@pytest.mark.usefixtures("_test_files")
+@pytest.mark.parametrize(
+    ("one", "two", "status", "detail"),
+    [
+        (LATE, RED, "failed", "exit 1: 1 failed"),
+        (LATE, OVER, "failed", "over its limit"),
+        (Outcome(0, "2 passed in 1 s", 1.0), LATE, "not run", "no time left: ended after 2 s"),
+        (Outcome(0, "2 deselected in 1 s", 1.0), LATE, "failed", "exit 0: 2 deselected"),
+        (Outcome(0, "2 passed", 1.0), Outcome(0, "5 passed", 1.0), "ok", "11 passed, 2 skipped"),
+    ],
+)
+def test_a_file_without_time_hides_no_other_that_failed(one, two, status, detail):
+    programs = _Programs({"test_one.py": one, "test_two.py": two})
+    step = gpu_gates.gpu_tests(programs, dry_run=False)
+    assert (step.status, step.detail.startswith(detail)) == (status, True), step.detail
+    assert len(step.values["files"]) == 4
+
+
+@pytest.mark.usefixtures("_test_files")
+def test_tests_that_take_times_run_alone():
+    programs = _Programs({})
+    gpu_gates.gpu_tests(programs, dry_run=False)
+    timed = [
+        (event, f"test_{name}.py") for name in ("clock", "tune") for event in ("begins", "ends")
+    ]
+    assert programs.events[4:] == timed
 
 
 def test_a_missing_sanitizer_is_told(monkeypatch):
@@ -61,6 +120,9 @@ def test_a_sanitizer_watches_every_family(tmp_path, monkeypatch, tool, summary, 
     assert ends == {f"sidestream.bench.{end} {family}" for family in gpu_memcheck.FAMILIES}
 
 
+INVALID = "========= Invalid __global__ read of size 4 bytes\n=========     at kernel+0x10\n"
+RACE = "========= Error: Race reported between Write access at kernel+0x10\n"
+WARNING = "========= Warning: Race reported between Write access at kernel+0x10\n"
 RACES = BEGUN + "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, {} warnings)\n"
 
 
@@ -73,6 +135,9 @@ RACES = BEGUN + "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, {
         ("memcheck", 0, BEGUN, "failed", "casts"),
         ("memcheck", 1, "Device not supported", "not run", "does not work here, exit 1: Device"),
         ("memcheck", None, BEGUN, "not run", "over 3 s, while checking casts"),
+        ("memcheck", None, BEGUN + INVALID, "failed", "casts: Invalid __global__ read of size 4"),
+        ("racecheck", None, BEGUN + RACE, "failed", "casts: Error: Race reported between Write"),
+        ("racecheck", None, BEGUN + WARNING, "not run", "over 3 s, while checking casts"),
         ("racecheck", 0, RACES.format(0, 0, 0), "ok", "no fault"),
         ("racecheck", 0, RACES.format(2, 0, 2), "ok", "no fault, 2 warnings"),
         ("racecheck", 0, RACES.format(1, 1, 0), "failed", "1 errors"),
@@ -116,3 +181,14 @@ def test_a_family_runs_alone(capsys):
     with _Watch() as watch:
         gpu_memcheck.run(CPU, gpu_memcheck.FEW, ["optimizers"])
     assert watch.ops == {"flat_adamw_", "flat_sgd_"}
+
+
+def test_an_unknown_family_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu_memcheck.main(["casts", "cast"])
+    told = capsys.readouterr()
+    expected = (
+        f"families: expected some of {', '.join(gpu_memcheck.FAMILIES)}, got cast; name those"
+    )
+    assert expected in told.err
+    assert told.out == ""

@@ -21,7 +21,13 @@ RIVAL = replace(ROW, candidate="torch.cat", target_percent=None)
 REPORT = Report(
     date="2026-01-02T03:04:05+00:00",
     command="sidestream bench kernels",
-    machine={"device": "a CPU", "threads": 2, "torch": "2.13.0"},
+    machine={
+        "device": "a CPU",
+        "threads": 2,
+        "torch": "2.13.0",
+        "triton": "3.7.1",
+        "commit": "0123abc",
+    },
     settings={"passes": 3},
     rows=(ROW, RIVAL),
     wrong=("cast: not the bits of its definition",),

@@ -197,6 +197,17 @@ def test_every_size_has_its_rows_and_the_table_names_all(clock):
     assert "too small to leave the cache between calls: cast bf16 -> e4m3, 8192" in text
 
 
+@pytest.mark.parametrize("numels", [(1000, 2000), (600_000, 700_000)], ids=str)
+def test_sizes_that_are_one_for_a_case_are_measured_once(numels, clock):
+    """The matrix has the same rows for both, the optimizer's shard has not."""
+    cases = _cases("cast bf16 -> e4m3", "adamw bf16 -> bf16")
+    rows = measure(cases, numels, CPU, TINY).rows
+    sizes = {case.name: [case.numel(numel) for numel in numels] for case in cases}
+    found = [(row.case, row.numel) for row in rows if row.candidate == OURS]
+    assert found == [(name, numel) for name in sizes for numel in dict.fromkeys(sizes[name])]
+    assert len(found) == 3
+
+
 def test_spread_is_of_the_samples():
     assert kernel_table.spread(range(1, 12)) == (6, 2, 10)
     assert kernel_table.spread(range(6)) == (2.5, 0, 5)

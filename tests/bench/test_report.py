@@ -1,6 +1,5 @@
-"""The page of a report: what stands on it, in which order, that it loads nothing; refusals."""
+"""The page of a report: what stands on it, in which order, that it loads nothing."""
 
-import json
 import re
 import subprocess
 import sys
@@ -18,15 +17,20 @@ from sidestream.bench.report import build, look
 from sidestream.bench.report.series import groups_of, styles_of
 from sidestream.bench.reports import read_report, write_text
 from sidestream.kernels import registry
-from sidestream.tests.bench.report_samples import SIZES, compiled, cpu_report, report_of
+from sidestream.tests.bench.report_samples import (
+    COMMAND,
+    SIZES,
+    compiled,
+    cpu_report,
+    page_of,
+    report_of,
+)
 
 pytest.importorskip("matplotlib", reason="draws the figures: sidestream[report]")
 
 from sidestream.bench.report.figures import bars, curve
 from sidestream.bench.report.page import as_html
-from sidestream.bench.report.roofline import roofline_of, subject_of
 
-TINY = ["bench", "kernels", "--device", "cpu", "--op", "hadamard16", "--numel", "16k,64k"]
 OPS = ("pack_", "quantize_mx_")
 CLOSED = ("br", "hr", "img", "input", "link", "meta")
 REFERENCES = ("src", "href", "srcset", "data", "action", "poster", "xlink:href")
@@ -58,12 +62,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.texts.append(data)
-
-
-def page_of(report):
-    gpu = subject_of(report)
-    ops = {row.op for row in report.rows}
-    return as_html(report, roofline_of(report, gpu, compiled(*ops)))
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +198,15 @@ def test_rates_that_would_lie_on_the_axis_have_a_logarithmic_one(factor, logarit
     assert ({"10", "100"} <= ticks) == logarithmic
 
 
+@pytest.mark.parametrize("numels", [SIZES[:1], SIZES], ids=["bars", "curves"])
+def test_a_size_measured_twice_is_drawn_as_it_was_first(numels):
+    once = report_of("hadamard16", numels=numels)
+    again = tuple(replace(row, gb_per_s=1.0, percent_of_copy=1.0) for row in once.rows)
+    twice = replace(once, rows=once.rows + again)
+    figures = (_labels(page_of(report))[0] for report in (once, twice))
+    assert next(figures) == next(figures)
+
+
 def test_bars_are_named_and_marked_where_they_should_be():
     (group,) = groups_of(report_of("hadamard16", numels=SIZES[-1:]).rows)
     ours, rival = group.rows
@@ -293,7 +300,7 @@ def test_bench_kernels_makes_the_same_page(tmp_path, monkeypatch):
     pace = Pace(passes=1, min_rounds=3, max_rounds=3, seconds=0.0, sample_s=0.0)
     monkeypatch.setattr(kernel_table, "CPU_PACE", pace)
     files = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
-    assert cli.main([*TINY, *files]) == 0
+    assert cli.main([*COMMAND, *files]) == 0
     report = read_report(tmp_path / "r.json")
     assert (tmp_path / "r.html").read_text() == page_of(report)
     assert len(_labels(page_of(report))) == 2
@@ -330,62 +337,6 @@ def test_why_there_is_no_roofline_is_said(report, missing, words, monkeypatch):
     found = build.roofline(report)
     assert words in found
     assert words.replace("<", "&lt;").replace(">", "&gt;") in as_html(report, found)
-
-
-def _refuse(*arguments, **options):
-    raise AssertionError("worked")
-
-
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("/nowhere/r.html", ("--html", "/nowhere/r.html", "make the folder")),
-        ("/tmp", ("--html", "folder")),
-        ("/dev/null/r.html", ("--html", "make the folder")),
-    ],
-    ids=["no folder", "folder", "in a file"],
-)
-@pytest.mark.parametrize("command", ["kernels", "report"])
-def test_a_page_that_cannot_be_written_is_refused_before_work(
-    command, path, words, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(kernel_table, "measure", _refuse)
-    monkeypatch.setattr(measuring, "measure_all", _refuse)
-    assert cli.main([*_command(command, tmp_path), "--html", path]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("sidestream: error: ")
-    assert all(word in error for word in words), error
-
-
-def _command(name, folder):
-    if name == "kernels":
-        return TINY
-    write_text(folder / "r.json", report_of("hadamard16").as_json())
-    return ["bench", "report", str(folder / "r.json")]
-
-
-@pytest.mark.parametrize("command", ["kernels", "report"])
-def test_without_matplotlib_it_says_what_to_install(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kernel_table, "measure", _refuse)
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
-    assert cli.main([*_command(command, tmp_path), "--html", str(tmp_path / "r.html")]) == 2
-    error = capsys.readouterr().err
-    assert "--html: expected matplotlib, got none; pip install 'sidestream[report]'" in error
-    assert not (tmp_path / "r.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(None, "No such file"), ("{", "damaged"), (json.dumps({"kind": "inspect"}), "'inspect'")],
-    ids=["missing", "damaged", "another kind"],
-)
-def test_what_is_no_report_is_refused(content, words, tmp_path, capsys):
-    path = tmp_path / "r.json"
-    if content is not None:
-        path.write_text(content)
-    assert cli.main(["bench", "report", str(path), "--html", str(tmp_path / "r.html")]) == 2
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "r.html").exists()
 
 
 def test_matplotlib_is_loaded_for_pages_alone():

@@ -16,9 +16,7 @@ pytest.importorskip("matplotlib", reason="draws the figures: sidestream[report]"
 from matplotlib import image
 
 from sidestream.bench.report.look import COLOURS
-from sidestream.bench.report.page import as_html
-from sidestream.bench.report.roofline import roofline_of, subject_of
-from sidestream.tests.bench.report_samples import SIZES, compiled, report_of
+from sidestream.tests.bench.report_samples import SIZES, page_of, report_of
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
@@ -45,17 +43,12 @@ pytestmark = [
 ]
 
 
-def _page(report):
-    ops = {row.op for row in report.rows}
-    return as_html(report, roofline_of(report, subject_of(report), compiled(*ops)))
-
-
 @functools.cache
 def _made(kind):
     """Curves of two ops and bars of one, or bars of all ops and their rooflines."""
     bars = report_of(*(OPS[2:] if kind == "curves" else ()), numels=SIZES[-1:]).rows
     curves = report_of(*OPS[:2])
-    return _page(replace(curves, rows=curves.rows + bars if kind == "curves" else bars))
+    return page_of(replace(curves, rows=curves.rows + bars if kind == "curves" else bars))
 
 
 def _run(folder, text, width, *options):

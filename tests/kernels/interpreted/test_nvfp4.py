@@ -130,7 +130,9 @@ def scale_places(found, base, first_block, columns, reciprocal, BLOCKS: tl.const
     tl.store(found + tl.arange(0, BLOCKS), pointers.to(tl.int64) - base.to(tl.int64))
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3, 63, 255, 256, 257, 1023, 1025, 2**20 + 1, 2**30])
+@pytest.mark.parametrize(
+    "columns", [1, 2, 3, 63, 255, 256, 257, 1023, 1024, 1025, 2**20 + 1, 2**30]
+)
 def test_places_of_swizzled_scales(columns):
     """At a row's end, in the last of 128 rows, and where blocks and their places need 64 bits."""
     ends = (columns, 127 * columns, 2**31, 2**33 // columns * columns, 2**39)
