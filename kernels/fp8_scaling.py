@@ -82,7 +82,15 @@ def quantize_fp8(
     """(codes, scale_inv) of `x`: FP8 of its shape and FP32, the factors to dequantise with.
 
     x: FP32, BF16 or FP16, contiguous, any shape; the last block of a row or column may be short.
-    element: "e4m3" or "e5m2". power_of_2: scales are rounded down to powers of two.
+    scaling, and the shape of scale_inv for x [..., rows, columns]:
+
+        "tensor"     []
+        "row"        [..., rows, 1]
+        "1x128"      [..., rows, ceil(columns / 128)]
+        "128x128"    [..., ceil(rows / 128), ceil(columns / 128)]
+
+    element: "e4m3" or "e5m2". power_of_2: scales are rounded down to powers of two; then an input
+    near FLT_MAX may be rounded up to 2^128, and decodes to infinity.
     scale: for delayed scaling, with scaling "tensor": one FP32 to multiply with, on the device, as
     `update_fp8_scales_` leaves it, used as it is. amax: only with `scale`, one FP32 >= 0 that
     becomes the larger of itself and max |x|, a NaN if there is one: pass `amax_history[i, 0]`.
@@ -161,11 +169,12 @@ def update_fp8_scales_(
     scales: FP32 [tensors], for `quantize_fp8(scale=scales[i])`. margin: how many powers of two to
     stay below the largest value, 0 to 100. algorithm: "max" over the history or "most_recent".
 
-    scale = (max_finite / 2^margin) / amax, at most FLT_MAX; the old one stays where amax is 0 or
-    not finite, so for as long as such an amax is in the history with "max". Then the history rolls
-    by one and [:, 0] is 0. All on the device in one launch, whatever the number of tensors; for
-    several ranks, reduce `amax_history[:, 0]` by maximum first. Formula: TransformerEngine,
-    "Delayed scaling". Raises `ValueError` before anything is written.
+    scale = (max_finite / 2^margin) / amax, at least 2^-126, whose inverse is finite, and at most
+    FLT_MAX; the old one stays where amax is 0 or not finite, so for as long as such an amax is in
+    the history with "max". Then the history rolls by one and [:, 0] is 0. All on the device in one
+    launch, whatever the number of tensors; for several ranks, reduce `amax_history[:, 0]` by
+    maximum first. Formula: TransformerEngine, "Delayed scaling", but for the least scale. Raises
+    `ValueError` before anything is written.
     """
     check_choice("element", element, ELEMENTS)
     check_choice("algorithm", algorithm, ALGORITHMS)

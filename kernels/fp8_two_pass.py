@@ -21,11 +21,11 @@ import triton.language as tl
 from . import device_codes as device
 from .fp8_kernels import encode, inverse_of, scale_of
 from .portable import covered, to_fp32
-from .reference_fp8 import MAX_FP32
+from .reference_fp8 import MAX_FP32, MIN_SCALE
 
 _MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
 _EXPONENT = tl.constexpr(0x7F80_0000)
-_MAX_FP32 = tl.constexpr(MAX_FP32)
+_MAX_FP32, _MIN_SCALE = tl.constexpr(MAX_FP32), tl.constexpr(MIN_SCALE)
 
 
 @triton.jit
@@ -169,7 +169,8 @@ def _update_kernel(
         amax = device.amax(tl.reshape(rolled, [1, BLOCK]), 1)
     tl.debug_barrier()
     tl.store(history + lanes, tl.where(lanes == 0, 0.0, rolled), mask=lanes < length)
-    quotient = tl.minimum(tl.div_rn(tl.full([1], 0.0, tl.float32) + target, amax), _MAX_FP32)
+    quotient = tl.div_rn(tl.full([1], 0.0, tl.float32) + target, amax)
+    quotient = tl.minimum(tl.maximum(quotient, _MIN_SCALE), _MAX_FP32)
     bits = amax.to(tl.int32, bitcast=True)
     usable = (bits > 0) & (bits < _EXPONENT)
     tl.store(scales + tensor + tl.arange(0, 1), quotient, mask=usable)

@@ -36,7 +36,7 @@ from .checks import (
     check_tensors,
 )
 from .codes import SCALE_RULES
-from .formats import FP16, FP32
+from .formats import FP8_1X128, FP8_ROW, FP16, FP32, MXFP4, MXFP8
 from .message_layout import (
     DEFAULT_ROW_NUMEL,
     MessageLayout,
@@ -49,6 +49,8 @@ from .noise import MAX_INDEX, checked_seed
 from .ops import Op, call, is_usual, on_first_use
 from .overlap import are_sources, check_apart, check_destinations, check_disjoint
 
+_MX_FORMATS, _FP8_FORMATS = (MXFP8.name, MXFP4.name), (FP8_ROW.name, FP8_1X128.name)
+_DEFAULT_RULE = "rceil"
 ALWAYS_NEAREST = (FP32.name, FP16.name)  # nothing to round, and no such cast
 
 _PACK = Op(
@@ -74,7 +76,7 @@ def pack_message_(
     offsets: Sequence[int] | None = None,
     scale: float = 1.0,
     row_numel: int = DEFAULT_ROW_NUMEL,
-    rule: str = "rceil",
+    rule: str = _DEFAULT_RULE,
     power_of_2: bool = False,
     rounding: str = "nearest",
     seed: int | None = None,
@@ -94,7 +96,7 @@ def pack_message_(
     any 64 bits, and an element's index: its place in its tensor plus the tensor's of
     `first_indices`, by default its offset, and at most 2^63 - 1 less the message's elements. So a
     tensor's parts round as the tensor does, wherever they are cut between blocks. Raises
-    `ValueError` before anything is written.
+    `ValueError` before anything is written, also for an option without effect on this format.
     """
     check_choice("rule", rule, SCALE_RULES)
     power_of_2 = check_flag("power_of_2", power_of_2)
@@ -105,6 +107,7 @@ def pack_message_(
         )
     tensors, named = _checked_tensors(message, tensors)
     layout, offsets = _placed(message, tensors, format, offsets, row_numel)
+    _check_effects(format, rule, power_of_2, seed, first_indices)
     if first_indices is None:
         first_indices = offsets
     first_indices = _checked_indices(tensors, first_indices, layout)
@@ -127,8 +130,8 @@ def unpack_message_(
 
     tensor = round(decoded * scale), or with `accumulate` round(float32(tensor) + decoded * scale):
     in FP32, no fused multiply-add, rounded once, to nearest even. The tensors share no memory with
-    the message or each other. Nobody looks at the header, which
-    would make the host wait: `read_header` does. Raises `ValueError` before anything is written.
+    the message or each other. Nobody looks at the header, on a GPU or a CPU: the host would wait
+    for it, and `read_header` does. Raises `ValueError` before anything is written.
     """
     tensors, named = _checked_tensors(message, tensors)
     layout, offsets = _placed(message, tensors, format, offsets, row_numel)
@@ -138,6 +141,29 @@ def unpack_message_(
     if tensors:
         options = (scale, accumulate, row_numel)
         call(_UNPACK, message, tensors, message, format, layout.numel, offsets, *options)
+
+
+def _check_effects(
+    format: str,
+    rule: str,
+    power_of_2: bool,
+    seed: int | None,
+    first_indices: Sequence[int] | None,
+) -> None:
+    """Raise `ValueError` for an option that would change nothing."""
+    if rule != _DEFAULT_RULE and format not in _MX_FORMATS:
+        raise ValueError(
+            f"rule: expected {_DEFAULT_RULE} for {format}, got {rule}; only MX's scales have rules"
+        )
+    if power_of_2 and format not in _FP8_FORMATS:
+        raise ValueError(
+            f"power_of_2: expected False for {format}, got True; only FP8's scales can be rounded"
+        )
+    if first_indices is not None and seed is None:
+        raise ValueError(
+            "first_indices: expected None with nearest rounding, got a list; leave it out, or "
+            "round stochastically"
+        )
 
 
 def _checked_tensors(

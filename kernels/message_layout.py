@@ -18,8 +18,8 @@ message holds one vector of `numel` elements. Every tensor in it starts at a mul
 Rows have `row_numel` elements, a power of two. NVFP4's second level is stored as the row's amax, as
 `dequantize_nvfp4` takes it: decoding has no division, and one product an element.
 
-The header, little endian: the bytes "SSM1", uint32 the format's place in `MESSAGE_FORMATS`, uint64
-`numel`. The row length is the receiver's to know, as the format's name is.
+The header, little endian: the bytes "SSM1", uint16 the format's place in `MESSAGE_FORMATS`, uint16
+`row_numel`, 0 where the format has no rows, uint64 `numel`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DEFAULT_ROW_NUMEL = 1024
 SECTION_BYTES = 16
 HEADER_BYTES = 16
 MAGIC = b"SSM1"
-_HEADER = struct.Struct("<4sIQ")
+_HEADER = struct.Struct("<4sHHQ")
 
 assert _HEADER.size == HEADER_BYTES
 
@@ -213,7 +213,9 @@ def layout_of_bytes(
 
 def header_bytes(layout: MessageLayout) -> bytes:
     """The 16 bytes at the start of a message of this layout."""
-    return _HEADER.pack(MAGIC, layout.format.identifier, layout.numel)
+    form = layout.format
+    row_numel = layout.row_numel if form.has_rows else 0
+    return _HEADER.pack(MAGIC, form.identifier, row_numel, layout.numel)
 
 
 def write_header(message: torch.Tensor, layout: MessageLayout) -> None:
@@ -228,7 +230,7 @@ def read_header(message: torch.Tensor, *, row_numel: int = DEFAULT_ROW_NUMEL) ->
     """(format, numel) of a message, uint8 [num_bytes]; the host waits for a GPU's.
 
     Raises `ValueError` for a message that is too short for a header, has another magic or an
-    unknown format, or whose length is not what format, numel and `row_numel` make it.
+    unknown format, rows of another `row_numel`, or a length that is not what these and numel make.
     """
     check_message("message", message)
     if message.numel() < HEADER_BYTES:
@@ -239,7 +241,7 @@ def read_header(message: torch.Tensor, *, row_numel: int = DEFAULT_ROW_NUMEL) ->
     if message.is_meta:
         raise ValueError("message: expected bytes to read, got a meta tensor; pass a real one")
     header = bytes(message[:HEADER_BYTES].tolist())
-    magic, identifier, numel = _HEADER.unpack(header)
+    magic, identifier, sent_row_numel, numel = _HEADER.unpack(header)
     if magic != MAGIC:
         raise ValueError(
             f"message: expected a header that starts with {MAGIC!r}, got {magic!r}; pass what "
@@ -250,12 +252,18 @@ def read_header(message: torch.Tensor, *, row_numel: int = DEFAULT_ROW_NUMEL) ->
             f"message: expected a format from 0 to {len(MESSAGE_FORMATS) - 1} in its header, got "
             f"{identifier}; use the sender's version"
         )
-    name = MESSAGE_FORMATS[identifier].name
+    form = MESSAGE_FORMATS[identifier]
+    name = form.name
     align = checked_align(name, row_numel)
+    if form.has_rows and sent_row_numel != row_numel:
+        raise ValueError(
+            f"message: expected rows of {row_numel} elements, got {sent_row_numel} in its header; "
+            "pass the sender's row_numel"
+        )
     if numel % align:
         raise ValueError(
             f"message: expected a multiple of {align} elements in its header, {name}, got {numel}; "
-            "pass the sender's row_numel"
+            "pass what pack_message_ has written"
         )
     check_length("message", message, layout_of_numel(name, numel, row_numel=row_numel))
     return name, numel

@@ -144,7 +144,9 @@ def _row_numel(num_bytes: int, row_numel: int | None, element: str) -> int:
 
 def _check_source(name: str, tensor: torch.Tensor) -> None:
     check_dtype(name, tensor, SOURCE_DTYPES)
-    if tensor.dim() == 0 or not tensor.is_contiguous():
+    if tensor.dim() == 0:
+        raise ValueError(f"{name}: expected at least 1 dimension, got shape (); call .view(1)")
+    if not tensor.is_contiguous():
         raise ValueError(
             f"{name}: expected a contiguous tensor [..., K], got shape {tuple(tensor.shape)} with "
             f"strides {tensor.stride()}; call .contiguous()"

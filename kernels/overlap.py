@@ -9,13 +9,15 @@ order. Memory is looked at where there is some: not in a trace, of fake or of me
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import torch
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_MAX_LOOKS = 2**14  # at a choice of indices, some 2 us each; strides that nest need a few
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,20 @@ class _Span:
     tensor: torch.Tensor
     solid: bool
 
-    def meets(self, other: _Span) -> bool:
-        """Whether they share a byte; of two that have gaps, nobody knows, so no."""
+    def meets(self, other: _Span) -> bool | None:
+        """Whether they share a byte; `None` where that would take too long to find out."""
         if self.start >= other.end or other.start >= self.end:
             return False
+        steps, size = self._parts()
+        other_steps, other_size = other._parts()
+        apart = other.start - self.start
+        return _reaches(_ranges(steps, other_steps), apart - size + 1, apart + other_size - 1)
+
+    def _parts(self) -> tuple[list[tuple[int, int]], int]:
+        """The steps to its parts, and the bytes of each: one part where it is solid."""
         if self.solid:
-            return _touches(other.tensor, self.start, self.end)
-        return other.solid and _touches(self.tensor, other.start, other.end)
+            return [], self.end - self.start
+        return _steps(self.tensor), self.tensor.element_size()
 
 
 def check_apart(
@@ -47,8 +56,7 @@ def check_apart(
     others = [span for name, tensor in read.items() if (span := _span(name, tensor))]
     for index, span in enumerate(spans):
         for other in chain(spans[index + 1 :], others):
-            if span.start < other.end and span.meets(other):
-                _refuse(span.name, other.name)
+            _check_pair(span, other)
 
 
 def are_sources(
@@ -87,21 +95,16 @@ def check_destinations(name: str, tensors: Sequence[torch.Tensor]) -> None:
     if torch.compiler.is_compiling() or _are_known_apart(tensors):
         return
     for index, tensor in enumerate(tensors):
-        if not tensor.is_contiguous() and not _has_own_elements(tensor):
-            raise ValueError(
-                f"{name}[{index}]: expected memory of its own for every element, got shape "
-                f"{tuple(tensor.shape)} with strides {tensor.stride()}; pass a tensor that is not "
-                "expanded"
-            )
+        if not tensor.is_contiguous():
+            _check_own_elements(f"{name}[{index}]", tensor)
     named = ((f"{name}[{index}]", tensor) for index, tensor in enumerate(tensors))
     spans = [span for key, tensor in named if (span := _span(key, tensor))]
-    solid = sorted((span for span in spans if span.solid), key=lambda span: span.start)
-    for left, right in pairwise(solid):
-        if right.start < left.end:
-            _refuse(left.name, right.name)
-    for gappy in spans:
-        if not gappy.solid and (met := next(filter(gappy.meets, solid), None)):
-            _refuse(gappy.name, met.name)
+    spans.sort(key=lambda span: span.start)
+    for index, span in enumerate(spans):
+        for place in range(index + 1, len(spans)):
+            if spans[place].start >= span.end:
+                break
+            _check_pair(span, spans[place])
 
 
 def check_disjoint(numels: Sequence[int], offsets: Sequence[int]) -> None:
@@ -128,10 +131,29 @@ def _in_order(intervals: list[tuple[int, int, int]]) -> list[tuple[int, int, int
     return ordered
 
 
-def _refuse(name: str, other: str) -> None:
-    raise ValueError(
-        f"{name}: expected memory apart from that of {other}, got an overlap; copy one of the two"
-    )
+def _check_pair(span: _Span, other: _Span) -> None:
+    met = span.meets(other)
+    if met is None:
+        strides = f"{span.tensor.stride()} and {other.tensor.stride()}"
+        raise ValueError(
+            f"{span.name}: expected memory apart from that of {other.name}, got strides {strides}, "
+            "of which that cannot be told; pass contiguous tensors"
+        )
+    if met:
+        raise ValueError(
+            f"{span.name}: expected memory apart from that of {other.name}, got an overlap; copy "
+            "one of the two"
+        )
+
+
+def _check_own_elements(name: str, tensor: torch.Tensor) -> None:
+    own = _has_own_elements(tensor) or _are_all_apart(tensor)
+    if not own:
+        doubt = "" if own is False else ", of which that cannot be told"
+        raise ValueError(
+            f"{name}: expected memory of its own for every element, got shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}{doubt}; pass a contiguous tensor"
+        )
 
 
 def _span(name: str, tensor: torch.Tensor | None) -> _Span | None:
@@ -183,28 +205,68 @@ def _has_own_elements(tensor: torch.Tensor) -> bool:
     return all(step >= _reach(steps[index + 1 :], size) for index, (step, _) in enumerate(steps))
 
 
-def _touches(tensor: torch.Tensor, start: int, end: int) -> bool:
-    """Whether an element of the tensor has one of the bytes from `start` to `end`."""
-    size = tensor.element_size()
-    return _any_within(tensor.data_ptr(), _steps(tensor), size, start, end)
+def _are_all_apart(tensor: torch.Tensor) -> bool | None:
+    """`_has_own_elements` of any strides; `None` where that would take too long to find out.
 
-
-def _any_within(
-    first: int, steps: Sequence[tuple[int, int]], size: int, start: int, end: int
-) -> bool:
-    """`_touches`, of the elements that `steps` lead to from byte `first`.
-
-    Example: elements of 4 bytes, steps [(64, 8)], from byte 0, and the bytes from 70 to 120: the
-    element at 0 ends before them, that at 64 too, and the one at 128 begins after them, so no.
+    Of two elements that meet, take the first index that differs: it is larger in one of them.
     """
-    if not steps:
-        return first < end and first + size > start
-    (step, count), *inner = steps
-    if step == 0:
-        return _any_within(first, inner, size, start, end)
-    reach = _reach(inner, size)
-    begin = max(0, (start - first - reach) // step + 1)
-    stop = min(count, -(-(end - first) // step))
-    return any(
-        _any_within(first + index * step, inner, size, start, end) for index in range(begin, stop)
-    )
+    steps, most = _steps(tensor), tensor.element_size() - 1
+    if any(step == 0 for step, _ in steps):
+        return False
+    for index, (step, count) in enumerate(steps):
+        inner = _ranges(steps[index + 1 :], steps[index + 1 :])
+        met = _reaches([(step, 1, count - 1), *inner], -most, most)
+        if met is not False:
+            return None if met is None else False
+    return True
+
+
+def _ranges(
+    steps: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """(step, least, most times) to go from any part of one tensor to any of another, longest first.
+
+    Up along `steps`, down along `others`; what both have is one, so that nested strides leave two
+    choices a step at most.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for step, up, down in chain(
+        ((step, count - 1, 0) for step, count in steps),
+        ((step, 0, count - 1) for step, count in others),
+    ):
+        if step:
+            least, most = found.get(step, (0, 0))
+            found[step] = least - down, most + up
+    return sorted(((step, *times) for step, times in found.items()), reverse=True)
+
+
+def _reaches(ranges: Sequence[tuple[int, int, int]], low: int, high: int) -> bool | None:
+    """Whether steps, each as often as its range allows, lead to somewhere from `low` to `high`.
+
+    `None` after too many looks. Example: ranges [(64, 0, 8), (4, 0, 3)], from 20 to 60: no step of
+    64 leads to 12 at most, and one to 64 at least, so no.
+    """
+    rests = [(0, 0, 0)]  # (divisor, least, most) of all that shorter steps lead to
+    for step, fewest, most in reversed(ranges):
+        divisor, least, largest = rests[-1]
+        rests.append((math.gcd(divisor, step), least + step * fewest, largest + step * most))
+    rests.reverse()
+    pending = [(0, low, high)]
+    for _ in range(_MAX_LOOKS):
+        if not pending:
+            return False
+        level, low, high = pending.pop()
+        divisor, least, most = rests[level]
+        low, high = max(low, least), min(high, most)
+        if low > high or (divisor and -(-low // divisor) * divisor > high):
+            continue
+        if level == len(ranges):
+            return True
+        step, fewest, largest = ranges[level]
+        _, least, most = rests[level + 1]
+        first = max(fewest, -((most - low) // step))
+        last = min(largest, (high - least) // step, first + _MAX_LOOKS)
+        pending.extend(
+            (level + 1, low - times * step, high - times * step) for times in range(first, last + 1)
+        )
+    return None

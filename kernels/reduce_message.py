@@ -68,7 +68,7 @@ def reduce_messages_(
     out: 1-D, contiguous, FP32, BF16 or FP16, of as many elements as a message has, gaps counted.
     messages: uint8 [world, bytes of a message], contiguous, world >= 1, on the device of `out` and
     not overlapping it. format: a name of `message_layout.MESSAGE_FORMATS`; row_numel: that of the
-    sender. What a header says is not looked at: `read_header` does that.
+    sender. Nobody looks at the headers, on a GPU or a CPU: `read_header` does, and the host waits.
 
     acc = (decode(messages[0]) + decode(messages[1])) + ...; out = round(acc * scale), or with
     `accumulate` out = round(float32(out) + acc * scale). decode is one product of code and scale in

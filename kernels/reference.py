@@ -59,6 +59,11 @@ def reduce_(
     """
     rows = parts.unbind() if rows is None else rows
     numel, chunk = out.numel(), _chunk_numel()
+    if rows[0].numel() != numel:  # torch would resize `out`
+        raise ValueError(
+            f"out: expected {rows[0].numel()} elements, a row of parts, got {numel}; pass memory "
+            "of that size"
+        )
     if len(rows) >= MANY_ROWS and parts.numel() <= CHUNK_NUMEL:
         _reduce_many_rows_(out, parts, scale, accumulate)
     elif numel <= chunk:

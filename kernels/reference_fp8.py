@@ -12,7 +12,8 @@ last in a row or a column may be short. With a scale given, as delayed scaling d
 serves the record of it. Delayed scaling's update, for each tensor:
 
     largest    max(history), or history[0] for "most_recent"
-    scale      min(max_finite * 2^-margin / largest, FLT_MAX); kept where `largest` is 0, inf or NaN
+    scale      max_finite * 2^-margin / largest, 2^-126 at least, so that its inverse is finite, and
+               FLT_MAX at most; kept where `largest` is 0, inf or NaN
     history    rolled by one, so that [0] becomes the last, then history[0] = 0
 """
 
@@ -30,6 +31,7 @@ SQUARE = 128  # elements of a block, along a row and along a column
 ELEMENTS = {element.name: element for element in (E4M3, E5M2)}
 BY_DTYPE = {element.dtype: element for element in (E4M3, E5M2)}
 MAX_FP32 = torch.finfo(torch.float32).max
+MIN_SCALE = torch.finfo(torch.float32).tiny
 _SIGN_AND_EXPONENT = -(2**23)  # FP32 bits without those of the mantissa
 
 
@@ -83,7 +85,7 @@ def update_fp8_scales_(
     largest = amax_history[:, 0] if algorithm == "most_recent" else amax_history.amax(1)
     target = torch.full_like(largest, ELEMENTS[element].max_finite * 2.0**-margin)
     usable = largest.isfinite() & (largest > 0)
-    scales.copy_(torch.where(usable, (target / largest).clamp_max_(MAX_FP32), scales))
+    scales.copy_(torch.where(usable, (target / largest).clamp_(MIN_SCALE, MAX_FP32), scales))
     amax_history.copy_(amax_history.roll(-1, 1))
     amax_history[:, 0] = 0
 

@@ -18,8 +18,10 @@ _INTRODUCTION = """\
 
 # Kernels
 
-Every op is a function of `sidestream.kernels` and of `torch.ops.sidestream`, on CPU and GPU and on
-tensors without data. Its definition is plain PyTorch, `kernels/reference*.py`: that runs on a CPU
+Every op is a function of `sidestream.kernels`, on CPU and GPU and on tensors without data. Behind
+it is one of `torch.ops.sidestream`, whose name ends in `_`: that takes every argument as it is, the
+memory for its results among them, and leaves the checks to the function, so that wrong ones may
+write anywhere. An op's definition is plain PyTorch, `kernels/reference*.py`: that runs on a CPU
 and is the oracle of the Triton kernel, to which the interpreter agrees bit for bit. All kernels
 compile without spills for sm_80, sm_89, sm_90, sm_100, sm_120 and gfx942; FP8 is converted by the
 hardware from sm_90 on and by arithmetic elsewhere, to the same bits; FP4 by arithmetic everywhere,
@@ -41,7 +43,8 @@ accesses; `-` where the paths cannot be told apart. Every run of the tests print
 | e4m3, e5m2 | 0x7F | largest finite value, of its sign |
 | e2m1 | +6 | +-6 |
 | e8m0 | 255 | 2^127; infinity 255 |
-| FP8 with scales | scale 1 where the amax is NaN, infinite or 0; elements as above | |
+| FP8 with scales | scale 1 where the amax is NaN, infinite or 0; elements as above | with \
+powers of two, values near FLT_MAX may decode to infinity |
 | MXFP8, MXFP4 | scale byte 255: the block decodes to NaNs | same for infinity |
 | NVFP4 | left out of every amax, +6 | an infinite amax counts as scale 1 |
 
@@ -146,7 +149,8 @@ MANY_TENSORS = (
 CASTS = (
     Row(
         "cast_", "cast", "fp32, bf16, fp16 -> bf16, fp16, e4m3, e5m2, e2m1, e8m0",
-        "source + 2, 2, 1, 1, 0.5, 1", "nearest even, saturating (not bf16, fp16); or stochastic",
+        "source + 2, 2, 1, 1, 0.5, 1",
+        "nearest even, to e8m0 ties up, saturating (not bf16, fp16); or stochastic",
         "bit-exact: ml_dtypes on all bf16 and on boundary fp32", "OFP8 1.0; OCP MX 1.0", 0.88,
         (
             Gate("bf16", 4.0), Gate("fp16", 4.0), Gate("bf16 stochastic", 27.0),

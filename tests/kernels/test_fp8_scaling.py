@@ -247,6 +247,25 @@ def test_delayed_scaling_at_the_edges():
     update_fp8_scales_(torch.empty(0, 4), torch.empty(0))
 
 
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_delayed_scales_have_a_finite_inverse(element):
+    """Of the largest amax and margin the formula gives 0, and before that scales below 2^-128."""
+    amax = torch.tensor([MAX_FP32, 2.0**127, 2.0**30, 1.0]).repeat(101, 1)
+    for margin, history in enumerate(amax):
+        scales = torch.zeros(4)
+        update_fp8_scales_(history.clone().view(4, 1), scales, element=element, margin=margin)
+        assert (1 / scales).isfinite().all()
+        exact = reference_fp8.ELEMENTS[element].max_finite * 2.0**-margin / history.double()
+        assert_same_bits(scales, exact.clamp_min(2.0**-126).float())
+    assert scales[0] == 2.0**-126
+
+
+def test_powers_of_two_may_decode_the_largest_to_infinity():
+    x = torch.tensor([MAX_FP32, 1e38])
+    assert dequantize_fp8(*quantize_fp8(x, power_of_2=True))[0] == math.inf
+    assert dequantize_fp8(*quantize_fp8(x)).isfinite().all()
+
+
 def test_a_given_scale_is_used_as_it_is():
     x = torch.tensor([1.0, -3.0, 1000.0, math.nan])
     amax = torch.tensor([5.0])

@@ -301,6 +301,7 @@ def test_large_messages_are_packed_in_pieces(monkeypatch):
 
 ONES = torch.ones(200)
 MESSAGE = torch.zeros(message_layout("mxfp8", [200]).num_bytes, dtype=torch.uint8)
+NOISY = {"rounding": "stochastic", "seed": 1}
 BAD_PACK = {
     "message dtype": ({"message": MESSAGE.int()}, r"message: expected torch\.uint8.*torch\.int32"),
     "message 2-d": ({"message": MESSAGE.view(2, -1)}, r"message: expected a contiguous 1-D tensor"),
@@ -320,8 +321,13 @@ BAD_PACK = {
         {"format": "fp32", "rounding": "stochastic", "seed": 1},
         r"rounding: expected nearest for fp32, got 'stochastic'",
     ),
-    "indices": ({"first_indices": []}, r"first_indices: expected one per tensor, 1, got 0"),
-    "index": ({"first_indices": [-1]}, r"first_indices\[0\]: expected 0 to .*, got -1"),
+    "indices": (
+        {"first_indices": [], **NOISY}, r"first_indices: expected one per tensor, 1, got 0"),
+    "index": ({"first_indices": [-1], **NOISY}, r"first_indices\[0\]: expected 0 to .*, got -1"),
+    "nearest indices": (
+        {"first_indices": [0]}, r"first_indices: expected None with nearest rounding, got a list"),
+    "rule of fp8": ({"format": "fp8_1x128", "rule": "even"}, r"rule: expected rceil for fp8_1x128"),
+    "powers of mx": ({"power_of_2": True}, r"power_of_2: expected False for mxfp8, got True"),
     "offsets": ({"offsets": [0, 0]}, r"offsets: expected one per tensor, 1, got 2"),
     "offset": ({"offsets": [64]}, r"offsets\[0\]: expected a multiple of 128.*got 64"),
     "negative": ({"offsets": [-128]}, r"offsets\[0\]: expected a multiple of 128.*got -128"),

@@ -107,6 +107,8 @@ def test_golden_header():
         *("fp32", "bf16", "fp16", "fp8_row", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
     ]
     assert header_bytes(layout_of_numel("fp32", 2**40))[8:] == bytes([0, 0, 0, 0, 0, 1, 0, 0])
+    rows = [header_bytes(layout_of_numel(name, 0, row_numel=512)) for name in ("fp8_row", "nvfp4")]
+    assert [header[4:8] for header in rows] == [bytes([3, 0, 0, 2]), bytes([7, 0, 0, 2])]
 
 
 def message_of(name, numel, row_numel=1024):
@@ -156,11 +158,14 @@ def test_bad_messages(case):
         read_header(message)
 
 
-def test_header_of_other_rows():
-    """The row length is not in the header; a wrong one shows in the length."""
-    message = message_of("fp8_row", 4096, 128)
-    with pytest.raises(ValueError, match=r"message: expected 4128 bytes.*got 4240"):
-        read_header(message, row_numel=1024)
+@pytest.mark.parametrize("name", ["fp8_row", "nvfp4"])
+def test_header_of_other_rows(name):
+    """Whose message may be as long: sections are padded."""
+    message = message_of(name, 1024, 512)
+    error = r"message: expected rows of 1024 elements, got 512 in its header; pass the sender's"
+    with pytest.raises(ValueError, match=error):
+        read_header(message)
+    assert read_header(message_of("mxfp8", 1024, 512)) == ("mxfp8", 1024)
 
 
 @pytest.mark.parametrize("row_numel", [0, -128, 64, 100, 127, 129, 1000, 8192])

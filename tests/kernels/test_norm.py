@@ -6,12 +6,23 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidestream.kernels import reference_optim
 from sidestream.kernels.optim_ops import l2_norm_
 from sidestream.tests.kernels import oracle
 
 EPSILON = 2.0**-24
+
+
+class Counting(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += 1
+        return function(*arguments, **(options or {}))
 
 
 def naive_sum(values, lanes):
@@ -107,6 +118,18 @@ def test_parameters_may_come_from_a_generator():
     norm = torch.tensor(math.nan)
     l2_norm_(norm, iter(tensors))
     assert norm == math.sqrt(20.0) or abs(float(norm) - math.sqrt(20.0)) < 1e-6
+
+
+def test_short_tensors_share_calls_and_have_the_same_bits():
+    """More than are summed together, up to a row of lanes and beyond, between longer ones."""
+    sizes = [1, 2, 3, 17, 2047, 2048, 2049, 40_000, *range(5, 90)]
+    tensors = [finite(size, oracle.DTYPES[i % 3], i) for i, size in enumerate(sizes)]
+    assert norm_of(tensors)[0] == naive_norm(tensors)
+    norm, tiny = torch.zeros(()), [torch.ones(3)] * 256
+    with Counting() as calls:
+        reference_optim.l2_norm_(norm, tiny, found_inf=None, squared=True)
+    assert norm == 768
+    assert calls.count < 10 * len(tiny)
 
 
 def test_strides_do_not_count():

@@ -135,6 +135,15 @@ def test_reduce_refuses(out, parts, message):
         reduce_(out, parts)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_op_itself_resizes_nothing(dtype):
+    for numel in (2, 8):
+        out = torch.zeros(numel, dtype=dtype)
+        with pytest.raises(ValueError, match=rf"out: expected 4 elements, .*got {numel}; pass"):
+            torch.ops.sidestream.reduce_(out, torch.ones(2, 4))
+        assert torch.equal(out, torch.zeros(numel, dtype=dtype))
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 def test_fake_tensors_run_and_write_nothing(device):
     with FakeTensorMode():

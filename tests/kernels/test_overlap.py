@@ -164,6 +164,63 @@ def test_memory_that_several_elements_share_is_not_written(tensor, strides):
     k.pack_(torch.zeros(128), [tensor], [0])  # it may be read
 
 
+ROWS, LINE = torch.zeros(6, 6), torch.zeros(40)
+MET = {
+    "itself": lambda: [LINE[::2], LINE[::2]],
+    "columns": lambda: [ROWS[:, :4], ROWS[:, 2:]],
+    "diagonal": lambda: [ROWS[:, 0], ROWS.diagonal()],
+    "steps of 2 and 3": lambda: [LINE[::2], LINE[::3]],
+    "steps of 2 and 3, far": lambda: [(far := torch.zeros(10**6))[::2], far[1::3]],
+    "a block and its transpose": lambda: [ROWS[:4, 2:5].t(), ROWS[1:4, 1:3]],
+}
+APART = {
+    "slabs": lambda: [ROWS[:, :3], ROWS[:, 3:]],
+    "slabs, transposed": lambda: [ROWS[:, :3].t(), ROWS[:, 3:]],
+    "even and odd": lambda: [LINE[::2], LINE[1::2]],
+    "a triangle": lambda: [ROWS.diagonal(), ROWS.diagonal(1), ROWS[1:, 0]],
+    "slabs of slabs": lambda: [(wide := torch.zeros(9, 40, 80))[:, :20, ::2], wide[:, 20:]],
+    "halves of 24 Mi": lambda: torch.zeros(4096, 6144, dtype=torch.bfloat16).split(3072, 1),
+    "shuffled": lambda: [torch.zeros(12).as_strided((2, 3), (3, 2))],
+}
+
+
+@pytest.mark.parametrize("name", MET)
+def test_tensors_with_gaps_that_meet_are_refused(name):
+    tensors = MET[name]()
+    wanted = r"tensors\[\d\]: expected memory apart from that of tensors\[\d\], got an overlap"
+    flat = torch.ones(sum(tensor.numel() for tensor in tensors))
+    with pytest.raises(ValueError, match=wanted):
+        k.unpack_(tensors, flat, [0] * len(tensors))
+    layout = k.message_layout("fp32", [tensor.numel() for tensor in tensors])
+    message = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=wanted):
+        k.unpack_message_(tensors, message, "fp32")
+    assert not any(tensor.any() for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_tensors_in_the_gaps_of_others_are_written(name):
+    tensors = APART[name]()
+    flat = torch.ones(sum(tensor.numel() for tensor in tensors))
+    k.unpack_(tensors, flat, [0] * len(tensors))
+    for tensor in tensors:
+        assert tensor.eq(1).all()
+        tensor.zero_()
+
+
+def test_what_would_take_too_long_to_find_out_is_refused(monkeypatch):
+    monkeypatch.setattr(overlap, "_MAX_LOOKS", 1)
+    for tensors, wanted in (
+        (
+            [LINE[:12].as_strided((2, 3), (3, 2))],
+            r"tensors\[0\]: .* strides \(3, 2\), of which that",
+        ),
+        ([ROWS[:, :3], ROWS[:, 3:]], r"tensors\[0\]: .* of tensors\[1\], got strides \(6, 1\) and"),
+    ):
+        with pytest.raises(ValueError, match=wanted + r".*cannot be told; pass"):
+            k.unpack_(tensors, torch.ones(18), [0] * len(tensors))
+
+
 def _addresses(tensor):
     places = torch.zeros((), dtype=torch.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -193,6 +250,33 @@ def test_any_strides_meet_what_their_elements_meet():
             assert len(set(addresses)) == len(addresses), (shape, strides)
         met += meets
     assert 500 < met < 2500
+
+
+def test_tensors_with_gaps_meet_where_their_bytes_do():
+    """Against sets of addresses: pairs of any strides and of two dtypes, and each of them alone."""
+    generator = random.Random(5)
+    memory = torch.zeros(2000, dtype=torch.int16)
+    met, own = [], []
+    for _ in range(3000):
+        spans, places = [], []
+        for name in ("left", "right"):
+            dims = range(generator.randrange(4))
+            shape = [generator.randint(1, 4) for _ in dims]
+            strides = [generator.choice([0, 2, 3, 4, 5, 8, 12, 24]) for _ in dims]
+            dtype = generator.choice([torch.int16, torch.float32])
+            tensor = memory.view(dtype).as_strided(shape, strides, generator.randrange(60))
+            size, addresses = tensor.element_size(), _addresses(tensor)
+            is_own = len(set(addresses)) == len(addresses)
+            known = overlap._has_own_elements(tensor) or overlap._are_all_apart(tensor)
+            assert known is is_own, (shape, strides)
+            spans.append(overlap._span(name, tensor))
+            places.append({address + byte for address in addresses for byte in range(size)})
+            own.append(is_own)
+        meets = not places[0].isdisjoint(places[1])
+        assert spans[0].meets(spans[1]) is spans[1].meets(spans[0]) is meets
+        met.append(meets)
+    assert 300 < sum(met) < 2500
+    assert 1000 < sum(own) < 5500
 
 
 def test_what_has_no_memory_overlaps_nothing():

@@ -112,15 +112,18 @@ def test_delayed_scaling_records_amax(special):
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("length", [1, 2, 7, 1024])
-def test_update_scales(length, algorithm):
+@pytest.mark.parametrize(("length", "margin"), [(1, 3), (2, 3), (7, 3), (1024, 3), (7, 100)])
+def test_update_scales(length, margin, algorithm):
     history = torch.rand(12, length, generator=torch.Generator().manual_seed(1))
     history[1], history[2, -1], history[3, 0] = 0.0, math.inf, math.nan
     history[4, 0], history[5] = 0.0, 1e-45
+    if margin > 3:
+        history[6], history[7] = 3e38, 2.0**33
     scales = torch.arange(12.0)
     expected_history, expected = history.clone(), scales.clone()
-    fp8_launch.update_fp8_scales_(history, scales, "e4m3", 3, algorithm)
-    reference_fp8.update_fp8_scales_(expected_history, expected, "e4m3", 3, algorithm)
+    fp8_launch.update_fp8_scales_(history, scales, "e4m3", margin, algorithm)
+    reference_fp8.update_fp8_scales_(expected_history, expected, "e4m3", margin, algorithm)
+    assert (scales[6] == 2.0**-126) == (margin > 3)
     assert_same_bits(history, expected_history)
     assert_same_bits(scales, expected)
     assert not scales.equal(torch.arange(12.0))
