@@ -206,13 +206,9 @@ class UnitGradients:
 
         def start() -> list[Pending]:
             nonlocal received
-            self._own_main_grad()
             numel, dtype = self._spec.layout.numel, self._spec.dtypes.wire
             sent = received = self._pool.lease(numel, dtype)
             leases.append(sent)
-            if self._spec.layout.world_size > 1:
-                received = self._pool.lease(numel, dtype)
-                leases.append(received)
             if accumulated is None:
                 self._packer.pack(sent, grads)
             else:
@@ -222,8 +218,11 @@ class UnitGradients:
             if sent.device.type == "cpu":
                 # On a GPU the pack is only enqueued: the gradients live until the event advances.
                 grads.clear()
-            if received is sent or not sent.numel():
+            if self._spec.layout.world_size == 1 or not numel:
                 return []
+            # Only now, in what the gradients took.
+            received = self._pool.lease(numel, dtype)
+            leases.append(received)
             return [self._collectives.exchange(received, sent, self._exchange_name)]
 
         def complete() -> list[Pending]:
