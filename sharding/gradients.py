@@ -8,7 +8,7 @@ optimizer.
     main_grad     grad    as `main`             from an exchange to the first forward without it
 
 The visible gradient (`run.param.grad`) is what says that a gradient exists: once it is cleared, the
-next forward of the model frees `main_grad`, or the next exchange overwrites it, and whatever was
+next forward of the model or exchange of the unit lets go of `main_grad`, and whatever was
 accumulated is dropped. An edit in place cannot reach what was accumulated, so it is refused: zeros
 would not clear the sum.
 """
