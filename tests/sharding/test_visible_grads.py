@@ -1,7 +1,7 @@
 """What users do to gradients between passes counts as in plain PyTorch: hold, put back, replace."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -77,13 +77,17 @@ def _data(seed: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+def _give(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+
+
 def put_back(pair: Pair) -> None:
     pair.backward(0)
     held = [[param.grad for param in model.parameters()] for model, _ in pair.models()]
     pair.zero_grad()
     for (model, _), grads in zip(pair.models(), held, strict=True):
-        for param, grad in zip(model.parameters(), grads, strict=True):
-            param.grad = grad
+        _give(model.parameters(), grads)
     pair.check()
     pair.backward(1)
     pair.check()
@@ -94,8 +98,7 @@ def flat_put_back_after_an_evaluation(pair: Pair) -> None:
     held = [param.grad for param in pair.flat()]
     pair.optimizer.zero_grad()
     pair.evaluate()
-    for param, grad in zip(pair.flat(), held, strict=True):
-        param.grad = grad
+    _give(pair.flat(), held)
     pair.check()
     pair.backward(1)
     pair.check()
