@@ -96,7 +96,7 @@ def unpack_(
 
 def reduce_(
     out: torch.Tensor,
-    parts: torch.Tensor,
+    parts: torch.Tensor | None,
     *,
     scale: float = 1.0,
     accumulate: bool = False,
@@ -109,10 +109,17 @@ def reduce_(
     out = round(float32(out) + sum * scale). Raises `ValueError` before anything is written.
 
     rows: the rows of `parts`, where the caller has them at hand; trusted like `pack_`'s slots.
+    Rows that lie apart have no table: then `parts` is None.
     """
     if rows is not None and out.is_cpu and _runs_directly(out):
         reference.reduce_(out, parts, scale, accumulate, rows)
         return
+    if parts is None:
+        if rows is None:
+            raise TypeError(
+                "parts: expected a torch.Tensor, got None without rows; pass one of them"
+            )
+        parts = torch.stack(tuple(rows))
     _check_reduce(out, parts)
     scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
     call(_REDUCE, out, out, parts, scale, accumulate)

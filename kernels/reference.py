@@ -48,23 +48,25 @@ def unpack_(
 
 def reduce_(
     out: torch.Tensor,
-    parts: torch.Tensor,
+    parts: torch.Tensor | None,
     scale: float = 1.0,
     accumulate: bool = False,
     rows: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Sum `parts` [world, shard] over ranks into `out` [shard], which shares no memory with it.
 
-    rows: `parts.unbind()`, from a caller who has it at hand.
+    rows: `parts.unbind()`, from a caller who has it at hand, or what has no table.
     """
-    rows = parts.unbind() if rows is None else rows
+    if rows is None:
+        assert parts is not None
+        rows = parts.unbind()
     numel, chunk = out.numel(), _chunk_numel()
     if rows[0].numel() != numel:  # torch would resize `out`
         raise ValueError(
             f"out: expected {rows[0].numel()} elements, a row of parts, got {numel}; pass memory "
             "of that size"
         )
-    if len(rows) >= MANY_ROWS and parts.numel() <= CHUNK_NUMEL:
+    if parts is not None and len(rows) >= MANY_ROWS and parts.numel() <= CHUNK_NUMEL:
         _reduce_many_rows_(out, parts, scale, accumulate)
     elif numel <= chunk:
         _reduce_chunk_(out, rows, scale, accumulate)

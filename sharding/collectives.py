@@ -2,12 +2,12 @@
 
     call        native (NCCL and others)    gloo on a CPU
     gather      all-gather                  a send and a receive per peer, straight into place
-    exchange    all-to-all                  all-to-all
+    exchange    all-to-all                  the same, and our own part stays where it is
 
-gloo's own all-gather stages its data (85 ms against 30 ms for 64 MiB on loopback), hence the second
-column; a GPU's tensors it can only stage, its sends and receives would take their addresses for the
-host's. Sums are never left to a backend: `exchange` only moves data, `kernels.reduce_` adds it up
-in rank order.
+gloo's own all-gather stages its data (85 ms against 30 ms for 64 MiB on loopback), and its all-to-all
+copies what a rank has for itself, hence the second column; a GPU's tensors it can only stage, its
+sends and receives would take their addresses for the host's. Sums are never left to a backend:
+`exchange` only moves data, `kernels.reduce_` adds it up in rank order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .process_groups import DataParallelGroups
 from .ranges import ranged
 
 T = TypeVar("T")
-_TAG = 0x51DE
-"""Keeps our sends apart from the user's own on the same group; gloo matches peer and tag."""
+_GATHER_TAG, _EXCHANGE_TAG = 0x51DE, 0x51DF
+"""Keep our sends apart from the user's own on the same group; gloo matches peer and tag."""
 
 
 # A method of the group: the functions around it cost as much host time again.
@@ -122,39 +122,64 @@ class Collectives:
         source: Tensor,
         what: str,
     ) -> list[Pending]:
-        own = slices[self.rank]
+        own, peers = slices[self.rank], self._peers
         if group is None or self.world_size == 1:
             if source is not own:
                 own.copy_(source)
             return []
-        self.traffic.count(kind, len(self._peers) * source.nbytes)
+        self.traffic.count(kind, len(peers) * source.nbytes)
         try:
             if not self._point_to_point:
                 return [Pending(start_all_gather(group, flat, source), what)]
-            # Receives first: a send has to find its receive posted, or gloo stages it.
-            pending = [
-                Pending(group.recv([slices[peer]], peer, _TAG), f"{what} from rank {peer}")
-                for peer in self._peers
-            ]
-            pending += [
-                Pending(group.send([source], peer, _TAG), f"{what} to rank {peer}")
-                for peer in self._peers
-            ]
+            incoming = [slices[peer] for peer in peers]
+            pending = self._swap(group, incoming, [source] * len(peers), _GATHER_TAG, what)
         except RuntimeError as error:
             raise communication_error(what, error) from error
         if source is not own:
             own.copy_(source)
         return pending
 
-    def exchange(self, received: Tensor, sent: Tensor, what: str) -> Pending:
-        """Start an all-to-all: block r of `sent` [world * n] goes to rank r, into its block of our
-        rank.
+    def _swap(
+        self,
+        group: dist.ProcessGroup,
+        incoming: Sequence[Tensor],
+        outgoing: Sequence[Tensor],
+        tag: int,
+        what: str,
+    ) -> list[Pending]:
+        """Start a receive from and a send to every peer, in the order of their ranks."""
+        # Receives first: a send has to find its receive posted, or gloo stages it.
+        pending = [
+            Pending(group.recv([part], peer, tag), f"{what} from rank {peer}")
+            for part, peer in zip(incoming, self._peers, strict=True)
+        ]
+        pending += [
+            Pending(group.send([part], peer, tag), f"{what} to rank {peer}")
+            for part, peer in zip(outgoing, self._peers, strict=True)
+        ]
+        return pending
+
+    @property
+    def received_parts(self) -> int:
+        """How many parts an exchange brings: the world's, or all but our own."""
+        return self.world_size - int(self._point_to_point)
+
+    def exchange(self, received: Tensor, sent: Tensor, what: str) -> list[Pending]:
+        """Start to swap parts: part r of `sent` [world * n] goes to rank r, and into `received`
+        [received_parts * n] comes what every rank, or every other, has for us, in rank order.
+
+        Nothing may write `sent` or read `received` before the waits.
         """
         group = self.groups.reduce
         assert group is not None, "exchange needs a process group"
-        self.traffic.count("exchange", len(self._peers) * (sent.nbytes // self.world_size))
+        numel = sent.numel() // self.world_size
+        self.traffic.count("exchange", len(self._peers) * numel * sent.itemsize)
         try:
-            return Pending(group.alltoall_base(received, sent, [], []), what)
+            if not self._point_to_point:
+                return [Pending(group.alltoall_base(received, sent, [], []), what)]
+            parts = sent.split(numel)
+            outgoing = [parts[peer] for peer in self._peers]
+            return self._swap(group, received.split(numel), outgoing, _EXCHANGE_TAG, what)
         except RuntimeError as error:
             raise communication_error(what, error) from error
 

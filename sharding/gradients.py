@@ -3,7 +3,7 @@ optimizer.
 
     buffer        dtype   elements              lives
     sent          wire    all                   during an exchange
-    received      wire    all                   during an exchange: every rank's part of our slice
+    received      wire    all, or all but own   during an exchange: every rank's part of our slice
     accumulated   grad    all                   from a backward under `no_sync` to the next exchange
     main_grad     grad    as `main`             from an exchange to the first forward without it
 
@@ -111,9 +111,8 @@ class UnitGradients:
             self._accumulated = None
 
     def _make_rows(self, received: Tensor) -> list[Tensor]:
-        layout = self._spec.layout
-        table = received.view(layout.world_size, layout.shard_numel)
-        return [table, *FlatBuffer(received, layout).shards()]
+        table = received.view(-1, self._spec.layout.shard_numel)
+        return [table, *table]
 
     def _own_main_grad(self) -> Tensor:
         """`main_grad`, allocated if there is none; no lease, since users may keep views of it."""
@@ -202,12 +201,13 @@ class UnitGradients:
         into_existing = bool(kept)
         accumulated, self._accumulated = self._accumulated, None
         leases: list[Tensor] = [] if accumulated is None else [accumulated]
+        sent: Tensor
         received: Tensor
 
         def start() -> list[Pending]:
-            nonlocal received
-            numel, dtype = self._spec.layout.numel, self._spec.dtypes.wire
-            sent = received = self._pool.lease(numel, dtype)
+            nonlocal sent, received
+            layout, dtype = self._spec.layout, self._spec.dtypes.wire
+            sent = received = self._pool.lease(layout.numel, dtype)
             leases.append(sent)
             if accumulated is None:
                 self._packer.pack(sent, grads)
@@ -218,28 +218,39 @@ class UnitGradients:
             if sent.device.type == "cpu":
                 # On a GPU the pack is only enqueued: the gradients live until the event advances.
                 grads.clear()
-            if self._spec.layout.world_size == 1 or not numel:
+            if layout.world_size == 1 or not layout.numel:
                 return []
             # Only now, in what the gradients took.
-            received = self._pool.lease(numel, dtype)
+            received = self._pool.lease(
+                self._collectives.received_parts * layout.shard_numel, dtype
+            )
             leases.append(received)
-            return [self._collectives.exchange(received, sent, self._exchange_name)]
+            return self._collectives.exchange(received, sent, self._exchange_name)
 
         def complete() -> list[Pending]:
             if into_existing:
                 self._make_current(cleared, kept)
-            return self._reduce(received, into_existing)
+            return self._reduce(sent, received, into_existing)
 
         return Exchange(lane.submit(self._exchange_name, start, complete), leases, grads)
 
-    def _reduce(self, received: Tensor, into_existing: bool) -> list[Pending]:
+    def _parts(self, sent: Tensor, received: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+        """Every rank's part of our slice, in rank order; as one table too, where it is one."""
+        layout = self._spec.layout
+        table, *rows = self._pool.views(received, self._rows_key, self._make_rows)
+        if len(rows) == layout.world_size:
+            return table, rows
+        rows.insert(self._collectives.rank, FlatBuffer(sent, layout).shard(self._collectives.rank))
+        return None, rows
+
+    def _reduce(self, sent: Tensor, received: Tensor, into_existing: bool) -> list[Pending]:
         layout, main_grad = self._spec.layout, self._own_main_grad()
         world_size, rank = layout.world_size, self._collectives.rank
         own = main_grad
         if self._replicates:
             start, stop = layout.shard_range(rank)
             own = main_grad[start:stop]
-        table, *rows = self._pool.views(received, self._rows_key, self._make_rows)
+        table, rows = self._parts(sent, received)
         reduce_(own, table, scale=1.0 / world_size, accumulate=into_existing, rows=rows)
         if not self._replicates:
             return []

@@ -194,5 +194,6 @@ def _transient_bytes(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> int:
 def _exchange_bytes(unit: Unit, runtime: Runtime) -> int:
     if not unit.needs_reduction:
         return 0
-    full = unit.spec.layout.numel * unit.spec.dtypes.wire.itemsize
-    return 2 * full if runtime.collectives.world_size > 1 else full
+    layout, collectives = unit.spec.layout, runtime.collectives
+    received = collectives.received_parts * layout.shard_numel if collectives.world_size > 1 else 0
+    return (layout.numel + received) * unit.spec.dtypes.wire.itemsize

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from sidestream.bench import gpu_shared
+from sidestream.sharding.collectives import Collectives
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 
 CPU = torch.device("cpu")
@@ -16,12 +17,12 @@ def _share(rank, world_size):
 
 def _share_wrongly(rank, world_size):
     """As if the exchange mixed ranks up."""
-    exchange = dist.ProcessGroup.alltoall_base
+    exchange = Collectives.exchange
 
-    def mixed(group, received, sent, *options):
-        return exchange(group, received, sent * (1.0 + rank), *options)
+    def mixed(collectives, received, sent, what):
+        return exchange(collectives, received, sent.mul_(1.0 + rank), what)
 
-    dist.ProcessGroup.alltoall_base = mixed
+    Collectives.exchange = mixed
     return gpu_shared.work(rank, "cpu")
 
 

@@ -1,5 +1,6 @@
 """The registered ops: results, every refusal, fake tensors, torch.compile, opcheck, autograd."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -162,6 +163,23 @@ def test_trusted_views_do_not_hide_the_ops_from_a_mode():
         reduce_(flat, parts, scale=0.25, rows=list(parts))
     assert {"sidestream::pack_", "sidestream::reduce_"} <= set(seen.names)
     assert torch.equal(flat, torch.full((256,), 0.5))
+
+
+@pytest.mark.parametrize("world", [1, 3, 40])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Seen], ids=["directly", "in a mode"])
+def test_rows_that_lie_apart_are_summed_like_a_table(world, mode):
+    parts = torch.randn(world, 7).bfloat16()
+    expected, out = torch.ones(7), torch.ones(7)
+    reduce_(expected, parts, scale=0.3, accumulate=True)
+    with mode():
+        rows = [part.clone() for part in parts]
+        reduce_(out, None, scale=0.3, accumulate=True, rows=rows)
+    assert torch.equal(out, expected)
+
+
+def test_a_sum_of_neither_table_nor_rows_is_refused():
+    with pytest.raises(TypeError, match=r"parts: expected a torch\.Tensor, got None without rows"):
+        reduce_(torch.zeros(4), None)
 
 
 def test_what_a_fake_mode_saw_is_not_kept():

@@ -31,6 +31,33 @@ def test_a_gpu_has_gloo_gather_by_way_of_the_host():
     assert run_on_ranks(_gather, 3, "cuda") == [([1.0, 1.0, 2.0, 2.0, 3.0, 3.0], 1)] * 3
 
 
+def _exchange(rank, world_size, device_type):
+    """Rank r sends [r, p] to rank p. What nobody sends stays NaN."""
+    group = dist.group.WORLD
+    collectives = Collectives(
+        DataParallelGroups(rank, world_size, torch.device(device_type), group, group)
+    )
+    parts = [[float(rank), float(peer)] for peer in range(world_size)]
+    sent = torch.tensor(parts, dtype=torch.bfloat16).flatten()
+    received = torch.full((2 * collectives.received_parts,), float("nan"), dtype=torch.bfloat16)
+    pending = collectives.exchange(received, sent, "an exchange")
+    for operation in pending:
+        operation.wait()
+    assert sent.view(-1, 2).tolist() == parts
+    assert collectives.traffic.sent_bytes["exchange"] == 4 * (world_size - 1)
+    return received.view(-1, 2).tolist(), len(pending)
+
+
+def test_a_cpu_exchanges_with_its_peers_alone():
+    for rank, found in enumerate(run_on_ranks(_exchange, 3, "cpu")):
+        assert found == ([[float(peer), float(rank)] for peer in range(3) if peer != rank], 4)
+
+
+def test_a_gpu_has_one_all_to_all():
+    for rank, found in enumerate(run_on_ranks(_exchange, 3, "cuda")):
+        assert found == ([[float(peer), float(rank)] for peer in range(3)], 1)
+
+
 def _device_over_gloo(rank, world_size, device_type):
     mesh = None
     if device_type is not None:

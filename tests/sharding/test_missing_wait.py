@@ -23,8 +23,7 @@ class LatePending:
 
     def wait(self) -> None:
         if not self._skip:
-            started = self._operation()
-            for pending in started if isinstance(started, list) else [started]:
+            for pending in self._operation():
                 pending.wait()
 
 
@@ -32,8 +31,7 @@ def late(kind: str, skipped: str | None) -> Any:
     original = getattr(Collectives, kind)
 
     def method(self: Collectives, *args: Any) -> Any:
-        pending = LatePending(lambda: original(self, *args), kind == skipped)
-        return pending if kind == "exchange" else [pending]
+        return [LatePending(lambda: original(self, *args), kind == skipped)]
 
     return mock.patch.object(Collectives, kind, method)
 
