@@ -56,13 +56,14 @@ class Profile:
 def profile_calls(call: Callable[[], object], repeats: int, *, units: int = 1) -> Profile:
     """Profile `repeats` calls; every figure is divided by `repeats * units`."""
     profiler = cProfile.Profile()
-    all_threads, this_thread = time.process_time(), time.thread_time()
-    profiler.enable()
-    for _ in range(repeats):
-        call()
-    profiler.disable()
-    own = time.thread_time() - this_thread
-    others = max(0.0, time.process_time() - all_threads - own)
+
+    def run() -> None:
+        profiler.enable()
+        for _ in range(repeats):
+            call()
+        profiler.disable()
+
+    own, others = cpu_seconds(run)
     share = 1.0 / (repeats * units)
     functions = tuple(
         FunctionCost(
@@ -74,6 +75,14 @@ def profile_calls(call: Callable[[], object], repeats: int, *, units: int = 1) -
         for entry in profiler.getstats()
     )
     return Profile(functions, own * 1e6 * share, others * 1e6 * share)
+
+
+def cpu_seconds(run: Callable[[], None]) -> tuple[float, float]:
+    """CPU time of `run` in this thread, and meanwhile in all others of the process."""
+    process, thread = time.process_time(), time.thread_time()
+    run()
+    own = time.thread_time() - thread
+    return own, max(0.0, time.process_time() - process - own)
 
 
 def _function_name(code: object) -> str:

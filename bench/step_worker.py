@@ -24,7 +24,7 @@ from torch.profiler import profile as torch_profile
 
 from ..training.result import peak_memory_mib
 from .models import DecoderConfig, build_batch
-from .profiling import profile_calls
+from .profiling import cpu_seconds, profile_calls
 from .ranks import device_of, read_loopback_bytes
 from .resident import return_freed_memory
 from .rivals import Setup, Trainer, build_trainer
@@ -273,13 +273,19 @@ def _profile_operators(call: Callable[[], object], steps: int) -> str:
     activities, own_time = [ProfilerActivity.CPU], "self_cpu_time_total"
     if dist.get_backend() == "nccl":
         activities, own_time = [*activities, ProfilerActivity.CUDA], "self_device_time_total"
-    with torch_profile(activities=activities) as recorded:
+
+    def run() -> None:
         for _ in range(steps):
             call()
-    averages = recorded.key_averages()
-    return f"totals over {steps} steps\n" + averages.table(
-        sort_by=own_time, row_limit=30, max_name_column_width=60
+
+    with torch_profile(activities=activities) as recorded:
+        own, others = cpu_seconds(run)
+    heading = (
+        f"totals over {steps} steps: {own:.3f} s CPU in this thread, {others:.3f} s in others "
+        "(the backend's)"
     )
+    table = recorded.key_averages().table(sort_by=own_time, row_limit=30, max_name_column_width=60)
+    return f"{heading}\n{table}"
 
 
 _PROFILERS: dict[str, Callable[[Callable[[], object], int], str | None]] = {

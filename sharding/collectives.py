@@ -2,10 +2,10 @@
 
     call        native (NCCL and others)    gloo on a CPU
     gather      all-gather                  a send and a receive per peer, straight into place
-    exchange    all-to-all                  the same, and our own part stays where it is
+    exchange    all-to-all                  a send and a receive per peer; our own part stays
 
-gloo's own all-gather stages its data (85 ms against 30 ms for 64 MiB on loopback), and its all-to-all
-copies what a rank has for itself, hence the second column; a GPU's tensors it can only stage, its
+gloo's own all-gather stages its data (85 ms against 30 ms for 64 MiB on loopback), its all-to-all
+copies what a rank has for itself: hence the second column. A GPU's tensors it can only stage: its
 sends and receives would take their addresses for the host's. Sums are never left to a backend:
 `exchange` only moves data, `kernels.reduce_` adds it up in rank order.
 """
