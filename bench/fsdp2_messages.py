@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from .timeline import MESSAGE_RANGE
 
 
 class _FreshBuffers:
@@ -37,7 +40,8 @@ class MessageAllGather(_FreshBuffers):
         """
         rank, parts = group.rank(), output_tensor.view(group.size(), -1)
         flat_input = input_tensor.view(-1)
-        pending = _exchange(group, lambda peer: flat_input, lambda peer: parts[peer])
+        with record_function(f"{MESSAGE_RANGE}gather"):
+            pending = _exchange(group, lambda peer: flat_input, lambda peer: parts[peer])
         if parts[rank].data_ptr() != input_tensor.data_ptr():
             parts[rank].copy_(flat_input)
         for work in pending:
@@ -71,7 +75,8 @@ class MessageReduceScatter(_FreshBuffers):
         rank, world = group.rank(), group.size()
         parts = input_tensor.view(world, -1)
         arrived = torch.empty_like(parts)
-        pending = _exchange(group, lambda peer: parts[peer], lambda peer: arrived[peer])
+        with record_function(f"{MESSAGE_RANGE}exchange"):
+            pending = _exchange(group, lambda peer: parts[peer], lambda peer: arrived[peer])
         for work in pending:
             work.wait()
         total = output_tensor.view(-1)

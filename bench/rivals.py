@@ -6,7 +6,7 @@ and tuned), by Megatron-FSDP and by sidestream.
 | `plain`          | the module alone: no communication, each rank trains its own copy          |
 | `ddp`            | `DistributedDataParallel(gradient_as_bucket_view=True)`                    |
 | `ddp_zero1`      | the same with `ZeroRedundancyOptimizer`, parameters in its buckets         |
-| `fsdp2`          | torch's `fully_shard` on every block and the root, resharded after forward |
+| `fsdp2`          | torch's `fully_shard` on every block and the root, with its own defaults   |
 | `fsdp2_tuned`    | the same with its collectives made of messages, see `fsdp2_messages`       |
 | `megatron_fsdp`  | `megatron_fsdp.fully_shard`, ZeRO-3, where it is installed, on a GPU       |
 | `zero0`..`zero3` | sidestream, called as a user would                                         |
@@ -166,7 +166,7 @@ def _zero_redundancy_adamw(
 
 
 def _build_fsdp2(name: str, model: Decoder, setup: Setup) -> Trainer:
-    options: dict[str, Any] = {"mesh": setup.mesh, "reshard_after_forward": True}
+    options: dict[str, Any] = {"mesh": setup.mesh}
     if setup.dtype != torch.float32:
         options["mp_policy"] = TorchPrecision(param_dtype=setup.dtype)
     # The base classes of the two collectives have no public name, so a type checker cannot see the

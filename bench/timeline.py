@@ -4,7 +4,8 @@ communication that nothing hides, and to a picture.
     CPU   lane         events
           compute      the training thread, but for what is below: operators and Python
           pack, sum    ranges of ours, and the optimizer's, on the training thread
-          gather, ...  gloo's operations beside it; a message ends when it is waited for
+          gather, ...  gloo's operations beside it; a message belongs to the range that starts it,
+                       and ends when it is waited for
           wait         the training thread waits for one: exposed communication
     GPU   lane         events
           compute ...  kernels by name; NCCL's and stand-ins for it are communication
@@ -25,6 +26,7 @@ from ..sharding.ranges import PREFIX
 STEP_RANGE = "bench::step"
 WAIT_RANGE = "bench::wait"
 STAND_IN_RANGE = "bench::stand-in "  # and the lane: on the host, around the launch of a stand-in
+MESSAGE_RANGE = "bench::messages "  # and the lane: around the start of a rival's sends and receives
 COMPUTE, WAIT = "compute", "wait"
 _GPU_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_KINDS = ("cuda_runtime", "cuda_driver")
@@ -89,10 +91,12 @@ def _cpu_timeline(
     origin = min(step["ts"] for step in steps)
     end = max(step["ts"] + step["dur"] for step in steps)
     lanes: dict[str, list[Span]] = {}
+    events = list(events)
+    starts = _message_starts(events)
     for event in events:
         if event["ts"] + event["dur"] < origin or event["ts"] > end:
             continue
-        lane = _cpu_lane(event["name"])
+        lane = _cpu_lane(event, starts)
         if lane is not None:
             lanes.setdefault(lane, []).append(_span(event, origin))
     own = [span for lane in ("pack", "sum", "optimizer", WAIT) for span in lanes.get(lane, ())]
@@ -103,12 +107,32 @@ def _cpu_timeline(
     return _timeline(lanes, _measure(_union(whole)), len(steps))
 
 
-def _cpu_lane(name: str) -> str | None:
+def _message_starts(events: Iterable[Mapping[str, Any]]) -> list[tuple[float, float, str]]:
+    """The ranges on the host in which messages are started, and the lane of these."""
+    return [
+        (event["ts"], event["ts"] + event["dur"], lane)
+        for event in events
+        if (lane := _lane_of_messages(event["name"])) is not None
+    ]
+
+
+def _lane_of_messages(range_name: str) -> str | None:
+    if range_name.startswith(MESSAGE_RANGE):
+        return range_name.removeprefix(MESSAGE_RANGE)
+    if range_name.startswith(f"{PREFIX}start gradient"):
+        return "exchange"
+    # What follows a sum is the gather of it.
+    return "gather" if range_name.startswith((f"{PREFIX}start", f"{PREFIX}complete")) else None
+
+
+def _cpu_lane(event: Mapping[str, Any], starts: Sequence[tuple[float, float, str]]) -> str | None:
+    name = event["name"]
     if name == WAIT_RANGE:
         return WAIT
+    if name in ("gloo:send", "gloo:recv"):
+        return next((lane for begin, end, lane in starts if begin <= event["ts"] <= end), "gather")
     if name.startswith("gloo:"):
-        gathers = any(part in name for part in ("gather", "recv", "send"))
-        return "gather" if gathers else "exchange"
+        return "gather" if "gather" in name else "exchange"
     if name.startswith("Optimizer.step"):
         return "optimizer"
     if name.startswith(f"{PREFIX}start gradient"):

@@ -104,7 +104,7 @@ def reduce_(
 ) -> None:
     """Sum one row per rank into `out`: in FP32, in rank order, scaled, rounded once.
 
-    out: [shard]; parts: [world, shard], world >= 1. Both contiguous, FP32, BF16 or FP16, on one
+    out: [shard]; parts: [world, shard], world >= 1, or None beside `rows`. Both contiguous, FP32, BF16 or FP16, on one
     device, not overlapping. out = round(sum * scale), or with `accumulate`
     out = round(float32(out) + sum * scale). Raises `ValueError` before anything is written.
 

@@ -66,7 +66,8 @@ def reduce_(
             f"out: expected {rows[0].numel()} elements, a row of parts, got {numel}; pass memory "
             "of that size"
         )
-    if parts is not None and len(rows) >= MANY_ROWS and parts.numel() <= CHUNK_NUMEL:
+    if len(rows) >= MANY_ROWS and len(rows) * numel <= CHUNK_NUMEL:
+        parts = torch.stack(tuple(rows)) if parts is None else parts
         _reduce_many_rows_(out, parts, scale, accumulate)
     elif numel <= chunk:
         _reduce_chunk_(out, rows, scale, accumulate)

@@ -111,7 +111,9 @@ class UnitGradients:
             self._accumulated = None
 
     def _make_rows(self, received: Tensor) -> list[Tensor]:
-        table = received.view(-1, self._spec.layout.shard_numel)
+        layout = self._spec.layout
+        parts = received.numel() // layout.shard_numel if layout.numel else layout.world_size
+        table = received.view(parts, layout.shard_numel)
         return [table, *table]
 
     def _own_main_grad(self) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 
 from sidestream.bench.timeline import (
     COMPUTE,
+    MESSAGE_RANGE,
     STEP_RANGE,
     WAIT,
     WAIT_RANGE,
@@ -53,8 +54,6 @@ def test_exposed_share_counts_overlapping_waits_once():
 @pytest.mark.parametrize(
     ("name", "lane"),
     [
-        ("gloo:recv", "gather"),
-        ("gloo:send", "gather"),
         ("gloo:_allgather_base", "gather"),
         ("gloo:all_to_all", "exchange"),
         ("gloo:_reduce_scatter_base", "exchange"),
@@ -63,6 +62,22 @@ def test_exposed_share_counts_overlapping_waits_once():
 )
 def test_operations_on_a_cpu_have_their_lane(name, lane):
     assert _pairs(read_timeline([*STEPS, _event(name, 3, 4)]), lane) == [(3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("start", "lane"),
+    [
+        ("sidestream::start gradient exchange of unit 'a'", "exchange"),
+        ("sidestream::start gather of unit 'a'", "gather"),
+        ("sidestream::complete gradient exchange of unit 'a'", "gather"),
+        (f"{MESSAGE_RANGE}exchange", "exchange"),
+        (f"{MESSAGE_RANGE}gather", "gather"),
+    ],
+)
+@pytest.mark.parametrize("message", ["gloo:send", "gloo:recv"])
+def test_a_message_belongs_to_the_range_that_starts_it(message, start, lane):
+    timeline = read_timeline([*STEPS, _event(start, 3, 4), _event(message, 3.5, 8)])
+    assert (3.5, 8) in _pairs(timeline, lane)
 
 
 def test_starting_a_gather_is_compute():

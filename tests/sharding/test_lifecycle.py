@@ -162,10 +162,12 @@ def unit_used_in_one_microbatch(rank: int, world_size: int, zero: int) -> None:
     twins.check_params()
 
 
+ODD_SHAPES = ((), (1,), (1, 1), (2,), (1, 6), (6, 1), (3, 2, 1), (0, 6))
+
+
 class OddShapes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
         super().__init__()
-        shapes = [(), (1,), (1, 1), (2,), (1, 6), (6, 1), (3, 2, 1), (0, 6)]
         self.values = nn.ParameterList(nn.Parameter(torch.rand(shape) + 0.5) for shape in shapes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,7 +177,8 @@ class OddShapes(nn.Module):
 
 
 def odd_shapes(rank: int, world_size: int, zero: int) -> None:
-    model = nn.Sequential(OddShapes(), Layer())
+    nothing = OddShapes((0, 6), (0,))
+    model = nn.Sequential(OddShapes(*ODD_SHAPES), nothing, Layer())
     Twins(rank, world_size, model, zero, [OddShapes, Layer]).train(square_loss, (2, 6))
 
 
