@@ -81,7 +81,7 @@ class Report:
     date: str
     command: str
     machine: Mapping[str, str | int | None]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, float]
     rows: tuple[Row, ...]
     wrong: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -134,6 +134,7 @@ def read_report(path: Path) -> Report:
         for name in ("wrong", "notes"):
             found[name] = tuple(found[name])
         _require_machine(found["machine"])
+        _require_settings(found["settings"])
         return Report(rows=rows, **found)
     except (KeyError, TypeError) as error:
         raise ReportError(
@@ -144,11 +145,23 @@ def read_report(path: Path) -> Report:
 
 def _require_machine(machine: object) -> None:
     """Raises TypeError where it is no mapping with all that is read of it."""
-    if not isinstance(machine, dict):
-        raise TypeError(f"machine is {type(machine).__name__}, no mapping")
+    machine = _mapping("machine", machine)
     missing = [name for name in _MACHINE_FIELDS if name not in machine]
     if missing:
         raise TypeError(f"machine has no {', '.join(missing)}")
+
+
+def _require_settings(settings: object) -> None:
+    """Raises TypeError where it is no mapping of names to numbers."""
+    for name, value in _mapping("settings", settings).items():
+        if not isinstance(value, int | float):
+            raise TypeError(f"{name} of settings is {value!r:.80}, no number")
+
+
+def _mapping(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is {type(value).__name__}, no mapping")
+    return value
 
 
 def format_table(report: Report) -> str:

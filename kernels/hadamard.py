@@ -21,7 +21,7 @@ from .launch import LaunchConfig, is_aligned, on_device_of
 from .portable import covered, round_to, to_fp32
 from .reference_hadamard import GROUP_NUMEL, NORM, SIGNS
 from .tuned import config_for
-from .wide import aligned_eights
+from .wide import aligned_eights, wide_lanes
 
 _NORM = tl.constexpr(NORM)
 _NEGATIVE = tl.constexpr(sum(1 << lane for lane, sign in enumerate(SIGNS) if sign < 0))
@@ -113,9 +113,7 @@ def _transform_full_block(source, destination, INVERSE: tl.constexpr, BLOCK: tl.
     low, high = transform_halves(low, high, INVERSE)
     dtype: tl.constexpr = destination.dtype.element_ty
     made = joined(round_to(low, dtype), round_to(high, dtype))
-    # Of 32-bit offsets AMD's compiler makes other sums, without the hint.
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    tl.store(tl.multiple_of(destination + lanes, 16), made)
+    tl.store(tl.multiple_of(destination + wide_lanes(BLOCK), 16), made)
 
 
 @triton.jit

@@ -104,8 +104,8 @@ def reduce_(
 ) -> None:
     """Sum one row per rank into `out`: in FP32, in rank order, scaled, rounded once.
 
-    out: [shard]; parts: [world, shard], world >= 1, or None beside `rows`. Both contiguous, FP32, BF16 or FP16, on one
-    device, not overlapping. out = round(sum * scale), or with `accumulate`
+    out: [shard]; parts: [world, shard], world >= 1, or None beside `rows`. Both contiguous, FP32,
+    BF16 or FP16, on one device, not overlapping. out = round(sum * scale), or with `accumulate`
     out = round(float32(out) + sum * scale). Raises `ValueError` before anything is written.
 
     rows: the rows of `parts`, where the caller has them at hand; trusted like `pack_`'s slots.

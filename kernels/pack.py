@@ -24,6 +24,7 @@ from .formats import wire_format_of
 from .launch import on_device_of, pack_case, pack_config
 from .portable import covered, round_to, to_fp32
 from .tuned import config_for
+from .wide import wide_lanes
 
 _ADDRESS, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
 _OFFSET, _FIRST_TILE = tl.constexpr(tables.OFFSET), tl.constexpr(tables.FIRST_TILE)
@@ -56,13 +57,9 @@ def _combine(
 def _move_full_tile(
     source, destination, scale, SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Both pointers are 16-byte aligned, which loaded addresses do not show: hence the hints.
-
-    Of 32-bit offsets AMD's compiler makes other sums, without the hints.
-    """
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    sources = tl.multiple_of(source + lanes, 16)
-    destinations = tl.multiple_of(destination + lanes, 16)
+    """Both pointers are 16-byte aligned, which loaded addresses do not show: hence the hints."""
+    sources = tl.multiple_of(source + wide_lanes(BLOCK), 16)
+    destinations = tl.multiple_of(destination + wide_lanes(BLOCK), 16)
     value = tl.load(sources)
     old = value
     if ACCUMULATE:

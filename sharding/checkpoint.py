@@ -6,17 +6,14 @@ They are what `torch.distributed.checkpoint` writes for the state of a model and
     optim.state.<name>.<entry>                likewise; optim.param_groups.<i>.<option>
     extra.<rank>                              (extra,) as that rank passed it
 
-so any world size, plain PyTorch and FSDP2 read them, and theirs load here. A checkpoint is written
-to `.<name>.partial` beside its place and renamed once complete. The one it replaces is
-`.<name>.replaced` meanwhile, and is read if a crash falls between the two renames.
+so any world size, plain PyTorch and FSDP2 read them, and theirs load here. `checkpoint_folder` says
+where they lie, and how one replaces another.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import checkpoint_folder
 from .arguments import kind_of, require_module
 from .checkpoint_agreement import Alike
 from .checkpoint_match import match
@@ -64,27 +62,27 @@ def save_checkpoint(
 
     rank = _rank()
     with Alike() as ranks:
-        target, state = _resolve(path), _state_of(module, optimizer)
+        target, state = checkpoint_folder.resolve(path), _state_of(module, optimizer)
         require_plain("extra", extra)
         for key, value in _values(state):
             require_plain(key, value)
         ranks.tell("path", target.name, str(target))
         ranks.tell("optimizer", "none" if optimizer is None else "one")
-    partial = _sibling(target, "partial")
     try:
         with Alike():
             if rank == 0:
-                _prepare(target)
+                checkpoint_folder.prepare(target)
         written = {**(state if rank == 0 else _sharded_only(state)), "extra": {str(rank): (extra,)}}
         with running_dcp(f"writing {target}"):
+            partial = checkpoint_folder.partial_of(target)
             dcp.save(written, storage_writer=dcp.FileSystemWriter(partial))
         with Alike():
             if rank == 0:
-                _require_whole(partial, target)
-                _publish(partial, target)
+                checkpoint_folder.require_whole(target)
+                checkpoint_folder.publish(target)
     finally:
         # Every rank: where they do not share the folder, each has its own.
-        shutil.rmtree(partial, ignore_errors=True)
+        checkpoint_folder.discard_partial(target)
 
 
 def load_checkpoint(
@@ -113,7 +111,7 @@ def load_checkpoint(
         both = _state_of(module, optimizer)
         state, optim = both["model"], both.get("optim")
         runtime = None if optimizer is None else runtime_of(module)
-        reader = CheckpointReader(_find(_resolve(path)))
+        reader = CheckpointReader(checkpoint_folder.find(checkpoint_folder.resolve(path)))
         reader.require_whole()
         ranks.tell("path", reader.fingerprint, str(reader.folder))
         ranks.tell("optimizer", "none" if optimizer is None else "one")
@@ -223,102 +221,3 @@ def _extra_key(reader: CheckpointReader) -> list[str]:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _resolve(path: str | os.PathLike[str]) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: expected text or a pathlib.Path, got {kind_of(path)}")
-    try:
-        target = Path(path).resolve() if os.fspath(path) else Path("/")
-    except ValueError as error:  # a zero byte
-        raise ValueError(f"path: expected the path of a folder, got {path!r}: {error}") from error
-    if not target.name:
-        raise ValueError(f"path: expected a folder with a name, got {path!r}; name the checkpoint")
-    return target
-
-
-def _sibling(target: Path, role: str) -> Path:
-    return target.with_name(f".{target.name}.{role}")
-
-
-def _find(target: Path) -> Path:
-    """The folder to read for the checkpoint at `target`."""
-    from .checkpoint_reader import METADATA_FILE
-
-    for folder in (target, _sibling(target, "replaced")):
-        if (folder / METADATA_FILE).is_file():
-            return folder
-    found = (
-        "a folder without one" if target.is_dir() else "a file" if target.exists() else "nothing"
-    )
-    raise FileNotFoundError(
-        f"path: expected a checkpoint at {target}, got {found}; give the folder that "
-        "save_checkpoint wrote"
-    )
-
-
-def _prepare(target: Path) -> None:
-    """Make the folder to write to, and finish or undo what a crash left."""
-    try:
-        obstacle = _make_room(target)
-    except OSError as error:
-        raise OSError(
-            f"path: expected a place where rank 0 can make a folder, got {target}, where it cannot "
-            f"({error}); give a path that this user can write to"
-        ) from error
-    if obstacle is not None:
-        raise FileExistsError(
-            f"path: expected a checkpoint to replace or nothing at {target}, got {obstacle}; "
-            "give another path"
-        )
-
-
-def _make_room(target: Path) -> str | None:
-    """Make `target`'s partial folder; returns what stands at `target` that is no checkpoint."""
-    from .checkpoint_reader import METADATA_FILE
-
-    replaced, partial = _sibling(target, "replaced"), _sibling(target, "partial")
-    if not target.exists() and replaced.exists():
-        replaced.rename(target)
-    if target.exists() and not target.is_dir():
-        return "a file"
-    if target.exists() and not (target / METADATA_FILE).exists() and any(target.iterdir()):
-        return "other files"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
-    return None
-
-
-def _require_whole(partial: Path, target: Path) -> None:
-    """Check that rank 0 finds what all ranks have written."""
-    from .checkpoint_reader import CheckpointReader
-
-    if lack := CheckpointReader(partial).lack():
-        raise RuntimeError(
-            f"path: expected a folder that all ranks write to, got {target}, where rank 0 does not "
-            f"find what another one wrote ({lack}); give every rank the same path, on a file "
-            "system that they share. Nothing was saved"
-        )
-
-
-def _publish(partial: Path, target: Path) -> None:
-    replaced = _sibling(target, "replaced")
-    _sync(partial)
-    if target.exists():
-        if replaced.exists():
-            shutil.rmtree(replaced)
-        target.rename(replaced)
-    partial.rename(target)
-    _sync(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Bring the names in `folder` to disk, so that a power cut does not undo a rename."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -71,19 +71,31 @@ def test_what_is_no_report_is_refused(content, words, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("machine", "words"),
+    ("fields", "words"),
     [
-        (None, "machine is NoneType"),
-        ("a CPU", "machine is str"),
-        (["device"], "machine is list"),
-        ({"device": "a CPU", "torch": "2.13.0"}, "machine has no threads, triton, commit"),
+        ({"machine": None}, "machine is NoneType, no mapping"),
+        ({"machine": "a CPU"}, "machine is str, no mapping"),
+        ({"machine": ["device"]}, "machine is list, no mapping"),
+        (
+            {"machine": {"device": "a CPU", "torch": "2.13.0"}},
+            "machine has no threads, triton, commit",
+        ),
+        ({"settings": None}, "settings is NoneType, no mapping"),
+        ({"settings": [["passes", 3]]}, "settings is list, no mapping"),
+        ({"settings": {"passes": 3, "seconds": "0.1"}}, "seconds of settings is '0.1', no number"),
+        ({"settings": {"passes": [3]}}, r"passes of settings is \[3\], no number"),
+        ({"settings": {"passes": "3" * 999}}, "passes of settings is '3{30,90}, no number"),
     ],
-    ids=["none", "a name", "a list", "a part"],
+    ids=[
+        *("no machine", "a machine's name", "a list of a machine", "a part of a machine"),
+        *("no settings", "a list of settings", "text as a number", "a list as a number", "long"),
+    ],
 )
-def test_a_report_of_no_machine_is_refused(machine, words, tmp_path):
+def test_a_report_of_no_machine_or_settings_is_refused(fields, words, tmp_path):
     path = tmp_path / "r.json"
-    path.write_text(report_of("hadamard16", machine=machine).as_json())
-    with pytest.raises(ReportError, match=f"expected the fields of a report.*{words}"):
+    path.write_text(report_of("hadamard16", **fields).as_json())
+    expected = f"r.json: expected the fields of a report, got .*{words}.*; write one with --json"
+    with pytest.raises(ReportError, match=expected):
         read_report(path)
 
 

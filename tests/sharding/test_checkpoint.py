@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 import sidestream
-from sidestream.sharding import checkpoint
+from sidestream.sharding import checkpoint_folder
 from sidestream.sharding.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.optimizer_state import named_state
@@ -357,7 +357,7 @@ def test_a_failure_while_writing_is_raised_on_all_ranks_and_the_old_checkpoint_s
 def _die_while_publishing(rank: int, world_size: int, folder: str) -> None:
     model, optimizer = _make(seed=0)
     save_checkpoint(folder, model, optimizer, extra="old")
-    with mock.patch.object(checkpoint, "_publish", lambda *_: os._exit(9)):
+    with mock.patch.object(checkpoint_folder, "publish", lambda *_: os._exit(9)):
         save_checkpoint(folder, model, optimizer, extra="new")
 
 
