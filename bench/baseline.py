@@ -6,7 +6,8 @@ A row of ours has become slower if all of this holds; each alone happens to the 
     their spreads do not touch: now its 10 % quantile is above the 90 % quantile of then
     its share of the copy's rate has fallen by as much: the machine is not slower as a whole
 
-Rivals' ratios are printed, and nobody fails for them.
+Rivals' ratios are printed, and nobody fails for them. A baseline that no row of ours can be held
+against is refused; what one of the two lacks is listed.
 """
 
 from __future__ import annotations
@@ -54,10 +55,35 @@ def read_baseline(path: Path, machine: Mapping[str, object]) -> Report:
     return baseline
 
 
+def require_comparable(asked: Sequence[tuple[str, int]], baseline: Report, path: str) -> None:
+    """Refuse a baseline with none of the cases and sizes that were asked for.
+
+    Raises:
+        ReportError: there is nothing to compare.
+    """
+    if _ours(baseline.rows).keys().isdisjoint(asked):
+        case, numel = asked[0]
+        raise ReportError(
+            f"--baseline: expected a row of what is to be measured, such as {case} of {numel} "
+            f"elements, got none in {path}; ask for the cases and sizes of: {baseline.command}"
+        )
+
+
 def compare(rows: Iterable[Row], baseline: Sequence[Row]) -> list[Comparison]:
     """Each of `rows` that the baseline has too."""
     earlier = {_key(row): row for row in baseline}
     return [_compare(row, earlier[_key(row)]) for row in rows if _key(row) in earlier]
+
+
+def passes(rows: Iterable[Row], baseline: Sequence[Row]) -> bool:
+    """Whether some row of ours could be compared, and none is slower."""
+    ours = [one for one in compare(rows, baseline) if one.row.candidate == OURS]
+    return bool(ours) and not any(one.slower for one in ours)
+
+
+def _ours(rows: Iterable[Row]) -> dict[tuple[str, int], Row]:
+    """Rows of ours by case and size."""
+    return {(row.case, row.numel): row for row in rows if row.candidate == OURS}
 
 
 def _key(row: Row) -> Key:
@@ -75,15 +101,19 @@ def _compare(row: Row, before: Row) -> Comparison:
     return Comparison(row, ratio, slower)
 
 
-def format_comparison(found: Sequence[Comparison], baseline: Report) -> str:
-    """The ratios, ours and rivals', and what became of the rule."""
+def format_comparison(rows: Sequence[Row], baseline: Report) -> str:
+    """The ratios, ours and rivals', what of ours has none, and what became of the rule."""
+    found = compare(rows, baseline.rows)
     lines = [f"\nbeside {baseline.command} of {baseline.date}, medians: now by then"]
-    lines.append(f"{'case':<40} {'elements':>10} {'candidate':<16} {'ratio':>7}")
+    lines.append(f"{'case':<40} {'elements':>10} {'candidate':<24} {'ratio':>7}")
     for one in found:
         row, verdict = one.row, "  SLOWER" if one.slower else ""
         lines.append(
-            f"{row.case:<40} {row.numel:>10} {row.candidate:<16} {one.ratio:7.3f}{verdict}"
+            f"{row.case:<40} {row.numel:>10} {row.candidate:<24} {one.ratio:7.3f}{verdict}"
         )
+    now, then = _ours(rows), _ours(baseline.rows)
+    for word, only in (("now", now.keys() - then.keys()), ("then", then.keys() - now.keys())):
+        lines += [f"{case:<40} {numel:>10} only {word}" for case, numel in sorted(only)]
     slower = sum(one.slower for one in found)
     lines.append(f"{slower} of {len(found)} rows slower ({RULE})")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Owns how one call of a kernel is timed on a CPU and on a GPU: cold caches, no host in between.
 
 A call reads what lies in a cache faster than what does not, and a training step finds nothing
-there. So each candidate is given its operands many times over, in memory of their own, more bytes
+there. So each candidate is given its operands many times over, in memory of their own that is more
 in all than the last cache holds, and takes one after the other in turn:
 
     CPU  candidates move along the same rotation, so nobody finds what another one just read;
@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
-from .kernel_cases.case import Run
+from .kernel_cases.case import Operands, Run
 from .reports import CPU_METHOD, EVENTS_METHOD, GRAPH_METHOD
 
 # Twice the cache: what is read again has long been replaced.
@@ -74,8 +74,14 @@ def clock_of(device: torch.device, *, sample_s: float = SAMPLE_S) -> Clock:
 
 
 def num_rotated(num_bytes: int, cache_bytes: int) -> int:
-    """How many times the operands of a call are needed until no cache holds them all."""
+    """How many times operands that lie in `num_bytes` are needed until no cache holds them all."""
     return max(1, min(MAX_ROTATED, math.ceil(CACHE_MULTIPLE * cache_bytes / num_bytes)))
+
+
+def rotation_of(first: Operands, cache_bytes: int) -> list[Operands]:
+    """`first` and as many copies as are needed until no cache holds them all."""
+    count = num_rotated(first.footprint_bytes, cache_bytes)
+    return [first, *(first.copied() for _ in range(count - 1))]
 
 
 class CpuClock:
@@ -127,7 +133,13 @@ def _timed(runs: Sequence[Run], rotation: _Rotation, count: int) -> float:
 
 
 class CudaClock:
-    """A CUDA graph between two events; events alone around what cannot be captured."""
+    """A CUDA graph between two events; events alone around what cannot be captured.
+
+    After a capture that was refused, torch 2.11 refuses every other one of the process, and random
+    numbers on the GPU: so none is tried any more, and what is known to wait should be `uncaptured`.
+    """
+
+    captures: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -152,7 +164,7 @@ class CudaClock:
         seconds = self._between_events(once)
         laps = math.ceil(GRAPH_S / max(seconds, 1e-9))
         laps = max(1, min(laps, _MAX_GRAPH_CALLS // len(runs)))
-        graph = self._captured(once, laps) if capture else None
+        graph = self._captured(once, laps) if capture and self.captures else None
         if graph is None:
             return Ticker(lambda: self._between_events(once) / len(runs), EVENTS_METHOD)
         replay, calls = graph.replay, laps * len(runs)
@@ -160,7 +172,7 @@ class CudaClock:
 
     def _captured(self, once: Callable[[], None], laps: int) -> torch.cuda.CUDAGraph | None:
         """A graph of so many laps; None where the calls refuse, such as by waiting."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         try:
             with torch.cuda.graph(graph):
                 for _ in range(laps):
@@ -168,6 +180,8 @@ class CudaClock:
         except torch.OutOfMemoryError:
             raise  # a RuntimeError too, but no refusal
         except RuntimeError:
+            CudaClock.captures = False
+            torch.cuda.set_stream(stream)  # torch leaves that of the capture current
             torch.cuda.synchronize(self._device)
             return None
         return graph

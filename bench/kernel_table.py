@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from ..training.errors import UsageError
-from .clocks import SAMPLE_S, Clock, Ticker, clock_of, num_rotated
+from .clocks import SAMPLE_S, Clock, Ticker, clock_of, num_rotated, rotation_of
 from .kernel_cases.case import OURS, Bind, Case, Run
 from .kernel_cases.rivals import quiet
 from .reports import KIND, SCHEMA_VERSION, Report, Row, document
@@ -68,6 +68,7 @@ class _Job:
     case: Case
     numel: int
     rotated: int = 0
+    cold: bool = False
     methods: dict[str, str] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
 
@@ -108,6 +109,7 @@ def require_memory(cases: Sequence[Case], numels: Sequence[int], device: torch.d
 
 def _memory(case: Case, numel: int, clock: Clock) -> int:
     num_bytes = case.num_bytes(numel)
+    # Where bytes move twice there are up to twice as many rotated, but less than half of them held.
     return _HELD * num_bytes * num_rotated(num_bytes, clock.cache_bytes)
 
 
@@ -141,7 +143,7 @@ def measure(
                 _sample(job, device, clock, pace, notes)
             except torch.OutOfMemoryError:
                 notes[_unfit(job)] = None
-    rows = tuple(row for job in right if job.samples for row in _rows(job, clock))
+    rows = tuple(row for job in right if job.samples for row in _rows(job))
     return Measured(rows, tuple(wrong), tuple(notes))
 
 
@@ -188,21 +190,21 @@ def _sample(
     """One pass over one case."""
     case = job.case
     num_bytes = case.num_bytes(job.numel)
-    job.rotated = num_rotated(num_bytes, clock.cache_bytes)
     first = case.operands(device, job.numel)
-    rotated = [first, *(first.copied() for _ in range(job.rotated - 1))]
+    rotation = rotation_of(first, clock.cache_bytes)
+    job.rotated = len(rotation)
+    job.cold = job.rotated * first.footprint_bytes > clock.cache_bytes
     runs: dict[str, list[Run]] = {COPY: _copies(num_bytes, device, job.rotated)}
     for name, bind in _candidates(case, pace).items():
         try:
             with quiet():
-                calls = [bind(operands) for operands in rotated]
+                calls = [bind(operands) for operands in rotation]
                 calls[0]()
         except Exception as error:
             # A rival may fail in any way.
             if name == OURS:
                 raise
-            missing = isinstance(error, ImportError)
-            notes[_note(name, None if missing else case.name, error)] = None
+            notes[_note(name, case.name, error)] = None
         else:
             runs[name] = calls
     tickers = clock.tickers(runs, uncaptured=case.uncaptured)
@@ -211,10 +213,10 @@ def _sample(
         job.samples.setdefault(name, []).extend(times)
 
 
-def _note(name: str, case: str | None, error: Exception) -> str:
-    if case is None:
-        return f"{name} is left out: it is not installed"
+def _note(name: str, case: str, error: Exception) -> str:
     reason = str(error).strip().partition("\n")[0]
+    if isinstance(error, ImportError):  # of all cases alike
+        return f"{name} is left out: {reason}"
     return f"{name} is left out of {case}: {type(error).__name__}: {reason}"
 
 
@@ -257,7 +259,7 @@ def _in_turn(tickers: dict[str, Ticker], pace: Pace) -> dict[str, list[float]]:
     return times
 
 
-def _rows(job: _Job, clock: Clock) -> list[Row]:
+def _rows(job: _Job) -> list[Row]:
     case, num_bytes = job.case, job.case.num_bytes(job.numel)
     copies = job.samples[COPY]
     copy_rate = num_bytes / statistics.median(copies)
@@ -287,7 +289,7 @@ def _rows(job: _Job, clock: Clock) -> list[Row]:
                 target_percent=100.0 * case.target if ours and case.target else None,
                 method=job.methods[name],
                 rotated=job.rotated,
-                cold=job.rotated * num_bytes > clock.cache_bytes,
+                cold=job.cold,
             )
         )
     return rows

@@ -29,6 +29,11 @@ from .machine import describe
 SCHEMA_VERSION = 1
 KIND = "kernels"
 # What is read of a machine; GPUs have more.
+_MEASURED = (
+    "median_us", "low_us", "high_us", "gb_per_s", "copy_gb_per_s", "percent_of_copy", "numel",
+)  # fmt: skip
+_WORDS = ("case", "op", "format", "dtype", "candidate", "method")
+_MOST = 1e30  # more than any of these can be, and still a float
 _MACHINE_FIELDS = ("device", "threads", "torch", "triton", "commit")
 CPU_METHOD, GRAPH_METHOD, EVENTS_METHOD = "perf_counter", "CUDA graph", "CUDA events"
 
@@ -130,7 +135,7 @@ def read_report(path: Path) -> Report:
             "measure it again with this version"
         )
     try:
-        rows = tuple(Row(**row) for row in found.pop("rows"))
+        rows = tuple(_read_row(row) for row in found.pop("rows"))
         for name in ("wrong", "notes"):
             found[name] = tuple(found[name])
         _require_machine(found["machine"])
@@ -141,6 +146,19 @@ def read_report(path: Path) -> Report:
             f"{path}: expected the fields of a report, got a file without them ({error}); "
             "write one with --json"
         ) from None
+
+
+def _read_row(found: object) -> Row:
+    """Raises TypeError where it does not have a row's fields, or no measured value in one."""
+    row = Row(**_mapping("a row", found))
+    for name in _WORDS:
+        if not isinstance(getattr(row, name), str):
+            raise TypeError(f"{name} of a row is {getattr(row, name)!r:.80}, no text")
+    for name in _MEASURED:
+        value = getattr(row, name)
+        if not (type(value) in (int, float) and 0 < value < _MOST):
+            raise TypeError(f"{name} of {row.case} is {value!r:.80}, no positive number")
+    return row
 
 
 def _require_machine(machine: object) -> None:
@@ -173,13 +191,13 @@ def format_table(report: Report) -> str:
         f"triton {machine['triton']}, commit {machine['commit']}",
         "us a call: median [10 %, 90 %] of the samples; % copy: of the rate of a copy of as many "
         "bytes",
-        f"{'case':<40} {'elements':>10} {'candidate':<20} {'us':>9} {'spread':>19} {'GB/s':>8} "
+        f"{'case':<40} {'elements':>10} {'candidate':<23} {'us':>9} {'spread':>19} {'GB/s':>8} "
         f"{'copy':>8} {'% copy':>7} {'target':>7}",
     ]
     for row in report.rows:
         target = "" if row.target is None else f"{row.target:.0f}"
         lines.append(
-            f"{row.case:<40} {row.numel:>10} {row.candidate:<20} {row.median_us:9.1f} "
+            f"{row.case:<40} {row.numel:>10} {row.candidate:<23} {row.median_us:9.1f} "
             f"{f'[{row.low_us:.1f}, {row.high_us:.1f}]':>19} {row.gb_per_s:8.2f} "
             f"{row.copy_gb_per_s:8.2f} {row.percent_of_copy:7.1f} {target:>7}"
         )
@@ -220,7 +238,21 @@ def document(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write all of the file or nothing; in place where it cannot be replaced by another file."""
+    """Write all of the file or nothing; in place where it cannot be replaced by another file.
+
+    Raises:
+        UsageError: the disk is full, or the like.
+    """
+    try:
+        _write_text(path, text)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: expected room for {len(text)} characters, got {error.strerror}; give "
+            "another path"
+        ) from error
+
+
+def _write_text(path: Path, text: str) -> None:
     if not _is_replaceable(path):
         path.write_text(text)
         return

@@ -6,7 +6,7 @@ with an interval.
 
 Drift of the machine falls on both members of a pair, so a ratio of pairs is steadier than a ratio
 of means. The interval is a percentile bootstrap of the median. Times are seconds unless a name says
-otherwise; everything but `measure_in_turn` is pure.
+otherwise; everything is pure.
 """
 
 from __future__ import annotations
@@ -37,15 +37,6 @@ class Estimate:
         """`median [low, high]`, each multiplied by `scale`."""
         numbers = [f"{value * scale:.{digits}f}" for value in (self.median, self.low, self.high)]
         return f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"
-
-    def as_json(self) -> dict[str, float | int]:
-        """The fields under their own names, for a result file."""
-        return {
-            "median": self.median,
-            "low": self.low,
-            "high": self.high,
-            "num_samples": self.num_samples,
-        }
 
 
 def alternating_order(candidates: Sequence[T], rounds: int) -> Iterator[T]:

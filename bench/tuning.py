@@ -22,7 +22,7 @@ from ..kernels import LaunchConfig, aot, tuned
 from ..kernels.ahead import Configuration
 from .ahead.machines import amd_occupancy, occupancy
 from .ahead.measuring import MIN_CASES_A_PROCESS
-from .clocks import Clock, Ticker, num_rotated
+from .clocks import Clock, Ticker, rotation_of
 from .kernel_cases.case import Operands, made, same
 from .kernel_table import GATE_NUMEL
 from .sweep import NotTimedError
@@ -188,8 +188,7 @@ class Workbench:
     @functools.cached_property
     def _rotated(self) -> list[Operands]:
         first = self._case.operands(self._device, self._numel)
-        count = num_rotated(self._case.num_bytes(self._numel), self._clock.cache_bytes)
-        return [first, *(first.copied() for _ in range(count - 1))]
+        return rotation_of(first, self._clock.cache_bytes)
 
     def _forced(self, config: LaunchConfig, work: Callable[[], T]) -> T:
         """Do `work` with the candidate; its launches must be of the tunable's case and default."""

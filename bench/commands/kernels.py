@@ -5,8 +5,8 @@
     sidestream bench kernels --format mxfp8 --baseline then.json
     sidestream bench kernels --html now.html                    a page to look at
 
-Exit code 1 when a result is wrong or a kernel slower than in the baseline, 2 when what was asked
-for cannot be done, which is told before anything is measured.
+Exit code 1 when a result is wrong, a kernel slower than in the baseline, or none could be compared
+with it; 2 when what was asked for cannot be done, which is told before anything is measured.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..reports import Report
+
+DEVICES = ("auto", "cpu", "cuda")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -50,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="about how many elements are read, 1M being 2^20 "
         "(default 1M, on a GPU 208M, which is a Llama 3 8B block)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -79,10 +81,10 @@ def run(options: argparse.Namespace) -> int:
     from ..kernel_cases.selection import Selection, select
     from ..machine import describe
     from ..progress import line
-    from ..report.build import require_page, write_page
+    from ..report.build import write_page
     from ..reports import format_table
 
-    device = _device(options.device)
+    device = device_of(options.device)
     cases = select(
         Selection(
             ops=options.op,
@@ -92,14 +94,12 @@ def run(options: argparse.Namespace) -> int:
         )
     )
     numels = options.numel or (kernel_table.default_numel(cases, device),)
-    for option in ("json", "csv"):
-        if getattr(options, option) is not None:
-            require_writable_file(getattr(options, option), f"--{option}")
-    if options.html is not None:
-        require_page(options.html)
+    _require_files(options)
     earlier = None
     if options.baseline is not None:
         earlier = baseline.read_baseline(Path(options.baseline), describe(device))
+        asked = [(case.name, case.numel(numel)) for case in cases for numel in numels]
+        baseline.require_comparable(asked, earlier, options.baseline)
     kernel_table.require_memory(cases, numels, device)
     pace = kernel_table.pace_of(device, compiled=options.compile)
     with line() as tell:
@@ -108,17 +108,43 @@ def run(options: argparse.Namespace) -> int:
     report = kernel_table.report_of(measured, device, pace, command)
     print(format_table(report))
     _write(options, report)
-    found = baseline.compare(report.rows, earlier.rows if earlier else ())
     if earlier is not None:
-        print(baseline.format_comparison(found, earlier))
+        print(baseline.format_comparison(report.rows, earlier))
     if options.html is not None:
         write_page(report, Path(options.html))
-    return 1 if report.wrong or any(one.slower for one in found) else 0
+    passes = earlier is None or baseline.passes(report.rows, earlier.rows)
+    return 0 if passes and not report.wrong else 1
 
 
-def _device(name: str) -> torch.device:
+def _require_files(options: argparse.Namespace) -> None:
+    """Refuse outputs that cannot be written, or of which one would replace another."""
+    from ..report.build import require_page
+
+    options_by_file: dict[Path, str] = {}
+    for option in ("--json", "--csv", "--html"):
+        path = getattr(options, option.lstrip("-"))
+        if path is None:
+            continue
+        if option == "--html":
+            require_page(path)
+        else:
+            require_writable_file(path, option)
+        other = options_by_file.setdefault(Path(path).resolve(), option)
+        if other != option:
+            raise UsageError(
+                f"{option}: expected another file than that of {other}, got {path} for both; "
+                "name two files"
+            )
+
+
+def device_of(name: str) -> torch.device:
+    """What `auto`, `cpu` or `cuda` means here; raises `UsageError` where it is none of them, or
+    there is no GPU.
+    """
     import torch
 
+    if name not in DEVICES:
+        raise UsageError(f"--device: expected one of {', '.join(DEVICES)}, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             "--device: expected a GPU that torch sees, got none; leave --device out, or pass cpu: "

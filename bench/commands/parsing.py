@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-_SUFFIXES = {"": 1, "k": 1024, "M": 1024**2, "G": 1024**3}
+_SUFFIXES = {"": 1, "k": 1024, "K": 1024, "M": 1024**2, "G": 1024**3}
 _MAX_SIZE = 2**40
 
 
@@ -26,7 +26,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 def size(text: str) -> int:
     """A whole number of at least 1, with k, M or G behind it or not."""
-    found = re.fullmatch(r"(\d{1,15})([kMG]?)", text)
+    found = re.fullmatch(r"(\d{1,15})([kKMG]?)", text)
     number = int(found[1]) * _SUFFIXES[found[2]] if found else 0
     if not 1 <= number <= _MAX_SIZE:
         raise argparse.ArgumentTypeError(

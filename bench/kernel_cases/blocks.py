@@ -1,18 +1,21 @@
 """Owns the cases of MXFP8, MXFP4, NVFP4 and the Hadamard transform.
 
-Rivals: torchao's and TransformerEngine's casts where they are installed, and for the Hadamard
-transform a product with its matrix.
+Rivals: torchao's and TransformerEngine's casts where they are installed, the formulas in plain
+PyTorch for torch.compile, and for the Hadamard transform a product with its matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...kernels import (
+    E2M1,
+    E4M3,
     MXFP4,
     MXFP8,
     NVFP4,
@@ -27,7 +30,7 @@ from ...kernels import (
     reference_nvfp4,
 )
 from . import rivals
-from .case import DTYPES, Case, Operands, Run
+from .case import DTYPES, Case, Operands, Run, as_bind
 from .matrix import (
     AMAX,
     NOISE,
@@ -71,6 +74,43 @@ def _row_bytes(form: Any) -> float:
     return (form.data_bytes(ROW_NUMEL) + form.scale_bytes(ROW_NUMEL)) / ROW_NUMEL
 
 
+def _plainly_quantized_mx(element: str, operands: Operands) -> Run:
+    """A few lines as one would write them, for finite numbers."""
+    (x,), (data, scales) = operands.read, operands.written
+    scale_bytes = scales.view(torch.uint8)  # the compiler knows no E8M0
+    form = _MX[element]
+
+    def run() -> None:
+        blocks = x.float().unflatten(-1, (-1, form.block_numel))
+        largest = blocks.abs().amax(-1, keepdim=True) / form.element.max_finite
+        exponent = largest.log2().ceil().clamp(-127.0, 127.0)
+        scaled = (blocks * torch.exp2(-exponent)).view_as(x)
+        data.copy_(_plainly_packed_e2m1(scaled) if element == E2M1.name else scaled)
+        scale_bytes.copy_(exponent.squeeze(-1) + 127.0)
+
+    return run
+
+
+def _plainly_quantized_nvfp4(operands: Operands) -> None:
+    """A few lines as one would write them, for finite numbers and no block of zeros."""
+    (x,), (data, scales), (amax,) = operands.read, operands.written, operands.scalars
+    blocks = x.float().unflatten(-1, (-1, _GROUP))
+    encode = E4M3.max_finite * E2M1.max_finite / amax
+    largest = blocks.abs().amax(-1, keepdim=True) / E2M1.max_finite
+    scale = (largest * encode).to(NVFP4.scale_dtype)
+    data.copy_(_plainly_packed_e2m1((blocks * (encode / scale.float())).view_as(x)))
+    scales.copy_(scale.squeeze(-1))
+
+
+def _plainly_packed_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Two codes a byte. The steps are 1/2 up to 2, 1 up to 4, and 2 up to 6."""
+    size = values.abs()
+    upper = torch.where(size < 4.0, size.round() + 2.0, ((size / 2.0).round() + 4.0).clamp_max(7.0))
+    code = torch.where(size < 2.0, (size * 2.0).round(), upper) + 8.0 * values.signbit()
+    code = code.to(torch.uint8)
+    return code[..., 0::2] | code[..., 1::2] << 4
+
+
 def _quantize_mx_case(dtype: str, element: str, variant: str = "") -> Case:
     form, seed = _MX[element], SEED if variant else None
     options: dict[str, Any] = NOISE if variant else {}
@@ -97,7 +137,7 @@ def _quantize_mx_case(dtype: str, element: str, variant: str = "") -> Case:
         ours=ours,
         definition=definition,
         rivals={} if variant else rivals.mx(element),
-        plain=None if variant else rivals.mx(element)[rivals.TORCHAO],
+        plain=None if variant else partial(_plainly_quantized_mx, element),
         fp4=form is MXFP4,
         standard=dtype == "bf16",
     )
@@ -185,7 +225,7 @@ def _quantize_nvfp4_case(dtype: str, variant: str) -> Case:
         ours=ours,
         definition=definition,
         rivals={} if variant else rivals.nvfp4(),
-        plain=None if variant else rivals.nvfp4()[rivals.TORCHAO],
+        plain=None if variant else as_bind(_plainly_quantized_nvfp4),
         standard=dtype == "bf16",
     )
 

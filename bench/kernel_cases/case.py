@@ -68,6 +68,12 @@ class Operands:
         counts = ((self.read, passes), (self.written, 1), (self.updated, 2))
         return sum(tensor.nbytes * times for tensors, times in counts for tensor in tensors)
 
+    @property
+    def footprint_bytes(self) -> int:
+        """The memory that they lie in, however often each is read or written."""
+        tensors = (*self.read, *self.written, *self.updated, *self.scalars)
+        return sum(tensor.nbytes for tensor in tensors)
+
     def results(self) -> list[torch.Tensor]:
         """What a call leaves changed."""
         return [*self.written, *self.updated]
@@ -83,7 +89,7 @@ class Case:
     num_bytes: the op's cost model, of the size asked for; `passes` times over what is read.
     definition: what the result is, in plain PyTorch; its bits are what the gate compares with.
     Both `ours` and `definition` may return their results instead of leaving them in the operands.
-    rivals: an ImportError while binding one means that it is not installed. uncaptured: those whose
+    rivals: an ImportError while binding one says what is not installed. uncaptured: those whose
     calls leave a CUDA graph with pinned memory that is freed before the graph runs again. plain:
     what one writes without a kernel, for torch.compile; its bits need not be ours. target: the part
     of a copy's rate that ours is to reach on a GPU. standard: measured where nobody asks for

@@ -2,7 +2,7 @@
 
 torch's fused optimizers take one dtype and write no compute shard: where ours has a BF16 gradient
 and a compute shard they get the casts that they need. `clip_grad_norm_` also scales the gradients,
-which ours leaves to the optimizer.
+which ours leaves to the optimizer, so it reads them twice and writes them.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _norm_case(dtype: str) -> Case:
         make=make,
         ours=ours,
         definition=definition,
-        rivals={"_foreach_norm": _foreach_norm, "clip_grad_norm_": _clip},
+        rivals={"_foreach_norm": _foreach_norm, "clip_grad_norm_, scales": _clip},
         plain=_foreach_norm,
         target=registry.target_share("l2_norm_"),
         standard=dtype in ("fp32", "bf16"),

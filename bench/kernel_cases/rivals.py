@@ -101,7 +101,7 @@ def nvfp4() -> dict[str, Bind]:
 
 def _engine() -> tuple[Any, Any]:
     if not torch.cuda.is_available():
-        raise ImportError("TransformerEngine needs a GPU")
+        raise ImportError("it needs a GPU")
     return (
         import_module("transformer_engine.pytorch"),
         import_module("transformer_engine_torch").DType,

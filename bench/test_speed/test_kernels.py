@@ -6,6 +6,7 @@ NUMEL and DEVICE in the environment change the size and the device. A wrong resu
 being timed. On a GPU a call includes waiting for it: `sidestream bench kernels` does not.
 """
 
+import argparse
 import itertools
 import os
 
@@ -13,12 +14,24 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from sidestream.bench.clocks import clock_of, num_rotated
+from sidestream.bench.clocks import clock_of, rotation_of
+from sidestream.bench.commands.kernels import device_of
+from sidestream.bench.commands.parsing import size
 from sidestream.bench.kernel_cases.rivals import quiet
 from sidestream.bench.kernel_cases.selection import Selection, select
+from sidestream.training.errors import UsageError
 
-DEVICE = torch.device(os.environ.get("DEVICE", "cuda" if torch.cuda.is_available() else "cpu"))
-NUMEL = int(os.environ.get("NUMEL", 256 * 1024))
+
+def _settings() -> tuple[torch.device, int]:
+    device, numel = os.environ.get("DEVICE", "auto"), os.environ.get("NUMEL", "256k")
+    try:
+        return device_of(device), size(numel)
+    except (UsageError, argparse.ArgumentTypeError) as error:
+        message = f"DEVICE={device} NUMEL={numel} in the environment: {error}"
+        raise pytest.Collector.CollectError(message) from None
+
+
+DEVICE, NUMEL = _settings()
 ROUNDS = 15
 CASES = {case.name: case for case in select(Selection())}
 
@@ -32,15 +45,13 @@ def test_speed(benchmark: BenchmarkFixture, name: str, candidate: str) -> None:
     """One call at a time, each on other memory than the one before."""
     case = CASES[name]
     assert case.agrees(DEVICE, min(NUMEL, 64 * 1024)), "not the bits of its definition"
-    clock, num_bytes = clock_of(DEVICE), case.num_bytes(NUMEL)
-    first = case.operands(DEVICE, NUMEL)
-    count = num_rotated(num_bytes, clock.cache_bytes)
-    rotated = [first, *(first.copied() for _ in range(count - 1))]
+    clock = clock_of(DEVICE)
+    rotation = rotation_of(case.operands(DEVICE, NUMEL), clock.cache_bytes)
     try:
         with quiet():
-            runs = [case.candidates[candidate](operands) for operands in rotated]
-    except ImportError:
-        pytest.skip(f"{candidate} is not installed")
+            runs = [case.candidates[candidate](operands) for operands in rotation]
+    except ImportError as error:
+        pytest.skip(f"{candidate}: {error}")
     turns = itertools.cycle(runs)
 
     def call() -> None:
@@ -48,5 +59,5 @@ def test_speed(benchmark: BenchmarkFixture, name: str, candidate: str) -> None:
         clock.synchronize()
 
     benchmark.group = f"{case.name}, {case.numel(NUMEL)} elements"
-    benchmark.extra_info.update(op=case.op, num_bytes=num_bytes, device=str(DEVICE))
+    benchmark.extra_info.update(op=case.op, num_bytes=case.num_bytes(NUMEL), device=str(DEVICE))
     benchmark.pedantic(call, rounds=ROUNDS, warmup_rounds=min(len(runs), 3))

@@ -1,6 +1,8 @@
 """The clocks: what is timed lies in no cache, candidates share a rotation, graphs hold it all."""
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -73,6 +75,10 @@ def test_a_capture_may_be_refused_but_a_full_device_is_told(error, monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream before")
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    monkeypatch.setattr(clocks.CudaClock, "captures", True)
     clock = object.__new__(clocks.CudaClock)
     clock._device = None
 
@@ -81,25 +87,23 @@ def test_a_capture_may_be_refused_but_a_full_device_is_told(error, monkeypatch):
 
     if error is RuntimeError:
         assert clock._captured(once, 1) is None
+        assert current == ["the stream before"]
+        assert not clock.captures, "torch may refuse whatever is captured after it"
         return
     with pytest.raises(torch.OutOfMemoryError):
         clock._captured(once, 1)
 
 
 @pytest.mark.gpu
-def test_a_graph_holds_whole_rotations_and_events_time_what_cannot_be_captured():
+def test_a_graph_holds_whole_rotations_and_events_time_the_rest():
     device = torch.device("cuda")
     clock = clocks.clock_of(device)
     targets = [torch.zeros(1 << 20, device=device) for _ in range(3)]
-    runs = {
-        "captured": [lambda one=one: one.add_(1.0) for one in targets],
-        "waits": [lambda one=one: one.sum().item() for one in targets],
-    }
+    runs = {"captured": [lambda one=one: one.add_(1.0) for one in targets]}
     runs["not to be"] = runs["captured"]
     tickers = clock.tickers(runs, uncaptured=["not to be"])
     assert tickers["not to be"].method == "CUDA events"
     assert tickers["captured"].method == "CUDA graph"
-    assert tickers["waits"].method == "CUDA events"
     before = [float(one[0]) for one in targets]
     seconds = tickers["captured"].sample()
     after = [float(one[0]) for one in targets]
@@ -107,4 +111,22 @@ def test_a_graph_holds_whole_rotations_and_events_time_what_cannot_be_captured()
     assert len(calls) == 1
     assert calls.pop() >= 2
     assert 0.0 < seconds < 1e-3
-    assert tickers["waits"].sample() > 0.0
+
+
+REFUSED = """
+import torch
+from sidestream.bench import clocks
+clock, one = clocks.clock_of(torch.device("cuda")), torch.zeros(1 << 20, device="cuda")
+tickers = clock.tickers({"waits": [lambda: one.sum().item()], "next": [lambda: one.add_(1.0)]})
+assert all(ticker.sample() > 0.0 for ticker in tickers.values())
+print(*(ticker.method for ticker in tickers.values()), sep=", ")
+"""
+
+
+@pytest.mark.gpu
+def test_what_refuses_to_be_captured_is_timed_by_events():
+    """In a process of its own, which is of no use for graphs any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.strip() == "CUDA events, CUDA events", done.stderr

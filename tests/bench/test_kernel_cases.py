@@ -1,10 +1,12 @@
 """Every case of the kernel benchmark: bytes are the tensors', the gate is green and can be red."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from sidestream.bench.clocks import rotation_of
 from sidestream.bench.kernel_cases.case import OURS, block_numel, block_shapes, made
 from sidestream.bench.kernel_cases.selection import all_cases
 from sidestream.kernels import registry
@@ -13,6 +15,9 @@ CPU = torch.device("cpu")
 CASES = all_cases()
 STANDARD = [case for case in CASES if case.standard]
 NUMEL = 20_000
+PLAIN_BLOCKS = [
+    case for case in CASES if case.plain and case.op in ("quantize_mx_", "quantize_nvfp4_")
+]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 standard_case = pytest.mark.parametrize("case", STANDARD, ids=lambda case: case.name)
@@ -61,6 +66,18 @@ def test_bytes_are_those_of_the_tensors(case, numel):
     assert case.num_bytes(numel) == operands.num_bytes(case.passes)
 
 
+@every_case
+def test_rotated_operands_lie_in_twice_the_cache(case):
+    cache_bytes = 256 * 1024
+    rotation = rotation_of(case.operands(CPU, NUMEL), cache_bytes)
+    memories = {
+        tensor.data_ptr(): tensor.nbytes
+        for one in rotation
+        for tensor in (*one.read, *one.written, *one.updated, *one.scalars)
+    }
+    assert sum(memories.values()) >= 2 * cache_bytes
+
+
 def test_bytes_are_what_the_registry_says():
     cases = {case.name: case for case in CASES}
     for name, expected in BYTES_AN_ELEMENT.items():
@@ -100,6 +117,32 @@ def test_rivals_run_again_and_again(case):
         else:
             run()
             run()
+
+
+@standard_case
+def test_plain_pytorch_needs_no_other_package(case, monkeypatch):
+    for package in ("torchao", "transformer_engine"):
+        monkeypatch.setitem(sys.modules, package, None)
+    if case.plain is not None:
+        case.plain(case.operands(CPU, NUMEL))()
+
+
+@pytest.mark.parametrize("case", PLAIN_BLOCKS, ids=lambda case: case.name)
+def test_plain_pytorch_quantizes_blocks_as_they_are_defined(case):
+    """NVFP4's factor is rounded elsewhere, so that here and there a tie goes the other way."""
+    found, expected = case.operands(CPU, NUMEL), case.operands(CPU, NUMEL)
+    case.plain(found)()
+    case.definition(expected)
+    (data, scales), (defined_data, defined_scales) = (
+        [tensor.view(torch.uint8) for tensor in one.written] for one in (found, expected)
+    )
+    assert torch.equal(scales, defined_scales)
+    assert (data != defined_data).float().mean() <= (0.01 if "nvfp4" in case.name else 0.0)
+
+
+def test_a_rival_that_does_more_than_ours_says_so():
+    rivals = {name for case in CASES if case.op == "l2_norm_" for name in case.rivals}
+    assert rivals == {"_foreach_norm", "clip_grad_norm_, scales"}
 
 
 @pytest.mark.parametrize("name", ["torch.cat", "_foreach_copy_", "_chunk_cat"])

@@ -3,13 +3,16 @@
 import csv
 import io
 import json
+import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from sidestream.bench import baseline, reports
 from sidestream.bench.reports import Report, ReportError, Row, read_report, write_text
+from sidestream.training.errors import UsageError
 
 ROW = Row(
     case="pack bf16 -> fp32", op="pack_", format="fp32", dtype="bf16", world=None, numel=1024,
@@ -77,6 +80,11 @@ def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path):
     assert [one.name for one in tmp_path.iterdir()] == ["r.json"]
 
 
+def test_a_full_disk_is_told():
+    with pytest.raises(UsageError, match="/dev/full: expected room for 3 characters, got No space"):
+        write_text(Path("/dev/full"), "new")
+
+
 def test_csv_has_a_line_a_row():
     read = list(csv.DictReader(io.StringIO(REPORT.as_csv())))
     assert [row["candidate"] for row in read] == ["sidestream", "torch.cat"]
@@ -85,6 +93,10 @@ def test_csv_has_a_line_a_row():
 
 def _changed(**fields):
     return json.dumps(json.loads(REPORT.as_json()) | fields)
+
+
+def _with_row(**fields):
+    return _changed(rows=[json.loads(REPORT.as_json())["rows"][0] | fields])
 
 
 @pytest.mark.parametrize(
@@ -99,8 +111,13 @@ def _changed(**fields):
         (_changed(rows=[{"case": "pack"}]), ("fields of a report",)),
         (_changed(rows=None), ("fields of a report",)),
         (_changed(surprise=1), ("fields of a report", "surprise")),
+        (_with_row(median_us=0.0), ("median_us of pack", "0.0, no positive number")),
+        (_with_row(low_us=math.nan), ("low_us of pack", "nan, no positive number")),
+        (_with_row(high_us=10**400), ("high_us of pack", "no positive number")),
+        (_with_row(gb_per_s="5"), ("gb_per_s of pack", "'5', no positive number")),
+        (_with_row(numel=True), ("numel of pack", "True, no positive number")),
+        (_with_row(candidate=None), ("candidate of a row", "None, no text")),
     ],
-    ids=["missing", "cut", "bytes", "list", "kind", "version", "row", "no rows", "more"],
 )
 def test_a_file_that_is_no_report_is_refused(text, words, tmp_path):
     path = tmp_path / "then.json"
@@ -155,9 +172,43 @@ def test_rows_are_paired_by_case_size_and_candidate():
 
 
 def test_the_comparison_says_rule_and_verdicts():
-    text = baseline.format_comparison(
-        baseline.compare([_later(**SLOWER), RIVAL], REPORT.rows), REPORT
-    )
+    text = baseline.format_comparison([_later(**SLOWER), RIVAL], REPORT)
     assert "1.200  SLOWER" in text
     assert "1 of 2 rows slower" in text
     assert baseline.RULE in text
+    assert "only" not in text
+
+
+def test_the_comparison_lists_rows_of_ours_that_one_side_lacks():
+    new, rival = replace(ROW, numel=2048), replace(RIVAL, case="cast")
+    lines = baseline.format_comparison([new, rival], REPORT).splitlines()
+    assert [" ".join(line.split()) for line in lines if " only " in line] == [
+        "pack bf16 -> fp32 2048 only now",
+        "pack bf16 -> fp32 1024 only then",
+    ]
+    assert "0 of 0 rows slower" in lines[-1]
+
+
+def test_it_passes_when_some_row_of_ours_is_compared_and_none_is_slower():
+    assert baseline.passes([ROW, replace(ROW, numel=2048), RIVAL], REPORT.rows)
+    assert not baseline.passes([_later(**SLOWER)], REPORT.rows)
+    assert not baseline.passes([RIVAL, replace(ROW, numel=2048)], REPORT.rows)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"),
+    [
+        ([(ROW.case, 1024), ("cast", 1024)], True),
+        ([(ROW.case, 2048)], False),
+        ([("cast", 1024)], False),
+    ],
+    ids=["one of two", "other size", "other case"],
+)
+def test_a_baseline_with_nothing_that_is_asked_for_is_refused(asked, fits):
+    if fits:
+        baseline.require_comparable(asked, REPORT, "then.json")
+        return
+    with pytest.raises(ReportError, match=r"--baseline: .* got none in then\.json; ask for .*kern"):
+        baseline.require_comparable(asked, REPORT, "then.json")
+    with pytest.raises(ReportError):  # a rival's row alone is nothing of ours
+        baseline.require_comparable([(ROW.case, 1024)], replace(REPORT, rows=(RIVAL,)), "then.json")

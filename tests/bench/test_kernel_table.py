@@ -51,7 +51,7 @@ class FakeClock:
 def clock(monkeypatch):
     made = FakeClock()
     monkeypatch.setattr(kernel_table, "clock_of", lambda device, sample_s=0.0: made)
-    monkeypatch.setattr(kernel_table, "num_rotated", lambda num_bytes, cache_bytes: 3)
+    monkeypatch.setattr(clocks, "MAX_ROTATED", 3)
     return made
 
 
@@ -70,6 +70,18 @@ def test_rows_hold_times_rates_and_the_share_of_a_copy(clock):
     assert (ours.method, ours.rotated, ours.cold) == ("fake", 3, False)
     assert clock.runs == [{"copy": 3, OURS: 3, "torch.sum": 3}]
     assert clock.uncaptured == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("cache_bytes", "rotated", "cold"),
+    [(60_000, 2, True), (2_400_000, 3, False), (160_000, 3, True)],
+    ids=["fits twice", "too large", "fits not"],
+)
+def test_bytes_that_move_twice_count_once_in_the_rotation(cache_bytes, rotated, cold, clock):
+    """80 kB and 5 kB of scales, of which 160 kB move."""
+    clock.cache_bytes = cache_bytes
+    (row,) = measure(_cases("update_fp8_scales of 16"), [NUMEL], CPU, TINY).rows
+    assert (row.num_bytes, row.rotated, row.cold) == (160_000, rotated, cold)
 
 
 def test_what_must_not_be_captured_is_told_to_the_clock(clock):
@@ -140,14 +152,14 @@ def _raises(error):
 
 
 def test_rivals_that_fail_are_left_out_and_told_and_missing_ones_once():
-    rivals = {"absent": _raises(ImportError("x")), "broken": _raises(OSError("y\nz"))}
+    rivals = {"absent": _raises(ImportError("no x")), "broken": _raises(OSError("y\nz"))}
     cases = [
         replace(case, rivals=rivals) for case in _cases("cast bf16 -> e4m3", "cast bf16 -> e2m1")
     ]
     measured = measure(cases, [NUMEL], CPU, replace(TINY, passes=2))
     assert [row.candidate for row in measured.rows] == [OURS, OURS]
     assert measured.notes == (
-        "absent is left out: it is not installed",
+        "absent is left out: no x",
         "broken is left out of cast bf16 -> e4m3: OSError: y",
         "broken is left out of cast bf16 -> e2m1: OSError: y",
     )
@@ -215,8 +227,12 @@ def test_spread_is_of_the_samples():
 
 
 @pytest.mark.slow
-def test_compiled_pytorch_competes_where_it_is_asked_for():
-    pace = replace(TINY, compiled=True)
-    measured = measure(_cases("reduce world 2 bf16 -> fp32"), [NUMEL], CPU, pace)
+@pytest.mark.parametrize(
+    "name", ["reduce world 2 bf16 -> fp32", "quantize_mx e2m1 bf16", "quantize_nvfp4 bf16"]
+)
+def test_compiled_pytorch_competes_where_it_is_asked_for(name):
+    """Where there is no C++ compiler, a note says why it does not."""
+    measured = measure(_cases(name), [NUMEL], CPU, replace(TINY, compiled=True))
     told = [row.candidate for row in measured.rows] + list(measured.notes)
     assert any("torch.compile" in one for one in told)
+    assert not any("torch.compile is left out:" in one for one in told)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,24 +15,28 @@ from sidestream import cli
 from sidestream.bench import kernel_table
 from sidestream.bench.kernel_cases import many_tensors
 from sidestream.bench.kernel_table import Pace
+from sidestream.bench.report import build
 from sidestream.bench.reports import read_report
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["bench", "kernels", "--device", "cpu", "--op", "reduce", "--world", "2", "--numel", "16k"]
 
 
+PACE = Pace(passes=1, min_rounds=3, max_rounds=3, seconds=0.0, sample_s=0.0)
+
+
 @pytest.fixture
 def _quick(monkeypatch):
-    pace = Pace(passes=1, min_rounds=3, max_rounds=3, seconds=0.0, sample_s=0.0)
-    monkeypatch.setattr(kernel_table, "CPU_PACE", pace)
+    monkeypatch.setattr(kernel_table, "CPU_PACE", PACE)
+
+
+def _refuse(*arguments, **options):
+    raise AssertionError("measured")
 
 
 @pytest.fixture
 def _no_work(monkeypatch):
-    def refuse(*arguments, **options):
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(kernel_table, "measure", refuse)
+    monkeypatch.setattr(kernel_table, "measure", _refuse)
 
 
 @pytest.mark.usefixtures("_quick")
@@ -101,10 +106,45 @@ def test_a_baseline_that_was_slower_does_not(tmp_path, capsys):
     assert "0 of 4 rows slower" in capsys.readouterr().out
 
 
-def _of_another_device(path):
-    content = json.loads(path.read_text())
-    content["machine"]["device"] = "another"
-    path.write_text(json.dumps(content))
+@pytest.mark.usefixtures("_quick")
+def test_a_baseline_of_which_nothing_is_left_to_compare_fails(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "then.json"
+    assert cli.main([*TINY, "--json", str(path)]) == 0
+    real = kernel_table.measure
+    monkeypatch.setattr(
+        kernel_table, "measure", lambda *given: replace(real(*given), rows=(), notes=("full",))
+    )
+    assert cli.main([*TINY, "--baseline", str(path)]) == 1
+    assert capsys.readouterr().out.count("16384 only then") == 2
+
+
+def test_a_baseline_of_other_sizes_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "then.json"
+    with monkeypatch.context() as quick:
+        quick.setattr(kernel_table, "CPU_PACE", PACE)
+        assert cli.main([*TINY, "--json", str(path)]) == 0
+    monkeypatch.setattr(kernel_table, "measure", _refuse)
+    capsys.readouterr()
+    assert cli.main([*TINY[:-1], "32k", "--baseline", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "--baseline: expected a row of what is to be measured, such as reduce world 2" in error
+    assert "of 32768 elements, got none in" in error
+    assert "--numel 16k" in error
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize(
+    ("one", "other"), [("--json", "--csv"), ("--json", "--html"), ("--csv", "--html")]
+)
+@pytest.mark.parametrize("linked", [False, True], ids=["same name", "by a link"])
+def test_one_file_for_two_outputs_is_refused(one, other, linked, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "find_spec", lambda name: object())
+    first, second = tmp_path / "x", tmp_path / ("link" if linked else "x")
+    if linked:
+        second.symlink_to(first)
+    assert cli.main([*TINY, one, str(first), other, str(second)]) == 2
+    error = capsys.readouterr().err
+    assert f"{other}: expected another file than that of {one}, got {second} for both" in error
 
 
 @pytest.mark.usefixtures("_no_work")

@@ -144,4 +144,3 @@ def test_verdict_needs_the_whole_interval(low, high, verdict):
 def test_description_scales_every_number():
     estimate = Estimate(median=0.5, low=0.25, high=0.75, num_samples=9)
     assert estimate.describe(scale=100, digits=0) == "50 [25, 75]"
-    assert estimate.as_json() == {"median": 0.5, "low": 0.25, "high": 0.75, "num_samples": 9}
