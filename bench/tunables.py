@@ -254,7 +254,7 @@ def _blocks() -> Iterator[Tunable]:
         )
     yield _of_tiles(
         "amax_nvfp4_", nvfp4.case_of(False), "amax_nvfp4 bf16",
-        nvfp4.amax_config(False), ahead_nvfp4.amax_probe("*bf16", False),
+        nvfp4.amax_config(False), ahead_nvfp4.amax_configuration("*bf16", False),
     )  # fmt: skip
     for rotated, stochastic in ((False, False), (True, False), (False, True)):
         yield _of_tiles(
@@ -266,19 +266,25 @@ def _blocks() -> Iterator[Tunable]:
         )
     yield _of_tiles(
         "dequantize_nvfp4_", "bf16", "dequantize_nvfp4 bf16",
-        nvfp4_decode.default_config(), ahead_nvfp4.dequantize_configuration(),
+        nvfp4_decode.default_config(),
+        ahead_nvfp4.dequantize_configuration("*bf16", torchao=False, swizzled=False),
     )  # fmt: skip
     yield _of_tiles(
         "hadamard16_", "bf16", "hadamard16 bf16",
-        hadamard.default_config(2), ahead_nvfp4.hadamard_probe("*bf16", False),
+        hadamard.default_config(2), ahead_nvfp4.hadamard_configuration("*bf16", False), "BLOCK",
     )  # fmt: skip
 
 
 def _of_tiles(
-    op: str, case: str, measured: str, default: LaunchConfig, configuration: Configuration
+    op: str,
+    case: str,
+    measured: str,
+    default: LaunchConfig,
+    configuration: Configuration,
+    block: str = "TILE",
 ) -> Tunable:
-    """One whose kernel knows its block as TILE alone."""
-    compiled = scaled(configuration, default, "TILE")
+    """One whose kernel knows its block by one constant alone."""
+    compiled = scaled(configuration, default, block)
     return Tunable(op=op, case=case, measured=measured, default=default, compiled=compiled)
 
 

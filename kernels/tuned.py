@@ -159,7 +159,7 @@ def load_table(name: str, triton: str) -> Table:
         try:
             found = read_entries(path, name, triton)
         except TableError as error:
-            _logger.warning("%s: not used, so defaults are: %s", path, error)
+            _logger.warning("%s: not used, other tables and the defaults hold: %s", path, error)
         else:
             entries.update(found)
             sources.append(str(path))

@@ -66,11 +66,14 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration of `op`, of the path of full tiles, which nearly all elements take.
+    """A configuration of `op`, what it moves and what the path of full tiles costs.
 
     numel: elements that a program handles. moved_bytes: of an element, each input and output once.
-    count: how instructions are counted, `None` where that path cannot be told apart. functions: the
-    JIT functions whose accesses are those of the path; none where the kernel has no other.
+    count: how instructions are counted, `None` where that path, which nearly all elements take,
+    cannot be told apart. functions: the JIT functions whose accesses are those of the path; none
+    where the kernel has no other. counted: a kernel of that path alone, whose instructions stand
+    for those of the configuration's; registers, spills and memory never do, since a launch needs
+    what the costliest path needs.
     """
 
     op: str
@@ -80,6 +83,7 @@ class Case:
     moved_bytes: float
     count: Counter | None
     functions: tuple[Any, ...] = ()
+    counted: Configuration | None = None
 
     @property
     def elements_per_thread(self) -> float:
@@ -94,7 +98,11 @@ class Case:
 
     def instructions(self, compiled: aot.CompiledKernel) -> float | None:
         """Instructions an element; `None` where they cannot be counted."""
-        return None if self.count is None else self.count(compiled, self.elements_per_thread)
+        if self.count is None:
+            return None
+        if self.counted is not None:
+            compiled = self.counted.compile(compiled.target)
+        return self.count(compiled, self.elements_per_thread)
 
     def accesses(self, compiled: aot.CompiledKernel) -> tuple[aot.MemoryAccess, ...]:
         """The accesses to global memory on the path of full tiles."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import hadamard, nvfp4, nvfp4_decode
+from .. import hadamard, nvfp4, nvfp4_decode, wide
 from . import nvfp4_probes as probes
 from .case import Case, Configuration, element_bytes
 from .counting import program_cost
@@ -47,9 +47,9 @@ def quantize_probe(source: str = "*bf16", **changed: Any) -> Configuration:
     )
 
 
-def quantize_configuration(**changed: Any) -> Configuration:
+def quantize_configuration(source: str = "*bf16", **changed: Any) -> Configuration:
     """All paths."""
-    pointers = {"source": "*bf16", "data": "*u8", "scales": "*u8", "amax": "*fp32"}
+    pointers = {"source": source, "data": "*u8", "scales": "*u8", "amax": "*fp32"}
     return Configuration(
         nvfp4._quantize_kernel,
         pointers | COUNTS | ROWS_OF_SCALES | NOISE,
@@ -58,23 +58,27 @@ def quantize_configuration(**changed: Any) -> Configuration:
     )
 
 
+def _amax_options(transformed: bool) -> dict[str, Any]:
+    tile = nvfp4.TILE_NUMEL if transformed else nvfp4.AMAX_TILE_NUMEL
+    return {"HADAMARD": transformed, "TILE": tile}
+
+
 def amax_probe(source: str, transformed: bool) -> Configuration:
     """Full tiles alone."""
-    tile = nvfp4.TILE_NUMEL if transformed else nvfp4.AMAX_TILE_NUMEL
     return Configuration(
         probes.amax_probe,
         {"source": source, "amax": "*i32"},
-        {"HADAMARD": transformed, "TILE": tile},
+        _amax_options(transformed),
         nvfp4.NUM_WARPS,
     )
 
 
-def amax_configuration() -> Configuration:
-    """All paths, of transformed elements."""
+def amax_configuration(source: str, transformed: bool) -> Configuration:
+    """All paths."""
     return Configuration(
         nvfp4._amax_kernel,
-        {"source": "*bf16", "amax": "*i32"} | COUNTS,
-        {"HADAMARD": True, "FLAT": True, "TILE": nvfp4.TILE_NUMEL},
+        {"source": source, "amax": "*i32"} | COUNTS,
+        _amax_options(transformed) | {"FLAT": True},
         nvfp4.NUM_WARPS,
     )
 
@@ -90,13 +94,14 @@ def dequantize_probe(destination: str, torchao: bool, swizzled: bool) -> Configu
     )
 
 
-def dequantize_configuration() -> Configuration:
-    """All paths, of swizzled scales."""
-    pointers = {"destination": "*bf16", "data": "*u8", "scales": "*u8", "amax": "*fp32"}
+def dequantize_configuration(destination: str, torchao: bool, swizzled: bool) -> Configuration:
+    """All paths."""
+    pointers = {"destination": destination, "data": "*u8", "scales": "*u8", "amax": "*fp32"}
     return Configuration(
         nvfp4_decode._dequantize_kernel,
         pointers | COUNTS | ROWS_OF_SCALES,
-        {"TORCHAO": False, "SWIZZLED": True, "FLAT": True, "TILE": nvfp4_decode.TILE_NUMEL},
+        {"TORCHAO": torchao, "SWIZZLED": swizzled, "TILE": nvfp4_decode.TILE_NUMEL}
+        | {"FLAT": True},
         nvfp4_decode.NUM_WARPS,
     )
 
@@ -111,20 +116,28 @@ def hadamard_probe(dtype: str, inverse: bool) -> Configuration:
     )
 
 
-def hadamard_configuration() -> Configuration:
-    """All paths, of the inverse."""
+def hadamard_configuration(dtype: str, inverse: bool) -> Configuration:
+    """All paths."""
     return Configuration(
         hadamard._hadamard_kernel,
-        {"source": "*fp16", "destination": "*fp16", "num_groups": "i64"}
+        {"source": dtype, "destination": dtype, "num_groups": "i64"}
         | {"row_groups": "i32", "row_numel": "i32"},
-        {"INVERSE": True, "FLAT": True, "BLOCK": hadamard.BLOCK_NUMEL},
+        {"INVERSE": inverse, "FLAT": True, "BLOCK": hadamard.BLOCK_NUMEL},
         hadamard.NUM_WARPS,
     )
 
 
-def _case(op: str, name: str, configuration: Configuration, moved_bytes: float) -> Case:
-    tile = configuration.constexprs["TILE"]
-    return Case(op, name, configuration, tile, moved_bytes, program_cost)
+def _case(
+    op: str,
+    name: str,
+    configuration: Configuration,
+    probe: Configuration,
+    moved_bytes: float,
+    *functions: Any,
+) -> Case:
+    """The kernel's paths cannot be told apart, so the probe's instructions are counted."""
+    tile = probe.constexprs["TILE"]
+    return Case(op, name, configuration, tile, moved_bytes, program_cost, functions, probe)
 
 
 def cases() -> tuple[Case, ...]:
@@ -133,8 +146,11 @@ def cases() -> tuple[Case, ...]:
         _case(
             "quantize_nvfp4_",
             name,
+            quantize_configuration(**changed),
             quantize_probe(**changed),
             element_bytes(changed.get("source", "bf16")) + CODE_BYTES,
+            wide.one_access,
+            nvfp4._quantize_full_tile,
         )
         for name, changed in CHANGES.items()
     )
@@ -142,8 +158,10 @@ def cases() -> tuple[Case, ...]:
         _case(
             "amax_nvfp4_",
             source[1:] + " hadamard" * transformed,
+            amax_configuration(source, transformed),
             amax_probe(source, transformed),
             element_bytes(source),
+            wide.one_access,
         )
         for source, transformed in AMAX
     )
@@ -151,8 +169,10 @@ def cases() -> tuple[Case, ...]:
         _case(
             "dequantize_nvfp4_",
             f"{'torchao' if torchao else 'te'} {destination[1:]}" + " swizzled" * swizzled,
+            dequantize_configuration(destination, torchao, swizzled),
             dequantize_probe(destination, torchao, swizzled),
             CODE_BYTES + element_bytes(destination),
+            nvfp4_decode._dequantize_full_tile,
         )
         for destination, torchao, swizzled in DEQUANTIZE
     )
@@ -160,8 +180,11 @@ def cases() -> tuple[Case, ...]:
         _case(
             "hadamard16_",
             f"{'inverse' if inverse else 'forward'} {dtype[1:]}",
+            hadamard_configuration(dtype, inverse),
             hadamard_probe(dtype, inverse),
             2 * element_bytes(dtype),
+            wide.one_access,
+            hadamard._transform_full_block,
         )
         for dtype, inverse in HADAMARD
     )

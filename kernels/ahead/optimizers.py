@@ -103,26 +103,27 @@ def step_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float
 
 
 def _chunk_costs(compiled: aot.CompiledKernel) -> list[float]:
-    """Instructions for an element of FP32, of each path, the one of FP32 elements first."""
+    """Instructions for each element that a thread would have of FP32, of each path, ascending."""
     full = [found for found in stretches(compiled, ("BRA", "EXIT")) if found[0]]
     rows = reference_optim.CHUNK_BYTES // FP32_BYTES // reference_optim.CHUNK_LANES
     lanes = reference_optim.CHUNK_LANES // (norm._NUM_WARPS * 32)
     if [wide for wide, _ in full] != [2 * rows] * NORM_PATHS:
         raise CountError(f"expected {NORM_PATHS} paths of {2 * rows} wide loads, got {full}")
-    # The paths are in no order that matters: the one with half of the elements has most for each.
-    return sorted((count / (rows * lanes) for _, count in full), reverse=True)
+    return sorted(count / (rows * lanes) for _, count in full)
 
 
 def fp32_chunk_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
-    """Instructions an element of FP32."""
+    """Instructions an element of FP32, whose path is the shortest: the others have twice as many
+    elements, and convert them.
+    """
     del elements_per_thread  # the paths have different ones
     return _chunk_costs(compiled)[0]
 
 
 def half_chunk_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
-    """Instructions an element of two bytes, of which a chunk has twice as many."""
+    """Instructions an element of two bytes, on the costlier of their paths."""
     del elements_per_thread
-    return _chunk_costs(compiled)[1] / 2
+    return _chunk_costs(compiled)[-1] / 2
 
 
 def _step_case(name: str, grad: str, compute: str | None, *, segments: bool) -> Case:

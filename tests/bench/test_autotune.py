@@ -14,7 +14,7 @@ from sidestream.bench import sweep, tunables, tuning
 from sidestream.bench.clocks import Ticker
 from sidestream.bench.commands import autotune
 from sidestream.bench.kernel_cases.case import Case, Operands
-from sidestream.kernels import LaunchConfig, tuned
+from sidestream.kernels import LaunchConfig, ahead, tuned
 
 DEFAULT = LaunchConfig(8192, 8)
 CONFIGS = (DEFAULT, *(LaunchConfig(1024 << i, w) for i in range(5) for w in (2, 4)))
@@ -206,6 +206,13 @@ def test_candidates_compile_with_their_block_and_their_warps():
     assert (default.constexprs["TILE_BYTES"], default.num_warps) == (8192, 8)
     rows = tunables.tunable("quantize_fp8_", "row").compiled(LaunchConfig(1024, 2))
     assert (rows.constexprs["LINE"], rows.constexprs["COUNT"], rows.num_warps) == (4096, 1, 8)
+    rotated = tunables.tunable("hadamard16_", "bf16").compiled(LaunchConfig(4096, 2))
+    assert (rotated.constexprs["BLOCK"], rotated.num_warps) == (2048, 2)
+
+
+def test_candidates_are_of_the_kernels_that_are_launched():
+    for one in tunables.tunables():
+        assert ahead.__name__ not in one.compiled(one.default).kernel.fn.__module__, one.name
 
 
 def test_ops_go_by_their_names_and_their_functions():
@@ -296,7 +303,7 @@ def adding(op_case="bf16", wrong=()):
 class EveryCall:
     """A clock that makes each call once before it starts and once in a sample."""
 
-    cache_bytes = 4096
+    cache_bytes = 2048
 
     def tickers(self, runs):
         return {name: self._ticker(calls) for name, calls in runs.items()}
@@ -330,7 +337,7 @@ def test_samples_are_of_the_candidate_and_leave_the_gate_alone():
         launches.clear()
         assert bench.sample(config) > 0.0
         assert {used for used, _ in launches} == {config}
-        assert len({x.data_ptr() for _, x in launches}) == 4  # twice the cache
+        assert len({x.data_ptr() for _, x in launches}) == 4  # of 1 KiB each: twice the cache
         assert len(launches) == 8
     assert bench.fault(CONFIGS[0]) is None
 

@@ -75,7 +75,7 @@ def test_one_case_is_measured_shown_and_written(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("option", "text"), [("--ptx", ".visible .entry hadamard_probe"), ("--sass", "STG.E.128")]
+    ("option", "text"), [("--ptx", ".visible .entry _hadamard_kernel"), ("--sass", "STG.E.128")]
 )
 def test_the_code_of_one_case_is_printed(option, text, capsys):
     assert main(["inspect", *CASE, option]) == 0

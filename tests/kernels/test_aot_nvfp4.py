@@ -1,6 +1,6 @@
 """Compiles NVFP4's and the transform's kernels for six GPUs and counts what they cost on Hopper.
 
-Whole kernels for every target, without spills. On sm_90 the paths for full tiles by themselves:
+Whole kernels for every target, without spills. On sm_90 the path of full tiles as well: its
 instructions an element, and 16-byte accesses on the widest side, which is that of the values.
 """
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from sidestream.kernels import aot, wide
+from sidestream.kernels import ahead, aot, wide
 from sidestream.kernels.ahead import HARDWARE_FP8, nvfp4
 from sidestream.tests.kernels import costs
 
@@ -18,44 +18,49 @@ PHILOX = r"%c-(?:845247145|766435501)_i32"
 
 
 def compiled_ahead():
-    probes = [nvfp4.quantize_probe(**changed) for changed in nvfp4.CHANGES.values()]
-    calls = [partial(costs.compile_for, probe, "sm_90") for probe in probes]
+    quantize = [case for case in ahead.cases() if case.op == "quantize_nvfp4_"]
+    made = [one for case in quantize for one in (case.configuration, case.counted)]
+    calls = [partial(costs.compile_for, one, "sm_90") for one in made]
     options = {"STOCHASTIC": True, "HADAMARD": True, "SWIZZLED": True}
     calls += [partial(compile_whole, target, **options) for target in aot.TARGETS]
     return calls + [partial(compile_rest, target) for target in aot.TARGETS]
 
 
+def measured_widths(op, name):
+    """Bits of the loads and of the stores on the path of full tiles, of a case within its gate."""
+    compiled, found = costs.measure_case(op, name)
+    assert found == []
+    accesses = ahead.case_of(op, name).accesses(compiled)
+    return [
+        {access.bits for access in accesses if access.is_load == load} for load in (True, False)
+    ]
+
+
 @pytest.mark.parametrize("name", nvfp4.CHANGES)
 def test_quantize_on_hopper(name):
-    compiled, found = costs.measure_case("quantize_nvfp4_", name)
-    assert found == []
-    values = compiled.accesses_of(wide.one_access)
-    assert {access.bits for access in values} == {128}
-    stores = {access.bits for access in compiled.accesses if not access.is_load}
-    assert 128 in stores
+    loads, stores = measured_widths("quantize_nvfp4_", name)
+    assert loads == {128}
+    assert max(stores) == 128
 
 
 @pytest.mark.parametrize(("source", "transformed"), nvfp4.AMAX)
 def test_amax_on_hopper(transformed, source):
-    compiled, found = costs.measure_case("amax_nvfp4_", source[1:] + " hadamard" * transformed)
-    assert found == []
-    assert {access.bits for access in compiled.accesses} == {128}
+    widths = measured_widths("amax_nvfp4_", source[1:] + " hadamard" * transformed)
+    assert widths == [{128}, set()]
 
 
 @pytest.mark.parametrize(("destination", "torchao", "swizzled"), nvfp4.DEQUANTIZE)
 def test_dequantize_on_hopper(destination, torchao, swizzled):
     case = f"{'torchao' if torchao else 'te'} {destination[1:]}" + " swizzled" * swizzled
-    compiled, found = costs.measure_case("dequantize_nvfp4_", case)
-    assert found == []
-    assert {access.bits for access in compiled.accesses if not access.is_load} == {128}
+    loads, stores = measured_widths("dequantize_nvfp4_", case)
+    assert max(loads) == 128
+    assert stores == {128}
 
 
 @pytest.mark.parametrize(("dtype", "inverse"), nvfp4.HADAMARD)
 def test_hadamard_on_hopper(dtype, inverse):
     case = f"{'inverse' if inverse else 'forward'} {dtype[1:]}"
-    compiled, found = costs.measure_case("hadamard16_", case)
-    assert found == []
-    assert {access.bits for access in compiled.accesses} == {128}
+    assert measured_widths("hadamard16_", case) == [{128}, {128}]
 
 
 def test_full_tiles_are_wide_on_amd():
@@ -98,9 +103,9 @@ def test_other_options_compile():
 
 def compile_rest(target):
     made = (
-        nvfp4.dequantize_configuration(),
-        nvfp4.hadamard_configuration(),
-        nvfp4.amax_configuration(),
+        nvfp4.dequantize_configuration("*bf16", torchao=False, swizzled=True),
+        nvfp4.hadamard_configuration("*fp16", inverse=True),
+        nvfp4.amax_configuration("*bf16", transformed=True),
     )
     return [costs.compile_for(configuration, target) for configuration in made]
 

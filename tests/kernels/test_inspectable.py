@@ -27,6 +27,20 @@ def test_every_op_has_cases_and_every_gate_one():
         ahead.case_of("cast_", "absent")
 
 
+def test_every_case_is_of_a_kernel_that_is_launched():
+    for case in ahead.cases():
+        assert ahead.__name__ not in case.configuration.kernel.fn.__module__, case
+
+
+def test_a_probe_says_how_many_instructions_and_nothing_else():
+    case = ahead.case_of("dequantize_nvfp4_", "te bf16")
+    launched = costs.compile_for(case.configuration, "sm_90")
+    probe = costs.compile_for(case.counted, "sm_90")
+    row = measuring.measure((case.op, case.name, "sm_90"))
+    assert row.registers == launched.registers != probe.registers
+    assert row.instructions == counting.program_cost(probe, case.elements_per_thread)
+
+
 @pytest.mark.parametrize("op", GATED)
 def test_every_op_can_be_inspected(op):
     """Its first case: the others are measured by the gates, in the same way."""

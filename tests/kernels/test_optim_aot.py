@@ -6,13 +6,14 @@ memory is the limit (28 bytes of AdamW at 3 TB/s leave time for 277, 4 bytes of 
 count is of final machine code with every slow path's preparation, more than any run takes.
 """
 
+import itertools
 from functools import partial
 
 import pytest
 
 from sidestream.kernels import ahead, aot, flat_adamw, norm
 from sidestream.kernels.ahead import optimizers
-from sidestream.kernels.ahead.counting import stretches
+from sidestream.kernels.ahead.counting import instructions_of, stretches
 from sidestream.kernels.ahead.optimizers import KERNELS, NAMES, VARIANTS
 from sidestream.tests.kernels import costs
 
@@ -88,6 +89,24 @@ def test_norm_on_hopper():
         compiled, found = costs.measure_case("l2_norm_", case)
         assert found == []
         assert faults(compiled, norm._full_chunk) == []
+
+
+def test_the_norm_s_paths_are_told_apart():
+    """By their squares: a thread has 64 elements of FP32, and 128 of two bytes."""
+    compiled = compile_chunk("sm_90")
+    costs_of = {64: [], 128: []}
+    lines = instructions_of(compiled)
+    for is_end, stretch in itertools.groupby(
+        lines, lambda line: line.split()[0] in ("BRA", "EXIT")
+    ):
+        found = list(stretch)
+        squares = sum(line.startswith("FMUL") for line in found)
+        if not is_end and squares in costs_of:
+            costs_of[squares].append((len(found) + 1) / squares)
+    (fp32,), halves = costs_of[64], costs_of[128]
+    assert len(halves) == 2
+    for case, cost in (("fp32", fp32), ("half", max(halves))):
+        assert ahead.case_of("l2_norm_", case).instructions(compiled) == cost
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
