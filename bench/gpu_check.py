@@ -4,6 +4,7 @@
     python3 bench/gpu_check.py --dry-run  the whole script on a CPU, tiny: not a measurement
 
     tests, memcheck, racecheck    side by side; when one fails nothing is timed
+    tests that take times         alone, as all below but the trainings
     kernels                       beside their rivals; what is wrong has no times
     trainings                     1 rank; 2 and 4 ranks that share the GPU: side by side
     step time, autotune           of one rank against FSDP2; of one op
@@ -11,7 +12,8 @@
 Prints one table, and writes <gpu>/<date>.json and <gpu>/<date>-kernels.json into $OUT (default
 bench/results); the second is what `sidestream bench kernels --json` writes too, for
 `sidestream bench report` and `--baseline`. Exit code 1 when anything failed, 2 when the check
-cannot be done here.
+cannot be done here. A step that is not run, for lack of time or of what it needs, fails nothing:
+the verdict names it.
 """
 
 from __future__ import annotations
@@ -105,11 +107,32 @@ def _check(device: torch.device, *, dry_run: bool) -> tuple[dict[str, Any], repo
     start = time.monotonic()
     budget = Budget(BUDGET_S, patience=DRY_PATIENCE if dry_run else 1.0)
     head = reports.document(KIND, (), device, schema_version=SCHEMA_VERSION)
+    steps, kernels = _steps(budget, device, dry_run=dry_run)
+    report = {
+        **head,
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "label": DRY_LABEL if dry_run else "measurement",
+        "ok": _all_right(steps),
+        "verdict": verdict(steps),
+        "seconds": time.monotonic() - start,
+        "steps": [vars(step) for step in steps],
+    }
+    return report, kernels
+
+
+def _steps(
+    budget: Budget, device: torch.device, *, dry_run: bool
+) -> tuple[list[StepResult], reports.Report | None]:
     gates = {gpu_gates.TESTS: partial(gpu_gates.gpu_tests, budget, dry_run=dry_run)}
     for tool in gpu_gates.TOOLS:
         gates[tool] = partial(gpu_gates.sanitizer, budget, tool, dry_run=dry_run)
     steps = together(budget, gates)
-    kernels = None
+    kernels, closed = None, []
+    if _all_right(steps):
+        last_gate = partial(gpu_gates.timed_tests, budget, dry_run=dry_run)
+        steps.append(attempt(gpu_gates.TIMED, last_gate))
+    else:
+        closed.append(gpu_gates.TIMED)
     if is_open := _all_right(steps):
         measured, kernels = _kernels(budget, device, dry_run=dry_run)
         steps.append(measured)
@@ -119,22 +142,28 @@ def _check(device: torch.device, *, dry_run: bool) -> tuple[dict[str, Any], repo
         for name, step in timed.items():
             steps.append(attempt(name, partial(step, budget, dry_run=dry_run)))
     else:
-        closed = "the tests or a sanitizer failed, so nothing is timed"
-        names = (gpu_speed.KERNELS, *timed)
-        steps += [StepResult(name, NOT_RUN, 0.0, closed) for name in names]
-    report = {
-        **head,
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "label": DRY_LABEL if dry_run else "measurement",
-        "ok": _all_right(steps),
-        "seconds": time.monotonic() - start,
-        "steps": [vars(step) for step in steps],
-    }
-    return report, kernels
+        closed += [gpu_speed.KERNELS, *timed]
+    why = "the tests or a sanitizer failed, so nothing is timed"
+    steps += [StepResult(name, NOT_RUN, 0.0, why) for name in closed]
+    return steps, kernels
 
 
 def _all_right(steps: Sequence[StepResult]) -> bool:
     return all(step.status != FAILED for step in steps)
+
+
+def verdict(steps: Sequence[StepResult]) -> str:
+    """In words; what is not run fails nothing, whatever the cause, and is named."""
+    named = {
+        status: [step.name for step in steps if step.status == status]
+        for status in (FAILED, NOT_RUN)
+    }
+    text = f"FAILED: {', '.join(named[FAILED])}" if named[FAILED] else "all right"
+    if left_out := named[NOT_RUN]:
+        link = "; " if named[FAILED] else ", but "
+        count = "1 step" if len(left_out) == 1 else f"{len(left_out)} steps"
+        text += f"{link}{count} not run: {', '.join(left_out)}"
+    return text
 
 
 def _kernels(
@@ -172,7 +201,9 @@ def _print(report: dict[str, Any], kernels: reports.Report | None) -> None:
     print(f"\ngpu-check, {report['label']}: {found['device']}, torch {found['torch']}")
     print(f"\n{'step':<34} {'status':<8} {'s':>6}  detail")
     for step in report["steps"]:
-        detail = step["detail"].partition("\n")[0][:_DETAIL_CHARACTERS]
+        detail = step["detail"].partition("\n")[0]
+        if step["status"] == FAILED:  # told in full below
+            detail = detail[:_DETAIL_CHARACTERS]
         print(f"{step['name']:<34} {step['status']:<8} {step['seconds']:6.1f}  {detail}")
         if "pack_host_us" in step["values"]:
             host = f"pack_ of nine tiny tensors: {step['values']['pack_host_us']:.1f} us a call"
@@ -180,8 +211,7 @@ def _print(report: dict[str, Any], kernels: reports.Report | None) -> None:
     for step in report["steps"]:
         if step["status"] == FAILED:
             print(f"\nFAILED, {step['name']}: {step['detail']}")
-    verdict = "all right" if report["ok"] else "FAILED"
-    print(f"\n{verdict} in {report['seconds']:.0f} s ({report['label']})")
+    print(f"\n{report['verdict']}, in {report['seconds']:.0f} s ({report['label']})")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Owns the steps of `make gpu-check` before which nothing is timed: GPU tests and sanitizers."""
+"""Owns the steps of `make gpu-check` before which no kernel is timed: GPU tests and sanitizers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .gpu_memcheck import FAMILIES, STARTED
 from .gpu_steps import (
@@ -25,11 +25,19 @@ from .gpu_steps import (
     unfinished,
 )
 
-TESTS = "gpu tests"
-TESTS_LIMIT_S = 150.0
+TESTS, TIMED = "gpu tests", "gpu tests that take times"
+# A program compiles for up to 100 s on a core of its own; sanitizers share the cores with it.
+TESTS_LIMIT_S = 200.0
+TIMED_LIMIT_S = 90.0
 GPU_MARKER = "mark.gpu"
-# These take times: no other test runs beside them.
-TIMED_TESTS = "tests/bench/"
+TIMED_FOLDER = "tests/bench/"
+# What these compile takes one core a minute or two: each of their tests is a program of its own.
+HEAVY_FILES = (
+    "tests/kernels/test_blocks_on_gpu.py",
+    "tests/kernels/test_message_on_gpu.py",
+    "tests/kernels/test_casts_on_gpu.py",
+)
+_TEST = re.compile(r"^def (test_\w+)", re.MULTILINE)
 SANITIZER = "compute-sanitizer"
 SANITIZER_FOLDERS = ("/usr/local/cuda/bin",)
 SANITIZER_LIMIT_S = 120.0
@@ -51,32 +59,74 @@ _FAULTS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What pytest is given: each test marked `gpu` is in one group. timed: takes times."""
+
+    beside: list[list[str]]
+    timed: list[str]
+
+
+def groups() -> Groups:
+    """Files side by side, the heavy ones by their tests, but for those that take times."""
+    beside: list[list[str]] = []
+    timed = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if GPU_MARKER not in (text := path.read_text()):
+            continue
+        file = str(path.relative_to(ROOT))
+        if file.startswith(TIMED_FOLDER):
+            timed.append(file)
+        elif file in HEAVY_FILES:
+            beside += [[f"{file}::{name}"] for name in _TEST.findall(text)]
+        else:
+            beside.append([file])
+    return Groups(beside, timed)
+
+
 def gpu_tests(budget: Budget, *, dry_run: bool) -> StepResult:
-    """The tests marked `gpu`, with pytest alone: its plugins, and our settings for them, are absent
-    on a bare machine. Compiling takes most of the time, so files run side by side, but for those
-    that take times."""
-    files = sorted(
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if GPU_MARKER in path.read_text()
-    )
+    """The tests marked `gpu`, but for those that take times: most of the time goes to compiling, so
+    they run side by side."""
+    beside = groups().beside
+    # Nothing runs on a CPU: one program skips all.
+    given = [[target for group in beside for target in group]] if dry_run else beside
+    return _tests(budget, TESTS, given, dry_run=dry_run)
+
+
+def timed_tests(budget: Budget, *, dry_run: bool) -> StepResult:
+    """The tests marked `gpu` that take times: nothing may run beside this step."""
+    return _tests(budget, TIMED, [groups().timed], limit_s=TIMED_LIMIT_S, dry_run=dry_run)
+
+
+def _tests(
+    budget: Budget,
+    name: str,
+    given: Sequence[Sequence[str]],
+    *,
+    limit_s: float = TESTS_LIMIT_S,
+    dry_run: bool,
+) -> StepResult:
+    """Each group by a pytest, alone: its plugins, and our settings for them, are absent on a bare
+    machine."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings="]
-    alone = [] if dry_run else [[file] for file in files if file.startswith(TIMED_TESTS)]
-    beside = [files] if dry_run else [[file] for file in files if [file] not in alone]
 
     def run(group: Sequence[str]) -> Outcome:
-        return budget.run([*command, *group], limit_s=TESTS_LIMIT_S)
+        return budget.run([*command, *group], limit_s=limit_s)
 
     start = time.monotonic()
     with ThreadPoolExecutor(max_workers=_cores()) as pool:
-        outcomes = list(pool.map(run, beside))
-    outcomes += map(run, alone)
+        outcomes = list(pool.map(run, given))
     seconds = time.monotonic() - start
-    results = [_tested(outcome, dry_run=dry_run) for outcome in outcomes]
-    odd = (one for status in (FAILED, NOT_RUN) for one in results if one.status == status)
-    result = next(odd, StepResult(TESTS, OK, seconds, _counts(outcomes)))
-    return replace(result, seconds=seconds, values={"files": files})
+    results = [
+        _tested(name, group, outcome, dry_run=dry_run)
+        for group, outcome in zip(given, outcomes, strict=True)
+    ]
+    values = {"given": given}
+    for status in (FAILED, NOT_RUN):
+        if odd := [result.detail for result in results if result.status == status]:
+            return StepResult(name, status, seconds, "\n\n".join(odd), values)
+    return StepResult(name, OK, seconds, _counts(outcomes), values)
 
 
 def _counts(outcomes: Sequence[Outcome]) -> str:
@@ -86,12 +136,13 @@ def _counts(outcomes: Sequence[Outcome]) -> str:
     return ", ".join(f"{sum(map(int, counts))} {word}" for word, counts in found.items() if counts)
 
 
-def _tested(outcome: Outcome, *, dry_run: bool) -> StepResult:
-    """What pytest's end says of the files it was given."""
+def _tested(name: str, group: Sequence[str], outcome: Outcome, *, dry_run: bool) -> StepResult:
+    """What pytest's end says of the group it was given."""
     right = outcome.code == 0 and (dry_run or " passed" in _last_line(outcome))
-    return unfinished(TESTS, outcome) or StepResult(
-        TESTS, OK if right else FAILED, outcome.seconds, outcome.tail
+    ended = unfinished(name, outcome) or StepResult(
+        name, OK if right else FAILED, outcome.seconds, outcome.tail
     )
+    return replace(ended, detail=f"{' '.join(group)}: {ended.detail}")
 
 
 def _last_line(outcome: Outcome) -> str:

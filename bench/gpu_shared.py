@@ -89,7 +89,7 @@ def _tell(rank: int, text: str) -> None:
 
 
 def require_collectives(device: torch.device) -> None:
-    """Try those that training calls, on `device`, which becomes the current one.
+    """Try what training calls, on `device`, which becomes the current one.
 
     Raises:
         RuntimeError: one is missing or wrong.
@@ -113,7 +113,12 @@ def require_collectives(device: torch.device) -> None:
         out.copy_(ranks if rank == 0 else torch.zeros_like(ranks))
         dist.broadcast(out, src=0)
 
-    calls: tuple[Callable[[Tensor], None], ...] = (all_gather, all_to_all, all_reduce, broadcast)
+    def send_and_receive(out: Tensor) -> None:
+        _swap(out, ranks)
+
+    calls: list[Callable[[Tensor], None]] = [all_gather, all_to_all, all_reduce, broadcast]
+    if device.type == "cpu":  # a GPU's tensors gloo can neither send nor receive
+        calls.append(send_and_receive)
     for call in calls:
         out = torch.full_like(ranks, -1.0)
         call(out)
@@ -123,6 +128,18 @@ def require_collectives(device: torch.device) -> None:
                 "this torch's gloo does not take tensors of that device: take another torch, or "
                 "another --device"
             )
+
+
+def _swap(out: Tensor, ranks: Tensor) -> None:
+    """Fill `out` with every rank's own element of `ranks`, by a send and a receive a peer."""
+    rank = dist.get_rank()
+    out[rank] = ranks[rank]
+    peers = [peer for peer in range(len(ranks)) if peer != rank]
+    works = [dist.irecv(out[peer : peer + 1], peer) for peer in peers]
+    works += [dist.isend(ranks[rank : rank + 1], peer) for peer in peers]
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def _batch(step: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:

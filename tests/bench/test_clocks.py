@@ -127,6 +127,6 @@ print(*(ticker.method for ticker in tickers.values()), sep=", ")
 def test_what_refuses_to_be_captured_is_timed_by_events():
     """In a process of its own, which is of no use for graphs any more."""
     done = subprocess.run(
-        [sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.strip() == "CUDA events, CUDA events", done.stderr

@@ -1,7 +1,8 @@
 """`make gpu-check` without a GPU: a red gate times nothing, failures are told, time ends it."""
 
 import json
-from dataclasses import asdict
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,11 @@ from sidestream.bench import (
     gpu_training,
     kernel_table,
     reports,
-    step_time,
-    tunables,
-    tuned_files,
 )
 from sidestream.bench.gpu_shared import TRAINING, TRYING
-from sidestream.bench.gpu_steps import Budget, Outcome, StepResult
+from sidestream.bench.gpu_steps import Outcome, StepResult
 from sidestream.bench.kernel_cases import many_tensors
 from sidestream.bench.kernel_cases.selection import Selection, select
-from sidestream.bench.sweep import Sweep, Trial
-from sidestream.bench.timing import Estimate
-from sidestream.kernels import LaunchConfig
 from sidestream.training.result import RESULT_PREFIX
 
 CPU = torch.device("cpu")
@@ -39,6 +34,7 @@ def _no_programs(monkeypatch, tmp_path):
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(gpu_gates, "gpu_tests", lambda budget, dry_run: _step("ok"))
     monkeypatch.setattr(gpu_gates, "sanitizer", lambda budget, tool, dry_run: _step("not run"))
+    monkeypatch.setattr(gpu_gates, "timed_tests", lambda budget, dry_run: _step("ok"))
     monkeypatch.setattr(gpu_training, "trainings", lambda budget, dry_run: [])
     monkeypatch.setattr(gpu_speed, "step_time", lambda budget, dry_run: _step("ok"))
     monkeypatch.setattr(gpu_speed, "autotune", lambda budget, dry_run: _step("ok"))
@@ -80,15 +76,65 @@ def test_dry_run_is_labelled_and_measures_every_case(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("_no_programs")
-@pytest.mark.parametrize("gate", ["gpu_tests", "sanitizer"])
+@pytest.mark.parametrize("gate", ["gpu_tests", "sanitizer", "timed_tests"])
 def test_a_red_gate_times_nothing(tmp_path, monkeypatch, capsys, gate):
     monkeypatch.setattr(gpu_gates, gate, lambda *_, dry_run: _step("failed"))
     code, report, files = _run(tmp_path)
     assert code == 1
     assert len(files) == 1
-    for name in (gpu_speed.KERNELS, gpu_speed.STEP, gpu_speed.AUTOTUNE):
+    closed = [gpu_speed.KERNELS, gpu_speed.STEP, gpu_speed.AUTOTUNE]
+    if gate != "timed_tests":
+        closed.append(gpu_gates.TIMED)
+    for name in closed:
         assert _named(report, name)["status"] == "not run"
     assert "GB/s" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_no_programs", "_few_cases")
+def test_tests_that_take_times_begin_when_every_other_gate_has_ended(monkeypatch):
+    running, others = [], []
+
+    def gate(*_, dry_run):
+        running.append(1)
+        time.sleep(0.1)
+        running.pop()
+        return _step("ok")
+
+    def timed(budget, dry_run):
+        others.append(len(running))
+        return _step("ok")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
+    monkeypatch.setattr(gpu_gates, "gpu_tests", gate)
+    monkeypatch.setattr(gpu_gates, "sanitizer", gate)
+    monkeypatch.setattr(gpu_gates, "timed_tests", timed)
+    assert gpu_check.main(["--dry-run"]) == 0
+    assert others == [0]
+
+
+@pytest.mark.usefixtures("_no_programs", "_few_cases")
+def test_the_verdict_names_what_is_not_run(tmp_path, monkeypatch, capsys):
+    late = StepResult(gpu_speed.STEP, "not run", 0.0, "no time left")
+    monkeypatch.setattr(gpu_speed, "step_time", lambda budget, dry_run: late)
+    monkeypatch.setattr(gpu_gates, "sanitizer", lambda budget, tool, dry_run: _step("ok"))
+    code, report, _ = _run(tmp_path)
+    told = f"all right, but 1 step not run: {gpu_speed.STEP}"
+    assert (code, report["verdict"]) == (0, told)
+    assert f"\n{told}, in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ends", "verdict"),
+    [
+        ({"a": "ok"}, "all right"),
+        ({"a": "ok", "b": "not run", "c": "not run"}, "all right, but 2 steps not run: b, c"),
+        ({"a": "failed", "b": "ok", "c": "failed"}, "FAILED: a, c"),
+        ({"a": "failed", "b": "not run"}, "FAILED: a; 1 step not run: b"),
+    ],
+)
+def test_verdicts(ends, verdict):
+    steps = [StepResult(name, status, 0.0, "") for name, status in ends.items()]
+    assert gpu_check.verdict(steps) == verdict
 
 
 @pytest.mark.usefixtures("_no_programs", "_few_cases")
@@ -148,25 +194,13 @@ def test_results_are_named_as_the_tables_of_the_gpu_are(monkeypatch):
     assert gpu_check.results_folder(CPU) == Path("/results", gpu_check.DRY_FOLDER)
 
 
-@pytest.mark.usefixtures("_few_cases")
-@pytest.mark.parametrize(("patience", "num"), [(1.0, 1), (3.0, 2)])
-def test_kernels_there_was_no_time_for_are_named(monkeypatch, patience, num):
-    """By a clock that each case moves on by two seconds."""
-    now, measured = [0.0], []
-
-    def measure(cases, *_):
-        measured.extend(cases)
-        now[0] += 2.0
-        return kernel_table.Measured((), (), ())
-
-    monkeypatch.setattr(gpu_speed.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(gpu_speed, "KERNELS_LIMIT_S", 1.0)
-    monkeypatch.setattr(kernel_table, "measure", measure)
-    step, report = gpu_speed.kernels(Budget(60, patience=patience), CPU, dry_run=True)
-    cases = [case.name for case in gpu_speed.select(Selection())]
-    assert step.detail.startswith(f"{num} of {len(cases)} cases")
-    assert [case.name for case in measured] == cases[:num]
-    assert report.notes == (f"no time left for {', '.join(cases[num:])}",)
+@pytest.mark.usefixtures("_no_programs", "_few_cases")
+def test_kernels_that_were_not_reached_are_printed_whole(monkeypatch, capsys):
+    names = [f"a case with a long name {number}" for number in range(40)]
+    late = StepResult(gpu_speed.KERNELS, "ok", 1.0, f"no time left for 40: {', '.join(names)}")
+    monkeypatch.setattr(gpu_speed, "kernels", lambda *_, dry_run: (late, None))
+    assert gpu_check.main(["--dry-run"]) == 0
+    assert names[-1] in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("_no_programs", "_few_cases")
@@ -223,38 +257,3 @@ def test_levels_that_lead_elsewhere_fail():
     assert agree(trained(2.0, "a"), trained(2.001, "b")).status == "ok"
     assert agree(trained(2.0, "a"), trained(2.2, "b")).status == "failed"
     assert agree(trained(2.0, "a"), _step("failed")).status == "not run"
-
-
-def test_a_step_time_is_told_with_whether_both_trained_alike():
-    ours, theirs = (
-        step_time.Figures(ms=ms, tokens_per_s=1.0, peak_mib=9.0, wire_bytes=None, loss=5.5)
-        for ms in (8.0, 10.0)
-    )
-    row = step_time.Row(
-        candidate="zero3",
-        rival="fsdp2",
-        candidate_figures=ours,
-        rival_figures=theirs,
-        ratio=Estimate(0.8, 0.79, 0.81, 25),
-        limit=None,
-        steps=31,
-        relative_difference=2e-7,
-        share_of_unequal_elements=0.5,
-        launches=[],
-    )
-    told = gpu_speed.step_detail({"rows": [asdict(row)]})
-    assert told.startswith("zero3 / fsdp2: 0.800 [0.790, 0.810], 8.0 / 10.0 ms, 9 / 9 MiB")
-    assert told.endswith("loss 5.5000 / 5.5000, weights 2.0e-07 apart")
-
-
-def test_a_tuned_op_is_told_with_its_gain():
-    found = []
-    for tunable, score in zip(tunables.select((gpu_speed.TUNED_OP,))[:2], (0.9, 1.1), strict=True):
-        slow = Trial(tunable.default, samples=[1.0], score=1.0)
-        fast = Trial(LaunchConfig(1024, 2), samples=[score], score=score)
-        chosen = fast if score < 1.0 else slow
-        sweep = Sweep((slow, fast), chosen.config)
-        found.append(tuned_files.entry_of(tunable, sweep, {}, numel=1 << 20))
-    told = gpu_speed.tuned_detail({"entries": found})
-    assert "1024 B 2 W, 10.0% faster than the default; " in told
-    assert told.endswith("W, the default")

@@ -1,8 +1,10 @@
 """What comes before any time: sanitizers see every op, and what they say is understood."""
 
 import os
+import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ class _Programs:
         self.ends, self.events = ends, []
 
     def run(self, command, *, limit_s):
+        # Of a group, the last.
         name = command[-1].rpartition("/")[2]
         self.events.append(("begins", name))
         time.sleep(0.05)
@@ -32,14 +35,20 @@ class _Programs:
         return self.ends.get(name, Outcome(0, "..\n2 passed, 1 skipped in 1 s", 1.0))
 
 
+TIMED = ("bench/test_clock", "bench/test_tune")
+TESTS = "def test_a(x):\n    pass\n\n\ndef helper():\n    pass\n\n\ndef test_b():\n    pass\n"
+
+
 @pytest.fixture
 def _test_files(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_gates, "ROOT", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
-    for path in ("bench/test_clock", "bench/test_tune", "kernels/test_one", "kernels/test_two"):
+    monkeypatch.setattr(gpu_gates, "HEAVY_FILES", ("tests/kernels/test_heavy.py",))
+    for path in (*TIMED, "kernels/test_heavy", "kernels/test_one", "kernels/test_two"):
         file = tmp_path / "tests" / f"{path}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"@pytest.{gpu_gates.GPU_MARKER}\n")
+        file.write_text(f"pytestmark = pytest.{gpu_gates.GPU_MARKER}\n{TESTS}")
+    (tmp_path / "tests" / "test_on_cpu.py").write_text(TESTS)
 
 
 LATE = Outcome(None, "", 2.0, whole_check=True)
@@ -61,18 +70,69 @@ OVER = Outcome(None, "..", 2.0)
 def test_a_file_without_time_hides_no_other_that_failed(one, two, status, detail):
     programs = _Programs({"test_one.py": one, "test_two.py": two})
     step = gpu_gates.gpu_tests(programs, dry_run=False)
-    assert (step.status, step.detail.startswith(detail)) == (status, True), step.detail
-    assert len(step.values["files"]) == 4
+    named, _, told = step.detail.rpartition(".py: ")
+    assert (step.status, told.startswith(detail)) == (status, True), step.detail
+    assert named in ("", "tests/kernels/test_one", "tests/kernels/test_two")
+    assert bool(named) == (status != "ok")
+    heavy = [[f"tests/kernels/test_heavy.py::test_{name}"] for name in "ab"]
+    light = [[f"tests/kernels/test_{name}.py"] for name in ("one", "two")]
+    assert step.values["given"] == [*heavy, *light]
 
 
 @pytest.mark.usefixtures("_test_files")
-def test_tests_that_take_times_run_alone():
+def test_every_group_that_failed_is_told():
+    programs = _Programs({"test_one.py": RED, "test_two.py": OVER})
+    first, second = gpu_gates.gpu_tests(programs, dry_run=False).detail.split("\n\n")
+    assert first.startswith("tests/kernels/test_one.py: exit 1")
+    assert second.startswith("tests/kernels/test_two.py: over its limit")
+
+
+@pytest.mark.usefixtures("_test_files")
+def test_tests_that_take_times_are_a_step_of_their_own():
     programs = _Programs({})
     gpu_gates.gpu_tests(programs, dry_run=False)
-    timed = [
-        (event, f"test_{name}.py") for name in ("clock", "tune") for event in ("begins", "ends")
-    ]
-    assert programs.events[4:] == timed
+    assert not any(name in ("test_clock.py", "test_tune.py") for _, name in programs.events)
+    programs = _Programs({})
+    step = gpu_gates.timed_tests(programs, dry_run=False)
+    assert step.values["given"] == [[f"tests/{path}.py" for path in TIMED]]
+    assert programs.events == [("begins", "test_tune.py"), ("ends", "test_tune.py")]
+
+
+@pytest.mark.usefixtures("_test_files")
+def test_on_a_cpu_one_program_skips_all():
+    programs = _Programs({})
+    step = gpu_gates.gpu_tests(programs, dry_run=True)
+    assert [len(group) for group in step.values["given"]] == [4]
+    assert len(programs.events) == 2
+
+
+def test_every_gpu_test_of_the_tree_is_in_one_group():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "tests"]
+    command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    ended = subprocess.run(
+        command, cwd=gpu_gates.ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    tests = [line for line in ended.stdout.splitlines() if line.startswith("tests/")]
+    assert tests
+    found = gpu_gates.groups()
+    given = [target for group in [*found.beside, found.timed] for target in group]
+    seen = Counter()
+    for test in tests:
+        holding = [one for one in given if test.startswith((f"{one}::", f"{one}["))]
+        holding += [one for one in given if test == one]
+        assert len(holding) == 1, (test, holding)
+        seen.update(holding)
+    assert set(seen) == set(given)  # pytest fails where it finds nothing
+
+
+def test_heavy_files_compile_in_several_programs():
+    beside = gpu_gates.groups().beside
+    for file in gpu_gates.HEAVY_FILES:
+        assert [file] not in beside
+        assert sum(group[0].startswith(f"{file}::") for group in beside) > 1, file
+    blocks = "tests/kernels/test_blocks_on_gpu.py"
+    for name in ("test_mx", "test_nvfp4", "test_hadamard"):
+        assert [f"{blocks}::{name}"] in beside
 
 
 def test_a_missing_sanitizer_is_told(monkeypatch):

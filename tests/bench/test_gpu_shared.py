@@ -31,6 +31,12 @@ def _try(rank, world_size):
     gpu_shared.require_collectives(CPU)
 
 
+def _send_wrongly(rank, world_size):
+    send = dist.isend
+    dist.isend = lambda tensor, dst: send(tensor + 1.0, dst)
+    gpu_shared.require_collectives(CPU)
+
+
 def test_levels_train_like_plain_pytorch():
     found = gpu_shared.summarise(run_on_ranks(_share, 2))
     assert found["same_bits"] and found["world"] == 2
@@ -50,6 +56,11 @@ def test_a_collective_that_does_nothing_is_named():
     expected = r"broadcast on cpu: expected \[0.0, 1.0\], got"
     with pytest.raises(RanksFailed, match=rf"{expected}.*; .*or another --device"):
         run_on_ranks(_try, 2)
+
+
+def test_a_wrong_send_is_named():
+    with pytest.raises(RanksFailed, match="send_and_receive on cpu: expected"):
+        run_on_ranks(_send_wrongly, 2)
 
 
 def test_ranks_with_other_weights_are_found():
