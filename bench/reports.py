@@ -28,12 +28,12 @@ from .machine import describe
 
 SCHEMA_VERSION = 1
 KIND = "kernels"
-# What is read of a machine; GPUs have more.
 _MEASURED = (
     "median_us", "low_us", "high_us", "gb_per_s", "copy_gb_per_s", "percent_of_copy", "numel",
 )  # fmt: skip
 _WORDS = ("case", "op", "format", "dtype", "candidate", "method")
 _MOST = 1e30  # more than any of these can be, and still a float
+# What is read of a machine; GPUs have more.
 _MACHINE_FIELDS = ("device", "threads", "torch", "triton", "commit")
 CPU_METHOD, GRAPH_METHOD, EVENTS_METHOD = "perf_counter", "CUDA graph", "CUDA events"
 

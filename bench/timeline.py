@@ -17,7 +17,7 @@ Times are milliseconds from the start of the first step. Everything here is pure
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,13 +86,12 @@ def _is_on_host(event: Mapping[str, Any]) -> bool:
 
 
 def _cpu_timeline(
-    events: Iterable[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> Timeline:
     origin = min(step["ts"] for step in steps)
     end = max(step["ts"] + step["dur"] for step in steps)
     lanes: dict[str, list[Span]] = {}
-    events = list(events)
-    starts = _message_starts(events)
+    starts = _ranges(events, _lane_of_messages)
     for event in events:
         if event["ts"] + event["dur"] < origin or event["ts"] > end:
             continue
@@ -107,16 +106,19 @@ def _cpu_timeline(
     return _timeline(lanes, _measure(_union(whole)), len(steps))
 
 
-def _message_starts(events: Iterable[Mapping[str, Any]]) -> list[tuple[float, float, str]]:
-    """The ranges on the host in which messages are started, and the lane of these."""
+def _ranges(
+    events: Iterable[Mapping[str, Any]], lane_of: Callable[[str], str | None]
+) -> list[tuple[float, float, str]]:
+    """Start, end and lane of every range on the host to whose name `lane_of` gives a lane."""
     return [
         (event["ts"], event["ts"] + event["dur"], lane)
         for event in events
-        if (lane := _lane_of_messages(event["name"])) is not None
+        if _is_on_host(event) and (lane := lane_of(event["name"])) is not None
     ]
 
 
 def _lane_of_messages(range_name: str) -> str | None:
+    """Of the messages that are started in a range."""
     if range_name.startswith(MESSAGE_RANGE):
         return range_name.removeprefix(MESSAGE_RANGE)
     if range_name.startswith(f"{PREFIX}start gradient"):
@@ -142,11 +144,7 @@ def _cpu_lane(event: Mapping[str, Any], starts: Sequence[tuple[float, float, str
 
 def _stand_ins(events: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
     """The lane of every stand-in for a collective, by the correlation id of its launch."""
-    ranges = [
-        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(STAND_IN_RANGE))
-        for event in events
-        if event["name"].startswith(STAND_IN_RANGE) and _is_on_host(event)
-    ]
+    ranges = _ranges(events, _lane_of_stand_in)
     return {
         event["args"]["correlation"]: lane
         for event in events
@@ -154,6 +152,11 @@ def _stand_ins(events: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
         for start, stop, lane in ranges
         if start <= event["ts"] <= stop
     }
+
+
+def _lane_of_stand_in(range_name: str) -> str | None:
+    is_one = range_name.startswith(STAND_IN_RANGE)
+    return range_name.removeprefix(STAND_IN_RANGE) if is_one else None
 
 
 def _gpu_timeline(

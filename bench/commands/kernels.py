@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING
 
 from ...training.errors import UsageError
 from ...training.paths import require_writable_file
-from .parsing import counts, names, sizes
+from .parsing import DEVICES, counts, names, sizes
 
 if TYPE_CHECKING:
     import torch
 
     from ..reports import Report
-
-DEVICES = ("auto", "cpu", "cuda")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -84,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     from ..report.build import write_page
     from ..reports import format_table
 
-    device = device_of(options.device)
+    device = device_named(options.device)
     cases = select(
         Selection(
             ops=options.op,
@@ -137,7 +135,7 @@ def _require_files(options: argparse.Namespace) -> None:
             )
 
 
-def device_of(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
     """What `auto`, `cpu` or `cuda` means here; raises `UsageError` where it is none of them, or
     there is no GPU.
     """

@@ -16,7 +16,7 @@ from ..ranks import GLOO_RANKS, RanksFailed, choose_ranks
 from ..reports import write_text
 from ..timeline import Timeline, as_html, read_timeline
 from ..trainer_names import FSDP2, PLAIN, TRAINER_NAMES
-from .parsing import count, names_of
+from .parsing import DEVICES, count, names_of
 
 # DDP waits in C++, where nobody sees it; the plain model has nothing to wait for.
 CANDIDATES = tuple(name for name in TRAINER_NAMES if "ddp" not in name and name != PLAIN)
@@ -36,7 +36,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--world", type=count, help=f"ranks; default {GLOO_RANKS}, or one for every GPU"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--steps", type=count, default=3, help="steps to record")
     parser.add_argument("--layers", type=count, default=STEP_TIME_CONFIG.layers)
     parser.add_argument(

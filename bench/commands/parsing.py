@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+DEVICES = ("auto", "cpu", "cuda")
 _SUFFIXES = {"": 1, "k": 1024, "K": 1024, "M": 1024**2, "G": 1024**3}
 _MAX_SIZE = 2**40
 

@@ -26,7 +26,7 @@ from ..models import STEP_TIME_CONFIG
 from ..ranks import GLOO_RANKS, RanksFailed, choose_ranks
 from ..reports import document, write_text
 from ..trainer_names import FSDP2, MEGATRON_FSDP, TRAINER_NAMES
-from .parsing import count, names_of
+from .parsing import DEVICES, count, names_of
 
 if TYPE_CHECKING:
     from ..step_time import Figures, Plan, Row
@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--world", type=count, help=f"ranks; default {GLOO_RANKS}, or one for every GPU"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument(
         "--dtype",
         choices=DTYPES,

@@ -15,7 +15,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from sidestream.bench.clocks import clock_of, rotation_of
-from sidestream.bench.commands.kernels import device_of
+from sidestream.bench.commands.kernels import device_named
 from sidestream.bench.commands.parsing import size
 from sidestream.bench.kernel_cases.rivals import quiet
 from sidestream.bench.kernel_cases.selection import Selection, select
@@ -25,7 +25,7 @@ from sidestream.training.errors import UsageError
 def _settings() -> tuple[torch.device, int]:
     device, numel = os.environ.get("DEVICE", "auto"), os.environ.get("NUMEL", "256k")
     try:
-        return device_of(device), size(numel)
+        return device_named(device), size(numel)
     except (UsageError, argparse.ArgumentTypeError) as error:
         message = f"DEVICE={device} NUMEL={numel} in the environment: {error}"
         raise pytest.Collector.CollectError(message) from None

@@ -121,6 +121,7 @@ def test_rivals_run_again_and_again(case):
 
 @standard_case
 def test_plain_pytorch_needs_no_other_package(case, monkeypatch):
+    """One that imports such a package raises."""
     for package in ("torchao", "transformer_engine"):
         monkeypatch.setitem(sys.modules, package, None)
     if case.plain is not None:

@@ -138,6 +138,7 @@ MATRIX = torch.arange(64.0).view(8, 8)
     ],
 )
 def test_neighbours_gaps_and_what_is_read_twice_are_no_overlap(call):
+    """An overlap raises."""
     before = [tensor.clone() for tensor in (MEMORY, MATRIX, ONE)]
     call()
     for tensor, old in zip((MEMORY, MATRIX, ONE), before, strict=True):
@@ -280,6 +281,7 @@ def test_tensors_with_gaps_meet_where_their_bytes_do():
 
 
 def test_what_has_no_memory_overlaps_nothing():
+    """An overlap raises."""
     with FakeTensorMode():
         fake = torch.empty(64)
         k.reduce_(fake[:16], fake.view(4, 16))
