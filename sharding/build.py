@@ -12,6 +12,7 @@ from ..buffers import BufferPool, flat_layout
 from ..kernels import pack_
 from .collectives import Collectives
 from .config import ShardConfig
+from .hidden_writes import modules_that_use_data
 from .hooks import install_hooks, install_root_hooks
 from .lanes import make_lane
 from .param_faces import ParamSlot
@@ -55,6 +56,7 @@ def build_runtime(
     )
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
     _attach(plans, runtime)
+    _watch_data(module, plans, groups)
     _share_buffers(module, collectives)
     for plan, group in zip(plans, groups, strict=True):
         casts = config.policy.cast_forward_inputs
@@ -147,6 +149,18 @@ def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
             for name, value in vars(entry.param).items():
                 vars(sharded).setdefault(name, value)
                 vars(param).setdefault(name, value)
+
+
+def _watch_data(module: nn.Module, plans: list[GroupPlan], groups: list[UnitGroup]) -> None:
+    """Have values compared in units whose full parameters are seen by code that uses `.data`."""
+    users = {id(user): {id(p) for p in user.modules()} for user in modules_that_use_data(module)}
+    for plan, group in zip(plans, groups, strict=True):
+        inside = {id(part) for part in plan.module.modules()}
+        for unit, members in zip(group.units, plan.units, strict=True):
+            places = {id(place) for entry in members for place, _ in entry.places}
+            unit.faces.writes_data = any(
+                user in inside and parts & places for user, parts in users.items()
+            )
 
 
 def _share_buffers(module: nn.Module, collectives: Collectives) -> None:
