@@ -10,6 +10,7 @@ from torch import nn
 
 from ..buffers import BufferPool, flat_layout
 from ..kernels import pack_
+from .cached_params import let_rnns_be
 from .collectives import Collectives
 from .config import ShardConfig
 from .hidden_writes import modules_that_use_data
@@ -56,6 +57,7 @@ def build_runtime(
     )
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
     _attach(plans, runtime)
+    let_rnns_be(module)
     _watch_data(module, plans, groups)
     _share_buffers(module, collectives)
     for plan, group in zip(plans, groups, strict=True):
@@ -137,9 +139,12 @@ def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
     all_members = [members for plan in plans for members in plan.units]
     for unit, members in zip(runtime.units, all_members, strict=True):
         slots = tuple(
-            ParamSlot(place._parameters, attribute, index)
+            ParamSlot(parameters, attribute, index)
             for index, entry in enumerate(members)
-            for place, attribute in entry.places
+            for parameters, attribute in (
+                *((place._parameters, attribute) for place, attribute in entry.places),
+                *entry.caches,
+            )
         )
         trainable = [entry.param.requires_grad for entry in members]
         unit.attach(trainable, slots, functools.partial(on_ready, unit.spec.index))

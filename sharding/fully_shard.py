@@ -17,6 +17,7 @@ from ..kernels.tuned import table_of
 from .agreement import check_ranks_agree
 from .arguments import require_module
 from .build import build_runtime
+from .cached_params import find_cached_params
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
 from .optimizer import (
@@ -113,6 +114,7 @@ def fully_shard(
     entries = collect_params(module)
     if not entries:
         raise ValueError("module: expected at least one floating-point parameter, got none")
+    find_cached_params(module, entries)
     plans = partition(module, entries, config.classes, config.policy, config.bucket_bytes)
     located = _locate(optimizer, plans, entries)
     groups = data_parallel_groups(device_mesh, dp_shard_dim)

@@ -68,11 +68,12 @@ def _functions_of(value: object) -> Iterator[types.FunctionType]:
     elif hasattr(value, "func"):
         value = value.func  # a partial
     elif not hasattr(value, "__func__") and not isinstance(value, (types.FunctionType, type)):
-        value = getattr(type(value), "__call__", None)
+        value = inspect.getattr_static(type(value), "__call__", None)
     function = getattr(value, "__func__", value)
-    if isinstance(function, types.FunctionType):
-        if (function.__module__ or "").partition(".")[0] not in _NOT_FOLLOWED:
-            yield function
+    if not isinstance(function, types.FunctionType):
+        return
+    if (function.__module__ or "").partition(".")[0] not in _NOT_FOLLOWED:
+        yield function
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
