@@ -20,6 +20,7 @@ from .build import build_runtime
 from .cached_params import find_cached_params
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
+from .hidden_writes import refuse_writes_by_data
 from .optimizer import (
     Location,
     check_elementwise,
@@ -119,6 +120,7 @@ def fully_shard(
     located = _locate(optimizer, plans, entries)
     groups = data_parallel_groups(device_mesh, dp_shard_dim)
     collectives = Collectives(groups)
+    refuse_writes_by_data(module, collectives.world_size)
     options = {**config.described(), "optimizer": describe_options(optimizer)}
     table = table_of(groups.device)
     check_ranks_agree(collectives, tree_signature(module, entries), options, table)

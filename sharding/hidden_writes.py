@@ -1,6 +1,6 @@
-"""Which modules' forward may write parameters behind autograd's back: through `.data`.
+"""Which modules' forward may write parameters in ways that the ranks' counters do not show.
 
-Such a write raises no version counter, and a parameter class that saw it would cost a quarter of a
+A write through `.data` raises no version counter, and a parameter class that saw it would cost a quarter of a
 small operator's time in every use. So the code is read instead: what a forward, and what it calls
 by a name that can be followed, mentions. Found too much, it costs a comparison of values.
 """
@@ -36,6 +36,24 @@ def modules_that_use_data(module: nn.Module) -> list[nn.Module]:
                 found.append(submodule)
                 break
     return found
+
+
+def refuse_writes_by_data(module: nn.Module, world_size: int) -> None:
+    """Refuse modules that write their weights as a rank's own inputs say, where there are others.
+
+    Raises:
+        ValueError: an embedding with `max_norm`.
+    """
+    if world_size == 1:
+        return
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm:
+            raise ValueError(
+                f"parameter '{name}.weight': expected writes in forward to be the same on all "
+                f"ranks, got max_norm={submodule.max_norm}, which rescales the rows that a rank "
+                "looks up, so that ranks would differ; set max_norm to None and rescale the rows "
+                "after optimizer.step"
+            )
 
 
 def _entries(module: nn.Module) -> Iterator[types.FunctionType]:

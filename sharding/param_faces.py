@@ -40,7 +40,10 @@ class ParamFaces:
         full: Sequence[nn.Parameter],
         sharded: Sequence[ShardedTensor],
         slots: Sequence[ParamSlot],
+        *,
+        counts_writes: bool,
     ) -> None:
+        """`counts_writes`: whether version counters are watched for writes to the full ones."""
         self.full = full
         self.sharded = sharded
         self._places: list[tuple[Any, Any, ShardedTensor, nn.Parameter]] = [
@@ -51,6 +54,7 @@ class ParamFaces:
         self.writes_data = False
         """Whether code that sees the full parameters uses `.data`, past their version counters."""
         self._homes = [param.data for param in full]
+        self._counts_writes = counts_writes
         self._versions = 0
         self.show_sharded()
 
@@ -84,6 +88,8 @@ class ParamFaces:
         if self.writes_data:
             self._bring_home()
             return True
+        if not self._counts_writes:
+            return False
         # Counters only grow, so that their sum says whether one of them has.
         versions = sum(map(_VERSION, self.full))
         written = versions != self._versions

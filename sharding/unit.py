@@ -132,7 +132,8 @@ class Unit:
             for index, trainable in enumerate(requires_grad)
         ]
         self._indices = {id(tensor): index for index, tensor in enumerate(sharded)}
-        self.faces = ParamFaces(full, sharded, slots)
+        # What is written to a shared buffer has reached the main parameters.
+        self.faces = ParamFaces(full, sharded, slots, counts_writes=not self._shares_memory)
         self._watch = GradientWatch(full, on_ready)
         self.gradients.runs = [self.make_run(tuple(self.spec.layout.order))]
 

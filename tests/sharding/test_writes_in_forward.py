@@ -252,3 +252,26 @@ def other_data(rank: int, world_size: int) -> None:
 
 def test_data_of_another_shape_is_refused_by_name() -> None:
     run_on_ranks(other_data, 2)
+
+
+def embedding_with_max_norm(rank: int, world_size: int) -> None:
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        for zero in range(4):
+            torch.manual_seed(0)
+            model = nn.Sequential(kind(9, 6, max_norm=1.0), nn.Linear(6, 2))
+            if world_size > 1:
+                with pytest.raises(ValueError, match=r"parameter '0.weight': .*max_norm=1.0"):
+                    ss.fully_shard(model, zero_dp_strategy=zero)
+                assert not any(isinstance(p, ss.ShardedTensor) for p in model.parameters())
+                continue
+            twins = Twins(rank, world_size, model, zero, [kind])
+            for step in range(3):
+                twins.backward(loss, [torch.tensor([[step, 2 * step, 8]])])
+                twins.check_params()
+                twins.step()
+            twins.check_params()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_max_norm_is_kept_on_one_rank_and_refused_by_name_on_several(world_size: int) -> None:
+    run_on_ranks(embedding_with_max_norm, world_size)
