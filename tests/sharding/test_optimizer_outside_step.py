@@ -342,8 +342,23 @@ def test_foreign_parameters_leave_the_step_undone() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    "Lamb LAMB AdamW8bit PagedLion8bit AdamW4bit AdamWFp8 CAME AdamP StableAdamW Kron Prodigy "
-    "Adam_mini NovoGrad SOAP Ranger21".split(),
+    [
+        "Lamb",
+        "LAMB",
+        "AdamW8bit",
+        "PagedLion8bit",
+        "AdamW4bit",
+        "AdamWFp8",
+        "CAME",
+        "AdamP",
+        "StableAdamW",
+        "Kron",
+        "Prodigy",
+        "Adam_mini",
+        "NovoGrad",
+        "SOAP",
+        "Ranger21",
+    ],
 )
 def test_optimizers_of_packages_are_known_by_name_and_reason(name: str) -> None:
     kind = type(name, (torch.optim.SGD,), {"step": lambda self, closure=None: None})
