@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..kernels.tuned import table_of
 from .agreement import check_ranks_agree
 from .arguments import require_module
+from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
@@ -122,6 +123,7 @@ def fully_shard(
     check_ranks_agree(collectives, tree_signature(module, entries), options, table)
     _note_missing_units(config, groups)
     runtime = build_runtime(module, plans, collectives, config)
+    follow_sharded_inputs()
     _RUNTIMES[module] = runtime
     if optimizer is not None and located is not None:
         rebind(optimizer, runtime, located)

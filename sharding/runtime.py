@@ -176,6 +176,12 @@ class Runtime:
         backward.spend(self._group_of[id(unit)])
         self._retire(backward.take_spent())
 
+    def contribution_came(self) -> None:
+        """The gradient of a parameter that a loss used directly is there: a backward runs, perhaps
+        through no module at all.
+        """
+        self._enter_backward()
+
     def inputs_done(self, group: UnitGroup) -> None:
         """The gradients of one call's inputs are there: nothing before them needs frozen
         parameters.

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from ..buffers.boxes import Box, interval_boxes
 from .arguments import kind_of
 from .collectives import start_all_gather
+from .contributions import Contribution
 from .elementwise import dispatch
 from .errors import communicating
+from .without_storage import WithoutStorage
 
 # Only checkpoints need them at run time, and they take longer to import than all of sidestream.
 if TYPE_CHECKING:
@@ -49,8 +51,13 @@ class GradSource(Protocol):
     def requires_grad_changed(self) -> None:
         """A parameter was frozen or unfrozen."""
 
+    def graph_leaf(self, parameter: ShardedTensor) -> tuple[nn.Parameter, Callable[[], None]]:
+        """What stands for `parameter` in autograd's graphs, and what is to be called in backward
+        when a gradient of it comes.
+        """
 
-class ShardedTensor(torch.Tensor):
+
+class ShardedTensor(WithoutStorage, torch.Tensor):
     """Elements [start, start + local.numel()) of a tensor of `shape`, as a tensor of that shape.
 
     `local` [interval numel] is a contiguous 1-D view; in-place operators on this tensor write to
@@ -174,15 +181,51 @@ class ShardedTensor(torch.Tensor):
         )
 
     def to_local(self) -> Tensor:
-        """This rank's elements [interval numel]; writing to it writes to the parameter."""
+        """This rank's elements [interval numel]; writing to it writes to the parameter.
+
+        With gradients enabled, that of a trainable parameter is differentiable: its gradient is
+        this rank's contribution to the average over the ranks.
+
+        Raises:
+            RuntimeError: gradients are enabled and autograd recorded it, yet it is no parameter.
+        """
+        if self._is_recorded():
+            return self._contribution(self.start, self.local.detach)
         return self.local
 
     def full_tensor(self) -> Tensor:
         """The whole tensor [shape], new and plain, on every rank of the group (a collective).
 
+        With gradients enabled, that of a trainable parameter is differentiable: its gradient is
+        this rank's contribution to the average over the ranks.
+
         Raises:
             CommunicationError: the gather failed, for example because a rank died.
+            RuntimeError: gradients are enabled and autograd recorded it, yet it is no parameter.
         """
+        if self._is_recorded():
+            return self._contribution(0, self._gather)
+        return self._gather()
+
+    def _is_recorded(self) -> bool:
+        return torch.is_grad_enabled() and self.requires_grad
+
+    def _contribution(self, start: int, value: Callable[[], Tensor]) -> Tensor:
+        if self.grad_source is None:
+            raise RuntimeError(
+                f"{self.describe()}: expected a parameter of a sharded model, or a value without "
+                "gradient, got the result of an operator on one rank's part, whose gradient would "
+                "be lost; take the whole value first (p.full_tensor().exp(), not "
+                "p.exp().full_tensor()), or detach() it"
+            )
+        try:
+            leaf, begin_backward = self.grad_source.graph_leaf(self)
+        except ReferenceError:  # the model is gone: nothing can train it
+            return value()
+        contribution: Tensor = Contribution.apply(leaf, start, value, begin_backward)
+        return contribution
+
+    def _gather(self) -> Tensor:
         full = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
         if all(interval == (0, self.numel()) for interval in self.intervals):
             return full.copy_(self.local).view(self.shape)
@@ -263,13 +306,6 @@ class ShardedTensor(torch.Tensor):
         """Refused: autograd never sees a sharded parameter."""
         raise RuntimeError(self._no_hooks("register_post_accumulate_grad_hook"))
 
-    def share_memory_(self) -> NoReturn:
-        """Refused: the memory of a unit's parameters is its own."""
-        raise RuntimeError(
-            f"share_memory_: {self.describe()} lies in memory that its unit manages, which cannot "
-            "be moved; share the model before fully_shard"
-        )
-
     def _no_hooks(self, method: str) -> str:
         return (
             f"{method}: {self.describe()} gets its gradient from its unit's exchange, not from "
@@ -301,12 +337,6 @@ class ShardedTensor(torch.Tensor):
             f"{self.start}..{self.start + self.local.numel()} of {self.numel()} on rank {rank} of "
             f"{len(self.intervals)}, local={self.local})"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(f"{self.describe()} {_NO_COPY}")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{self.describe()} {_NO_COPY}")
 
     def _boxes(self) -> tuple[Box, ...]:
         if self.numel() == 0:  # no elements to write, yet a checkpoint must list the name and shape
@@ -348,8 +378,3 @@ class ShardedTensor(torch.Tensor):
                 return self.local[box.flat_start : box.flat_start + box.numel].view(box.sizes)
         raise ValueError(f"{self.describe()}: expected the offset of one of its boxes, got {index}")
 
-
-_NO_COPY = (
-    "cannot be copied or pickled, since one rank's part alone is not the tensor: "
-    "take whole tensors with full_state_dict(module), or save with save_checkpoint"
-)

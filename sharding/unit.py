@@ -116,11 +116,14 @@ class Unit:
         requires_grad: Sequence[bool],
         slots: Sequence[ParamSlot],
         on_ready: Callable[[], None],
+        on_contribution: Callable[[], None],
     ) -> None:
         """Make the two faces of every parameter and put the sharded ones into the modules.
 
-        `on_ready` is called in backward once all trainable parameters have their gradients.
+        `on_ready` is called in backward once all trainable parameters have their gradients,
+        `on_contribution` when that of a parameter which a loss used directly comes.
         """
+        self._on_contribution = on_contribution
         full = [
             nn.Parameter(view, requires_grad=trainable)
             for view, trainable in zip(self._views, requires_grad, strict=True)
@@ -358,6 +361,14 @@ class Unit:
             view = self.sharded_view(self.gradients.main_grad, index)
             self._grad_views[index] = view
         return view
+
+    def graph_leaf(self, sharded: ShardedTensor) -> tuple[nn.Parameter, Callable[[], None]]:
+        """The full parameter, which stands for `sharded` in graphs, and whom to tell in backward
+        that its gradient comes.
+        """
+        full = self.faces.full[self._indices[id(sharded)]]
+        full.requires_grad_(sharded.requires_grad)
+        return full, self._on_contribution
 
     def get_grad(self, sharded: ShardedTensor) -> ShardedTensor | None:
         """The reduced gradient of one parameter, sharded like it; None when there is none."""
