@@ -53,7 +53,9 @@ def _in_graph(parameter: ShardedTensor) -> nn.Parameter:
     try:
         leaf, _ = parameter.grad_source.graph_leaf(parameter)
     except ReferenceError:
-        raise RuntimeError(f"inputs: {parameter.describe()} belongs to a model that is gone") from None
+        raise RuntimeError(
+            f"inputs: {parameter.describe()} belongs to a model that is gone"
+        ) from None
     return leaf
 
 

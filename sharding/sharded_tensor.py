@@ -377,4 +377,3 @@ class ShardedTensor(WithoutStorage, torch.Tensor):
             if index.offset is not None and box.offsets == tuple(index.offset):
                 return self.local[box.flat_start : box.flat_start + box.numel].view(box.sizes)
         raise ValueError(f"{self.describe()}: expected the offset of one of its boxes, got {index}")
-
