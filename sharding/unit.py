@@ -82,8 +82,9 @@ class Unit:
         # which autograd saved from an earlier gather of the same weights stay valid.
         self._target = FlatBuffer(gathered.data, layout)
         self._target_slices = self._target.shards()
-        # Views have to be made while there is memory; they outlive it.
-        self._views = FlatBuffer(gathered, layout).views()
+        # Views have to be made while there is memory; they outlive it. Each has a version counter of
+        # its own: a write to one parameter must not spoil what autograd saved of the others.
+        self._views = [view.data for view in FlatBuffer(gathered, layout).views()]
         self._storage = gathered.untyped_storage()
         self._storage_bytes = self._storage.nbytes()
         if self._frees:
@@ -198,6 +199,19 @@ class Unit:
         self.follow_requires_grad()
         self.faces.show_full()
 
+    def show_sharded(self) -> None:
+        """Put the sharded parameters into the modules, with what was written to the full ones.
+
+        Raises:
+            RuntimeError: the data of a parameter was replaced by some of another shape or dtype.
+        """
+        if self.faces.shows_full:
+            if self.faces.may_be_written():
+                self.adopt_writes()
+                # Every rank wrote the same to its gathered copy, which is what the backward reads.
+                self._stale, self._gathered_version = False, self.main._version
+            self.faces.show_sharded()
+
     def requires_grad_changed(self) -> None:
         """A sharded parameter was frozen or unfrozen, which counts from its next use on."""
         self._flags_changed = True
@@ -225,8 +239,6 @@ class Unit:
                 )
         for run in self.gradients.runs:
             run.param.requires_grad_(sharded[run.indices[0]].requires_grad)
-            if not run.param.requires_grad:
-                run.param.grad = None
         self.faces.follow_requires_grad()
         self._watch.follow_requires_grad()
 
@@ -255,14 +267,18 @@ class Unit:
     @property
     def is_fresh(self) -> bool:
         """Whether the gathered parameters equal the main ones."""
-        return self._is_main or (not self._stale and self.main._version == self._gathered_version)
+        return not self._stale and self.main._version == self._gathered_version
 
     def gather(self, lane: Lane) -> bool:
         """Start to bring the full parameters in, on `lane`. False when nothing has to move."""
+        version = self.main._version
+        if version != self._gathered_version:
+            self.faces.forbid_old_graphs()
+        if self._is_main:
+            self._stale, self._gathered_version = False, version
         if not self._frees and self.is_fresh:
             self._move(UnitState.SHARDED, UnitState.GATHERING)
             return False
-        version = self.main._version
         try:
             self._gather_event = lane.submit(self._gather_name, self._fill)
         except BaseException:
