@@ -132,6 +132,11 @@ def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
         assert current is not None
         current.unit_ready(current.units[index])
 
+    def on_contribution() -> None:
+        current = reference()
+        assert current is not None
+        current.contribution_came()
+
     all_members = [members for plan in plans for members in plan.units]
     for unit, members in zip(runtime.units, all_members, strict=True):
         slots = tuple(
@@ -140,7 +145,8 @@ def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
             for place, attribute in entry.places
         )
         trainable = [entry.param.requires_grad for entry in members]
-        unit.attach(trainable, slots, functools.partial(on_ready, unit.spec.index))
+        ready = functools.partial(on_ready, unit.spec.index)
+        unit.attach(trainable, slots, ready, on_contribution)
         faces = unit.faces
         for entry, sharded, param in zip(members, faces.sharded, faces.full, strict=True):
             # Marks that people leave on parameters, such as `no_decay`, stay readable.

@@ -131,6 +131,7 @@ def load_checkpoint(
     return values["extra"][extra_key[0].removeprefix("extra.")][0] if extra_key else None
 
 
+@torch.no_grad()
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` with whole, plain, new tensors on every rank (a collective).
 

@@ -17,6 +17,7 @@ from ..kernels.tuned import table_of
 from . import replaced_params
 from .agreement import check_ranks_agree
 from .arguments import require_module
+from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
@@ -119,6 +120,7 @@ def fully_shard(
     check_ranks_agree(collectives, tree_signature(module, entries), options, table)
     _note_missing_units(config, groups)
     runtime = build_runtime(module, plans, collectives, config)
+    follow_sharded_inputs()
     _RUNTIMES[module] = runtime
     watch_all_steps()
     for entry in entries:
