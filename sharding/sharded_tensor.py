@@ -16,25 +16,20 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from ..buffers.boxes import Box, interval_boxes
 from .arguments import kind_of
+from .checkpoint_chunks import CheckpointChunks
 from .collectives import start_all_gather
 from .contributions import Contribution
 from .elementwise import dispatch
 from .errors import communicating
 from .without_storage import WithoutStorage
-
-# Only checkpoints need them at run time, and they take longer to import than all of sidestream.
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -57,7 +52,7 @@ class GradSource(Protocol):
         """
 
 
-class ShardedTensor(WithoutStorage, torch.Tensor):
+class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
     """Elements [start, start + local.numel()) of a tensor of `shape`, as a tensor of that shape.
 
     `local` [interval numel] is a contiguous 1-D view; in-place operators on this tensor write to
@@ -140,7 +135,7 @@ class ShardedTensor(WithoutStorage, torch.Tensor):
         """Refuse what autograd would put into a gradient of its own, beside that of the unit."""
         if self.grad_source is not None and self.requires_grad and not self._is_guarded:
             self._is_guarded = True
-            torch.Tensor.register_post_accumulate_grad_hook(self, _refuse_gradient)  # type: ignore[arg-type]
+            torch.Tensor.register_post_accumulate_grad_hook(self, _refuse_gradient)
 
     @classmethod
     def _make(cls, local: Tensor, shape: Sequence[int], requires_grad: bool) -> ShardedTensor:
@@ -375,49 +370,9 @@ class ShardedTensor(WithoutStorage, torch.Tensor):
             f"{len(self.intervals)}, local={self.local})"
         )
 
-    def _boxes(self) -> tuple[Box, ...]:
-        if self.numel() == 0:  # no elements to write, yet a checkpoint must list the name and shape
-            return (Box((0,) * self.dim(), tuple(self.shape), 0, 0),)
-        return interval_boxes(tuple(self.shape), self.start, self.start + self.local.numel())
-
-    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
-        """One item per box (protocol of torch.distributed.checkpoint); replicas are equal items."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes this rank holds (protocol of torch.distributed.checkpoint)."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-            for box in self._boxes()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The view of `local` in the shape of the box at `index.offset`.
-
-        Raises:
-            ValueError: this rank holds no box that starts there.
-        """
-        for box in self._boxes():
-            if index.offset is not None and box.offsets == tuple(index.offset):
-                return self.local[box.flat_start : box.flat_start + box.numel].view(box.sizes)
-        raise ValueError(f"{self.describe()}: expected the offset of one of its boxes, got {index}")
-
 
 def _refuse_gradient(parameter: ShardedTensor) -> NoReturn:
-    torch.Tensor.grad.__set__(parameter, None)  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__(parameter, None)  # type: ignore[union-attr]
     raise RuntimeError(
         f"backward: {parameter.describe()} was used in the loss as it is, and of its gradient this "
         "rank knows only a part; use p.full_tensor() there instead, as in p.full_tensor().norm()"
