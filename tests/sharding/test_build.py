@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import sidestream as ss
+from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
 
 
@@ -47,6 +48,7 @@ def starts(rank: int, world_size: int) -> None:
         for name, value in expected.items():
             assert got[name].dtype == value.dtype, name
             assert torch.equal(got[name], value), (zero, name)
+        assert all(unit.main.isfinite().all() for unit in runtime_of(model).units), "bad padding"
         assert model.linear.table is model.table and model.nothing is None
         differing = {name for name, value in expected.items() if not torch.equal(own[name], value)}
         assert rank == 0 or {"frozen", "linear.weight", "table", "transposed", "mask"} <= differing

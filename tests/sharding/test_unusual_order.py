@@ -64,11 +64,11 @@ def test_gathers_pair_up_although_ranks_differ_in_their_order_of_use(zero: int) 
 
 def follows_each_change_of_order(rank: int, world_size: int, prefetch: int) -> None:
     torch.manual_seed(0)
-    model = Chain(4)
+    model = Chain(6)
     ss.fully_shard(model, fsdp_unit_modules=[Layer], prefetch=prefetch)
     trace = runtime_of(model).trace
     model(torch.ones(2, 7)).sum().backward()
-    for model.order in ([3, 1, 0, 2], [0, 2, 3, 1], [3, 1, 0, 2], [0, 1, 2, 3]):
+    for model.order in ([5, 3, 1, 4, 2, 0], [0, 2, 4, 1, 3, 5], [1, 5, 4, 0, 3, 2]):
         units = [1 + index for index in model.order]  # the root's is 0
         for is_known in (False, True):
             trace.steps = []
