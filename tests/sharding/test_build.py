@@ -1,4 +1,4 @@
-"""Every rank starts from rank 0's parameters and buffers, whatever its own were."""
+"""What a model is right after `fully_shard`: rank 0's values on every rank, marks, lanes."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
+from sidestream.sharding.lanes import DeferredLane, SerialLane
 from sidestream.tests.ranks import run_on_ranks
 
 
@@ -57,3 +58,27 @@ def starts(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_rank_starts_from_rank_0(world_size: int) -> None:
     run_on_ranks(starts, world_size)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_hooks_of_before_see_full_parameters_and_their_marks(zero: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].weight.no_decay = True
+    seen = []
+    model[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    ss.fully_shard(model, fsdp_unit_modules=[nn.Linear], zero_dp_strategy=zero)
+    assert isinstance(model[0].weight, ss.ShardedTensor) and model[0].weight.no_decay
+    assert not hasattr(model[1].weight, "no_decay")
+    model(torch.zeros(2, 3))
+    assert type(seen[0]) is nn.Parameter and seen[0].no_decay
+
+
+@pytest.mark.parametrize("gathers", [True, False], ids=["gathers beside", "gathers in line"])
+@pytest.mark.parametrize("reduces", [True, False], ids=["reduces beside", "reduces in line"])
+def test_each_option_of_overlap_has_its_lane(gathers: bool, reduces: bool) -> None:
+    model = nn.Linear(3, 3)
+    ss.fully_shard(model, overlap_param_gather=gathers, overlap_grad_reduce=reduces)
+    runtime = runtime_of(model)
+    assert type(runtime._gather_lane) is (DeferredLane if gathers else SerialLane)
+    assert type(runtime._reduce_lane) is (DeferredLane if reduces else SerialLane)
+    assert runtime.prefetch == (1 if gathers else 0)

@@ -87,6 +87,18 @@ def test_squares_neither_underflow_nor_overflow(scale: float) -> None:
     assert ss.clip_grad_norm_(model, 1.0).item() == pytest.approx(grads.norm().item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("max_norm", [0.0, 1e-6, 1.0], ids=str)
+def test_small_gradients_are_scaled_as_by_torch(max_norm: float) -> None:
+    plain, model = Transformer(), Transformer()
+    ss.fully_shard(model)
+    for parameters in (plain, model):
+        fill_grads(parameters, 1e-8)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+    torch.testing.assert_close(ss.clip_grad_norm_(model, max_norm), expected, rtol=1e-5, atol=0)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad, rtol=1e-5, atol=0)
+
+
 def test_no_gradient_and_zero_gradient() -> None:
     model = Transformer()
     ss.fully_shard(model)
