@@ -37,6 +37,7 @@ from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups, require_mesh
 from .runtime import Runtime
 from .sharded_tensor import ShardedTensor
+from .tree_watch import watches_of
 from .unit_classes import UnitClass, resolve_unit_classes
 
 _logger = logging.getLogger("sidestream")
@@ -173,11 +174,12 @@ def fully_shard_optimizer(
         ValueError: it holds parameters that are not one sharded module's (for example the ones
             from before `fully_shard`), it is bound already, it takes only some of the parameters
             of another bound optimizer, or it is not elementwise.
+        RuntimeError: the module has parameters that it did not have when it was sharded.
     """
     check_elementwise(optimizer, declared=elementwise)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sharded = next((param for param in params if isinstance(param, ShardedTensor)), None)
-    for runtime in _RUNTIMES.values():
+    for module, runtime in _RUNTIMES.items():
         if any(
             param is run.param
             for unit in runtime.units
@@ -193,6 +195,8 @@ def fully_shard_optimizer(
             for index, tensor in enumerate(unit.faces.sharded)
         }
         if sharded is not None and id(sharded) in locations:
+            for watch in watches_of(module):
+                watch.check()
             names = [name for unit in runtime.units for name in unit.spec.names]
             rebind(optimizer, runtime, locate_params(optimizer, locations, names))
             return optimizer

@@ -146,7 +146,7 @@ def with_buffer(value: Tensor) -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "quantised": (
         lambda: with_parameter(Quantised(torch.ones(2, 2))),
-        r"'extra' is of class Quantised, which computes by rules of its own \(those of .*Quantised\)",
+        r"'extra' is of class Quantised, which computes by rules of its own",
     ),
     "gather extension": (
         lambda: with_parameter(Extended(torch.ones(2))),
