@@ -19,6 +19,7 @@ from .partition import GroupPlan, ParamEntry
 from .placements import Placement
 from .precision import resolve_dtypes
 from .runtime import Runtime
+from .tree_watch import TreeWatch
 from .unit import Unit, UnitSpec
 from .use_order import UnitGroup
 
@@ -56,11 +57,11 @@ def build_runtime(
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
     _attach(plans, runtime)
     _share_buffers(module, collectives)
+    tree = TreeWatch(module, runtime.units)
     for plan, group in zip(plans, groups, strict=True):
         casts = config.policy.cast_forward_inputs
-        install_hooks(
-            plan.module, group, runtime, input_dtype=config.policy.param_dtype if casts else None
-        )
+        input_dtype = config.policy.param_dtype if casts else None
+        install_hooks(plan.module, group, runtime, tree, input_dtype=input_dtype)
     install_root_hooks(module, runtime, output_dtype=config.policy.output_dtype)
     for submodule in module.modules():
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)

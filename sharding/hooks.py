@@ -11,17 +11,25 @@ from torch import Tensor, nn
 
 from .runtime import Runtime
 from .structures import map_tensors, tensors_in
+from .tree_watch import TreeWatch
 from .use_order import UnitGroup
 
 
 def install_hooks(
-    module: nn.Module, group: UnitGroup, runtime: Runtime, *, input_dtype: torch.dtype | None = None
+    module: nn.Module,
+    group: UnitGroup,
+    runtime: Runtime,
+    tree: TreeWatch,
+    *,
+    input_dtype: torch.dtype | None = None,
 ) -> None:
     """Make `module`'s forward and backward drive `runtime`. Floating inputs are cast to
     `input_dtype`.
     """
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if tree.changed or group.is_root:
+            tree.check_before_forward()
         if group.is_root:
             runtime.root_pre_forward()
         runtime.pre_forward(group)

@@ -67,6 +67,21 @@ class ParamFaces:
                 raise _replaced(sharded, current)
             parameters[attribute] = full
 
+    def slots(self) -> list[tuple[int, str]]:
+        """The id of the dictionary and the attribute of every place."""
+        return [(id(parameters), attribute) for parameters, attribute, _, _ in self._places]
+
+    def require_unreplaced(self) -> None:
+        """Check that every place holds what was put there.
+
+        Raises:
+            RuntimeError: somebody replaced a parameter of a module.
+        """
+        for parameters, attribute, sharded, full in self._places:
+            current = parameters.get(attribute)
+            if current is not sharded and current is not full:
+                raise _replaced(sharded, current)
+
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules."""
         if not self.shows_full:
@@ -112,9 +127,7 @@ class ParamFaces:
             full.requires_grad_(sharded.requires_grad)
 
 
-def _other_data(
-    sharded: ShardedTensor, home: torch.Tensor, given: torch.Tensor
-) -> RuntimeError:
+def _other_data(sharded: ShardedTensor, home: torch.Tensor, given: torch.Tensor) -> RuntimeError:
     return RuntimeError(
         f"parameter '{sharded.name}': expected data of shape {tuple(home.shape)} and {home.dtype} "
         f"to be assigned in forward, got {tuple(given.shape)} and {given.dtype}; a sharded "
