@@ -19,6 +19,7 @@ from .agreement import check_ranks_agree
 from .arguments import require_forward, require_module
 from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
+from .cached_params import find_cached_params
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
 from .flat_runs import Located, Location, locate_params, sharded_locations
@@ -116,6 +117,7 @@ def fully_shard(
     entries = collect_params(module)
     if not entries:
         raise ValueError("module: expected at least one floating-point parameter, got none")
+    find_cached_params(module, entries)
     plans = partition(module, entries, config.classes, config.policy, config.bucket_bytes)
     located = _locate(optimizer, plans, entries)
     groups = data_parallel_groups(device_mesh, dp_shard_dim)

@@ -58,8 +58,8 @@ def install_hooks(
 def install_root_hooks(
     module: nn.Module, runtime: Runtime, *, output_dtype: torch.dtype | None
 ) -> None:
-    """What only the root has: state dicts see parameters at rest, so does whoever catches what ended
-    a call, and the output is cast.
+    """What only the root has: state dicts see parameters at rest, so does whoever catches what
+    ended a call, and the output is cast.
     """
 
     def to_rest(*_: object) -> None:
@@ -84,8 +84,9 @@ def _guard_calls(module: nn.Module, runtime: Runtime) -> None:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         root_calls = runtime.root_calls
         called = reference()
+        assert called is not None
         try:
-            return type(called)._call_impl(called, *args, **kwargs)  # type: ignore[union-attr]
+            return type(called)._call_impl(called, *args, **kwargs)
         except BaseException:
             runtime.forward_failed(root_calls)
             raise

@@ -22,13 +22,13 @@ _VERSION = operator.attrgetter("_version")
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """One place in a module's `_parameters` that holds tensor `index` of a unit. Tied weights have
-    several.
+    """One place in a module's `_parameters`, or in a list or dictionary of its own, that holds
+    tensor `index` of a unit. Tied weights have several.
     """
 
     # The dictionary, not the module: a reference to the module would keep it alive for ever.
-    parameters: dict[str, nn.Parameter | None]
-    attribute: str
+    parameters: Any
+    attribute: Any
     index: int
 
 
@@ -43,7 +43,7 @@ class ParamFaces:
     ) -> None:
         self.full = full
         self.sharded = sharded
-        self._places: list[tuple[dict[str, Any], str, ShardedTensor, nn.Parameter]] = [
+        self._places: list[tuple[Any, Any, ShardedTensor, nn.Parameter]] = [
             (slot.parameters, slot.attribute, sharded[slot.index], full[slot.index])
             for slot in slots
         ]

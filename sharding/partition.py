@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,14 @@ _NAMED = 10
 
 @dataclass(eq=False, slots=True)
 class ParamEntry:
-    """One parameter: its first name, and every (module, attribute) that holds it."""
+    """One parameter: its first name, and every (module, attribute) that holds it. `caches`: the
+    lists and dictionaries of modules that do so too, and where.
+    """
 
     name: str
     param: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    caches: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
