@@ -276,7 +276,11 @@ def _refuse(
 
 
 def _refuse_tensor(like: ShardedTensor, operator: OpOverload) -> NoReturn:
-    fix = "call the unit's module itself (not its .forward or another method)"
+    fix = (
+        "call the unit's module itself (not its .forward), make another method an entry with "
+        "sidestream.register_forward_method(module, name), read or write whole parameters inside "
+        "sidestream.gathered(module)"
+    )
     if operator._schema.name.removeprefix("aten::") in _NORMS:
         fix = "to clip gradients, call sidestream.clip_grad_norm_(module, max_norm)"
     raise RuntimeError(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, FlatBuffer, FlatLayout
+from .bits import with_changes
 from .collectives import Collectives, Pending
 from .grad_watch import GradientWatch
 from .gradients import Exchange, FlatRun, UnitGradients
@@ -318,21 +319,21 @@ class Unit:
             self._pool.shrink(self._storage, self._storage_bytes)
 
     @torch.no_grad()
-    def adopt_writes(self) -> None:
-        """Take over what was written to the gathered parameters: the elements of this rank's own
-        slice that differ bitwise from the cast of `main` go to `main`, the others keep theirs.
+    def adopt_writes(self, flat: Tensor | None = None) -> None:
+        """Take over what was written to the gathered parameters, or to `flat` [numel, compute
+        dtype]: the elements of this rank's own slice that differ bitwise from the cast of `main` go
+        to `main`, the others keep theirs.
 
         All ranks must do so: what is gathered counts as stale after it, whoever wrote what.
         """
-        assert self.state is UnitState.GATHERED, f"unit '{self.spec.name}' is {self.state.value}"
         self._stale = True
-        if self._shares_memory:
-            return
-        written = self._target.data if self._replicates_main else self._target_slices[self._rank]
-        if self._casts:
-            changed = _bits(written) != _bits(self.main.to(written.dtype))
-            written = torch.where(changed, written.to(self.main.dtype), self.main)
-        self.main.copy_(written)
+        if flat is None:
+            assert self.state is UnitState.GATHERED, f"{self.spec.name} is {self.state.value}"
+            if self._shares_memory:
+                return
+            flat = self._target.data
+        start, stop = self.main_span
+        self.main.copy_(with_changes(self.main, flat[start:stop]))
 
     # ---- gradients
 
@@ -403,8 +404,3 @@ class Unit:
         elif self.gradients.has_tensor(index):
             with self.gradients.editing():
                 self.gradients.clear_tensor(index, self._grad_view(index))
-
-
-def _bits(flat: Tensor) -> Tensor:
-    # Compared as numbers, NaN would differ from itself and -0 equal 0.
-    return flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)
