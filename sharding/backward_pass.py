@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from .gradients import Exchange
 from .lanes import Lane
@@ -63,9 +64,15 @@ class BackwardPass:
         elif is_first:
             self._launch(unit)
 
-    def defer(self, unit: Unit) -> None:
-        """Exchange `unit` at the end: its parameters get gradients by more than one path."""
+    def add_gradient(self, unit: Unit, index: int, grad: Tensor) -> None:
+        """Add to the gradient of parameter `index`, whose own path may bring more: so `unit` is
+        exchanged at the end.
+        """
         self._deferred.add(unit.spec.index)
+        full = unit.faces.full[index]
+        if full.requires_grad:
+            with torch.no_grad():
+                full.grad = grad if full.grad is None else full.grad + grad
 
     def finish(self) -> None:
         """The engine is done: reduce what is left, and show all gradients to the optimizer."""

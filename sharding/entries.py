@@ -15,7 +15,7 @@ from torch import nn
 
 from .arguments import kind_of, require_flag, require_module
 from .fully_shard import runtimes
-from .gathered_unit import GatheredUnit, check_whole
+from .gathered_unit import GatheredUnit, check_not_gathered, check_whole
 from .hooks import entry_of
 from .runtime import Runtime
 from .unit import Unit
@@ -60,9 +60,9 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[None]:
         for runtime, units in blocks:
             check_whole(units, runtime.collectives, write)
         if write:
-            for runtime, units in blocks:
+            for _, units in blocks:
                 for block in units:
-                    runtime.adopt_writes(block.unit, block.flat)
+                    block.write_back()
 
 
 def _lend(
@@ -92,14 +92,14 @@ def _close_write(runtime: Runtime) -> None:
     runtime.open_writes -= 1
 
 
-def check_not_gathered(module: nn.Module, caller: str) -> None:
+def check_sharded(module: nn.Module, caller: str) -> None:
     """Refuse to go on inside `gathered`.
 
     Raises:
         RuntimeError: parameters of the models that `module` has a part in are whole.
     """
     for runtime, _ in _owners(module):
-        runtime.check_not_gathered(caller)
+        check_not_gathered(runtime.units, caller)
 
 
 def _owners(module: nn.Module) -> list[tuple[Runtime, list[Unit]]]:

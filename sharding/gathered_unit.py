@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..buffers import FlatBuffer
 from .bits import differing
 from .collectives import Collectives
-from .unit import Unit
+from .unit import Unit, UnitState
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -120,6 +120,12 @@ class GatheredUnit:
                 found[index] = max(found[index], _UNEQUAL if write else _WRITTEN)
         return found
 
+    def write_back(self) -> None:
+        """Bring what was written to the main parameters. All ranks must do so."""
+        if self.unit.state is UnitState.GATHERING:
+            self.unit.finish_gather()  # it still reads them
+        self.unit.adopt_writes(self.flat)
+
     def _settle(self, param: nn.Parameter, home: Tensor) -> int:
         """Bring data that was assigned to `param` home."""
         if param.shape != home.shape or param.dtype != home.dtype:
@@ -148,3 +154,17 @@ def check_whole(units: Sequence[GatheredUnit], collectives: Collectives, write: 
     ]
     if problems:
         raise RuntimeError("gathered: nothing was written back: parameter " + "; ".join(problems))
+
+
+def check_not_gathered(units: Sequence[Unit], caller: str) -> None:
+    """Refuse to go on inside `gathered`.
+
+    Raises:
+        RuntimeError: parameters are whole, beside which the sharded ones would change.
+    """
+    for unit in units:
+        if unit.faces.whole is not None:
+            raise RuntimeError(
+                f"{caller}: expected sharded parameters, those of unit '{unit.spec.name}' are "
+                "whole inside gathered(); leave the block first"
+            )

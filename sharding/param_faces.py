@@ -131,6 +131,11 @@ class ParamFaces:
         self.paths = [reference for reference, path in paths if path is not None]
         return [path for _, path in paths if path is not None]
 
+    def lent_leaves(self, index: int) -> list[nn.Parameter]:
+        """What may stand for parameter `index` in graphs beside its full face."""
+        leaves = [path.leaf(index) for path in self.open_paths()]
+        return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+
     def may_be_written(self) -> bool:
         """Whether the full parameters were written since the last call, or could have been.
 

@@ -18,6 +18,7 @@ from torch.autograd.variable import Variable
 from ..buffers import BufferPool
 from .backward_pass import BackwardPass
 from .collectives import Collectives
+from .gathered_unit import check_not_gathered
 from .lanes import Lane
 from .schedule import Kind, Trace
 from .structures import tensors_in
@@ -203,11 +204,7 @@ class Runtime:
 
     def whole_gradient_came(self, unit: Unit, index: int, grad: Tensor) -> None:
         """A parameter that `gathered` had lent got its gradient."""
-        self._enter_backward().defer(unit)
-        full = unit.faces.full[index]
-        if full.requires_grad:
-            with torch.no_grad():
-                full.grad = grad if full.grad is None else full.grad + grad
+        self._enter_backward().add_gradient(unit, index, grad)
 
     def inputs_done(self, group: UnitGroup) -> None:
         """The gradients of one call's inputs are there: nothing before them needs frozen
@@ -330,24 +327,6 @@ class Runtime:
             self._keeps_gathered = False
             self.rest()
 
-    def check_not_gathered(self, caller: str) -> None:
-        """Refuse to go on inside `gathered`.
-
-        Raises:
-            RuntimeError: parameters are whole, beside which the sharded ones would change.
-        """
-        for unit in self.units:
-            if unit.faces.whole is not None:
-                raise RuntimeError(
-                    f"{caller}: expected sharded parameters, those of unit '{unit.spec.name}' are "
-                    "whole inside gathered(); leave the block first"
-                )
-
-    def adopt_writes(self, unit: Unit, flat: Tensor) -> None:
-        """Bring what was written to the whole copy `flat` to the main parameters of `unit`."""
-        self._finish_gather(unit)  # it still reads them
-        unit.adopt_writes(flat)
-
     @property
     def runs_backward(self) -> bool:
         """Whether a backward runs."""
@@ -371,7 +350,7 @@ class Runtime:
         """The optimizer is about to change the main parameters; raises as `check_reduced` does, and
         inside `gathered`.
         """
-        self.check_not_gathered("optimizer.step")
+        check_not_gathered(self.units, "optimizer.step")
         # An unfinished gather still reads what the optimizer writes.
         self.settle()
         self.check_reduced("optimizer.step")

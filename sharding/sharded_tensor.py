@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
 
 from ..buffers.boxes import Box, interval_boxes
@@ -29,6 +29,7 @@ from .collectives import start_all_gather
 from .contributions import Contribution
 from .elementwise import dispatch
 from .errors import communicating
+from .grad_source import GradSource
 from .without_storage import WithoutStorage
 
 # Only checkpoints need them at run time, and they take longer to import than all of sidestream.
@@ -37,24 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 Intervals = tuple[tuple[int, int], ...]
-
-
-class GradSource(Protocol):
-    """Where a sharded parameter's gradient lives, once for all parameters of a unit."""
-
-    def get_grad(self, parameter: ShardedTensor) -> ShardedTensor | None:
-        """The gradient of `parameter` in its layout, or None."""
-
-    def set_grad(self, parameter: ShardedTensor, value: ShardedTensor | None) -> None:
-        """Replace the gradient of `parameter`; None drops it."""
-
-    def requires_grad_changed(self) -> None:
-        """A parameter was frozen or unfrozen."""
-
-    def graph_leaf(self, parameter: ShardedTensor) -> tuple[nn.Parameter, Callable[[], None]]:
-        """What stands for `parameter` in autograd's graphs, and what is to be called in backward
-        when a gradient of it comes.
-        """
 
 
 class ShardedTensor(WithoutStorage, torch.Tensor):
@@ -204,8 +187,8 @@ class ShardedTensor(WithoutStorage, torch.Tensor):
             RuntimeError: gradients are enabled and autograd recorded it, yet it is no parameter.
         """
         if self._is_recorded():
-            return self._contribution(0, self._gather)
-        return self._gather()
+            return self._contribution(0, self.gather_full)
+        return self.gather_full()
 
     def _is_recorded(self) -> bool:
         return torch.is_grad_enabled() and self.requires_grad
@@ -225,7 +208,8 @@ class ShardedTensor(WithoutStorage, torch.Tensor):
         contribution: Tensor = Contribution.apply(leaf, start, value, begin_backward)
         return contribution
 
-    def _gather(self) -> Tensor:
+    def gather_full(self) -> Tensor:
+        """`full_tensor`, below autograd."""
         full = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
         if all(interval == (0, self.numel()) for interval in self.intervals):
             return full.copy_(self.local).view(self.shape)

@@ -25,13 +25,15 @@ from torch import Tensor, nn
 from ..buffers import BufferPool, FlatBuffer, FlatLayout
 from .bits import with_changes
 from .collectives import Collectives, Pending
+from .grad_source import GradSource
 from .grad_watch import GradientWatch
 from .gradients import Exchange, FlatRun, UnitGradients
 from .lanes import DONE, Event, Lane
 from .param_faces import ParamFaces, ParamSlot
+from .param_gradients import ParamGradients
 from .placements import Placement, Placements
 from .precision import UnitDtypes
-from .sharded_tensor import GradSource, ShardedTensor
+from .sharded_tensor import ShardedTensor
 
 
 class UnitState(Enum):
@@ -96,7 +98,6 @@ class Unit:
         self._gather_name = f"gather of unit '{spec.name}'"
         self._gather_event: Event = DONE
         self.gradients = UnitGradients(spec, self.main_span, collectives, pool)
-        self._grad_views: dict[int, ShardedTensor] = {}
         self._flags_changed = True
 
     # ---- construction
@@ -125,17 +126,17 @@ class Unit:
         `on_ready` is called in backward once all trainable parameters have their gradients,
         `on_contribution` when that of a parameter which a loss used directly comes.
         """
-        self._on_contribution = on_contribution
         full = [
             nn.Parameter(view, requires_grad=trainable)
             for view, trainable in zip(self._views, requires_grad, strict=True)
         ]
-        proxy = weakref.proxy(self)
+        self._param_gradients = ParamGradients(weakref.proxy(self), on_contribution)
+        source = weakref.proxy(self._param_gradients)
         sharded = [
-            self.sharded_view(self.main, index, requires_grad=trainable, grad_source=proxy)
+            self.sharded_view(self.main, index, requires_grad=trainable, grad_source=source)
             for index, trainable in enumerate(requires_grad)
         ]
-        self._indices = {id(tensor): index for index, tensor in enumerate(sharded)}
+        self._param_gradients.own(sharded)
         self.faces = ParamFaces(full, sharded, slots)
         self._watch = GradientWatch(full, on_ready)
         self.gradients.runs = [self.make_run(tuple(self.spec.layout.order))]
@@ -365,42 +366,5 @@ class Unit:
         """Free the memory of reduced gradients that were cleared; whether there was any."""
         freed = self.gradients.free_cleared()
         if freed:
-            self._grad_views.clear()
+            self._param_gradients.forget_views()
         return freed
-
-    def _grad_view(self, index: int) -> ShardedTensor:
-        copy = self.gradients.copy_of(index)
-        if copy is not None:
-            return self.sharded_view(copy[0], index, base=copy[1])
-        view = self._grad_views.get(index)
-        if view is None:
-            assert self.gradients.main_grad is not None
-            view = self.sharded_view(self.gradients.main_grad, index)
-            self._grad_views[index] = view
-        return view
-
-    def graph_leaf(self, sharded: ShardedTensor) -> tuple[nn.Parameter, Callable[[], None]]:
-        """The full parameter, which stands for `sharded` in graphs, and whom to tell in backward
-        that its gradient comes.
-        """
-        full = self.faces.full[self._indices[id(sharded)]]
-        full.requires_grad_(sharded.requires_grad)
-        return full, self._on_contribution
-
-    def get_grad(self, sharded: ShardedTensor) -> ShardedTensor | None:
-        """The reduced gradient of one parameter, sharded like it; None when there is none."""
-        index = self._indices[id(sharded)]
-        return self._grad_view(index) if self.gradients.has_tensor(index) else None
-
-    def set_grad(self, sharded: ShardedTensor, value: Tensor | None) -> None:
-        """Clear (None) or overwrite the reduced gradient of one parameter."""
-        index = self._indices[id(sharded)]
-        if value is not None:
-            value = value.clone()  # it may be a view of what is cleared for it
-            self.free_cleared_grads()  # others may be too, which are to be put back next
-            with self.gradients.editing():
-                self.gradients.show_tensor(index)
-                self._grad_view(index).copy_(value)
-        elif self.gradients.has_tensor(index):
-            with self.gradients.editing():
-                self.gradients.clear_tensor(index, self._grad_view(index))
