@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from .arguments import kind_of, require_flag, require_module
+from .cached_params import let_rnns_be
 from .fully_shard import runtimes
 from .gathered_unit import GatheredUnit, check_not_gathered, check_whole
 from .hooks import entry_of
@@ -55,6 +56,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[None]:
             "gathered: expected write=False during a backward, got True; write after it"
         )
     with contextlib.ExitStack() as stack:
+        stack.callback(let_rnns_be, module)  # they would go on holding what was lent
         blocks = [(runtime, _lend(runtime, units, write, stack)) for runtime, units in found]
         yield
         for runtime, units in blocks:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .runtime import Runtime
 from .structures import map_tensors, tensors_in
+from .tree_watch import TreeWatch
 from .use_order import UnitGroup
 
 
@@ -50,13 +51,20 @@ def entry_of(module: nn.Module) -> Entry | None:
 
 
 def install_hooks(
-    module: nn.Module, group: UnitGroup, runtime: Runtime, *, input_dtype: torch.dtype | None = None
+    module: nn.Module,
+    group: UnitGroup,
+    runtime: Runtime,
+    tree: TreeWatch,
+    *,
+    input_dtype: torch.dtype | None = None,
 ) -> None:
     """Make `module`'s forward and backward drive `runtime`. Floating inputs are cast to
     `input_dtype`.
     """
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if tree.changed or group.is_root:
+            tree.check_before_forward()
         if group.is_root:
             runtime.root_pre_forward()
         runtime.pre_forward(group)
@@ -86,8 +94,8 @@ def install_hooks(
 def install_root_hooks(
     module: nn.Module, runtime: Runtime, *, output_dtype: torch.dtype | None
 ) -> None:
-    """What only the root has: state dicts see parameters at rest, so does whoever catches what ended
-    a call, and the output is cast.
+    """What only the root has: state dicts see parameters at rest, so does whoever catches what
+    ended a call, and the output is cast.
     """
 
     def to_rest(*_: object) -> None:
@@ -113,8 +121,9 @@ def _guard_calls(module: nn.Module, runtime: Runtime) -> None:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         root_calls = runtime.root_calls
         called = reference()
+        assert called is not None
         try:
-            return type(called)._call_impl(called, *args, **kwargs)  # type: ignore[union-attr]
+            return type(called)._call_impl(called, *args, **kwargs)
         except BaseException:
             runtime.forward_failed(root_calls)
             raise

@@ -27,13 +27,13 @@ _VERSION = operator.attrgetter("_version")
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """One place in a module's `_parameters` that holds tensor `index` of a unit. Tied weights have
-    several.
+    """One place in a module's `_parameters`, or in a list or dictionary of its own, that holds
+    tensor `index` of a unit. Tied weights have several.
     """
 
     # The dictionary, not the module: a reference to the module would keep it alive for ever.
-    parameters: dict[str, nn.Parameter | None]
-    attribute: str
+    parameters: Any
+    attribute: Any
     index: int
 
 
@@ -52,7 +52,7 @@ class ParamFaces:
         self._slots = slots
         self.paths: list[weakref.ref[GradientPath]] = []
         """By which gradients of parameters that were lent come, as long as a graph holds one."""
-        self._places: list[tuple[dict[str, Any], str, ShardedTensor, nn.Parameter]] = [
+        self._places: list[tuple[Any, Any, ShardedTensor, nn.Parameter]] = [
             (slot.parameters, slot.attribute, sharded[slot.index], full[slot.index])
             for slot in slots
         ]
@@ -77,6 +77,23 @@ class ParamFaces:
             if current is not sharded and current is not full:
                 raise _replaced(sharded, current)
             parameters[attribute] = full
+
+    def slots(self) -> list[tuple[int, str]]:
+        """The id of the dictionary and the attribute of every place."""
+        return [(id(parameters), attribute) for parameters, attribute, _, _ in self._places]
+
+    def require_unreplaced(self) -> None:
+        """Check that every place holds what was put there; inside `gathered`, that does so.
+
+        Raises:
+            RuntimeError: somebody replaced a parameter of a module.
+        """
+        if self.whole is not None:
+            return
+        for parameters, attribute, sharded, full in self._places:
+            current = parameters.get(attribute)
+            if current is not sharded and current is not full:
+                raise _replaced(sharded, current)
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules."""

@@ -16,15 +16,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..buffers.boxes import Box, interval_boxes
 from .arguments import kind_of
+from .checkpoint_chunks import CheckpointChunks
 from .collectives import start_all_gather
 from .contributions import Contribution
 from .elementwise import dispatch
@@ -32,15 +32,10 @@ from .errors import communicating
 from .grad_source import GradSource
 from .without_storage import WithoutStorage
 
-# Only checkpoints need them at run time, and they take longer to import than all of sidestream.
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
-
 Intervals = tuple[tuple[int, int], ...]
 
 
-class ShardedTensor(WithoutStorage, torch.Tensor):
+class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
     """Elements [start, start + local.numel()) of a tensor of `shape`, as a tensor of that shape.
 
     `local` [interval numel] is a contiguous 1-D view; in-place operators on this tensor write to
@@ -57,6 +52,7 @@ class ShardedTensor(WithoutStorage, torch.Tensor):
     intervals: Intervals
     grad_source: GradSource | None
     _own_grad: ShardedTensor | None
+    _is_guarded: bool = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -115,7 +111,14 @@ class ShardedTensor(WithoutStorage, torch.Tensor):
             is_parameter = requires_grad or grad_source is not None
         if is_parameter:
             tensor._is_param = True
+        tensor._guard_gradient()
         return tensor
+
+    def _guard_gradient(self) -> None:
+        """Refuse what autograd would put into a gradient of its own, beside that of the unit."""
+        if self.grad_source is not None and self.requires_grad and not self._is_guarded:
+            self._is_guarded = True
+            torch.Tensor.register_post_accumulate_grad_hook(self, _refuse_gradient)
 
     @classmethod
     def _make(cls, local: Tensor, shape: Sequence[int], requires_grad: bool) -> ShardedTensor:
@@ -208,26 +211,53 @@ class ShardedTensor(WithoutStorage, torch.Tensor):
         contribution: Tensor = Contribution.apply(leaf, start, value, begin_backward)
         return contribution
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all elements."""
+        return all(interval == (0, self.numel()) for interval in self.intervals)
+
+    @property
+    def communicator(self) -> dist.ProcessGroup:
+        """The group whose ranks hold the other elements.
+
+        Raises:
+            RuntimeError: the tensor was made without one.
+        """
+        if self.group is None:
+            raise RuntimeError(
+                f"{self.describe()}: expected the process group that holds the other elements, got "
+                "None; make the ShardedTensor with group= and intervals="
+            )
+        return self.group
+
     def gather_full(self) -> Tensor:
         """`full_tensor`, below autograd."""
         full = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
-        if all(interval == (0, self.numel()) for interval in self.intervals):
+        if self.is_whole:
             return full.copy_(self.local).view(self.shape)
         numels = [stop - start for start, stop in self.intervals]
         part = torch.zeros(max(numels), dtype=self.dtype, device=self.device)
         part[: self.local.numel()] = self.local
-        parts = part.new_empty(len(numels), len(part))
-        # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
-        assert self.group is not None, "several intervals need a process group"
-        with communicating(f"gather of parameter {self.name!r}"):
-            start_all_gather(
-                self.group, parts.view(-1).view(torch.uint8), part.view(torch.uint8)
-            ).wait()
+        parts = self.gather_parts(part)
         for (start, stop), received in zip(self.intervals, parts, strict=True):
             full[start:stop] = received[: stop - start]
         covered = sum(stop - start for start, stop in set(self.intervals))
         assert covered == self.numel(), "the ranks' intervals do not tile the tensor"
         return full.view(self.shape)
+
+    def gather_parts(self, part: Tensor) -> Tensor:
+        """Every rank's `part` [n] as [world, n].
+
+        Raises:
+            CommunicationError: the gather failed, for example because a rank died.
+        """
+        group = self.communicator
+        parts = part.new_empty(len(self.intervals), len(part))
+        # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
+        flat, source = parts.view(-1).view(torch.uint8), part.view(torch.uint8)
+        with communicating(f"gather of parameter {self.name!r}"):
+            start_all_gather(group, flat, source).wait()
+        return parts
 
     @property
     def grad(self) -> ShardedTensor | None:
@@ -269,6 +299,7 @@ class ShardedTensor(WithoutStorage, torch.Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        self._guard_gradient()
         if self.grad_source is not None:
             with contextlib.suppress(ReferenceError):  # the model is gone: nobody has to know
                 self.grad_source.requires_grad_changed()
@@ -322,42 +353,10 @@ class ShardedTensor(WithoutStorage, torch.Tensor):
             f"{len(self.intervals)}, local={self.local})"
         )
 
-    def _boxes(self) -> tuple[Box, ...]:
-        if self.numel() == 0:  # no elements to write, yet a checkpoint must list the name and shape
-            return (Box((0,) * self.dim(), tuple(self.shape), 0, 0),)
-        return interval_boxes(tuple(self.shape), self.start, self.start + self.local.numel())
 
-    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
-        """One item per box (protocol of torch.distributed.checkpoint); replicas are equal items."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes this rank holds (protocol of torch.distributed.checkpoint)."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-            for box in self._boxes()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The view of `local` in the shape of the box at `index.offset`.
-
-        Raises:
-            ValueError: this rank holds no box that starts there.
-        """
-        for box in self._boxes():
-            if index.offset is not None and box.offsets == tuple(index.offset):
-                return self.local[box.flat_start : box.flat_start + box.numel].view(box.sizes)
-        raise ValueError(f"{self.describe()}: expected the offset of one of its boxes, got {index}")
+def _refuse_gradient(parameter: ShardedTensor) -> NoReturn:
+    torch.Tensor.grad.__set__(parameter, None)  # type: ignore[union-attr]
+    raise RuntimeError(
+        f"backward: {parameter.describe()} was used in the loss as it is, and of its gradient this "
+        "rank knows only a part; use p.full_tensor() there instead, as in p.full_tensor().norm()"
+    )

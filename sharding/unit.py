@@ -85,8 +85,8 @@ class Unit:
         # which autograd saved from an earlier gather of the same weights stay valid.
         self._target = FlatBuffer(gathered.data, layout)
         self._target_slices = self._target.shards()
-        # Views have to be made while there is memory; they outlive it. Each has a version counter of
-        # its own: a write to one parameter must not spoil what autograd saved of the others.
+        # Views have to be made while there is memory; they outlive it. Each has a version counter
+        # of its own: a write to one parameter must not spoil what autograd saved of the others.
         self._views = [view.data for view in FlatBuffer(gathered, layout).views()]
         self._storage = gathered.untyped_storage()
         self._storage_bytes = self._storage.nbytes()

@@ -445,3 +445,26 @@ def _one_rank_alone(rank: int, world_size: int) -> None:
 def test_a_block_on_one_rank_alone_ends_in_an_error() -> None:
     with pytest.raises(RanksFailed, match="CommunicationError"):
         run_on_ranks(_one_rank_alone, 2, timeout_s=20)
+
+
+def _recurrent(rank: int, world_size: int) -> None:
+    for zero in ZEROS:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LSTM(4, 3))
+        plain = copy.deepcopy(model)
+        ss.fully_shard(model, zero_dp_strategy=zero, fsdp_unit_modules=[nn.LSTM])
+        x = torch.ones(2, 1, 4)
+        with torch.no_grad():
+            with ss.gathered(model, write=True):
+                model[0].weight_ih_l0.mul_(2.0)
+                inside, _ = model[0](x)
+                lent = weakref.ref(model[0].weight_ih_l0)
+            assert lent() is None
+            plain[0].weight_ih_l0.mul_(2.0)
+            assert torch.equal(inside, plain[0](x)[0])
+            assert torch.equal(model(x)[0], plain(x)[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_recurrent_modules_let_go_of_whole_parameters(world_size: int) -> None:
+    run_on_ranks(_recurrent, world_size)
