@@ -25,6 +25,7 @@ from . import checkpoint_folder
 from .arguments import kind_of, require_module
 from .checkpoint_agreement import Alike
 from .checkpoint_match import match
+from .entries import check_sharded
 from .fully_shard import runtime_of
 from .optimizer_state import load_scalars, named_state, prepare_state
 from .sharded_tensor import ShardedTensor
@@ -164,6 +165,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The state to save or to load into, sharded tensors as they are."""
     require_module(module)
+    check_sharded(module, "save_checkpoint and load_checkpoint")
     for watch in watches_of(module):
         watch.check()
         if optimizer is not None:
