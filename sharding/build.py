@@ -113,12 +113,13 @@ def _build_unit(
     pool: BufferPool,
     config: ShardConfig,
 ) -> Unit:
+    first = members[0].param
     spec = UnitSpec(
         index=index,
         name=plan.name or "(root)",
         names=tuple(entry.name for entry in members),
         layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
-        dtypes=resolve_dtypes(config.policy, members[0].param.dtype),
+        dtypes=resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad),
         placements=config.placements,
     )
     full = pool.lease(spec.layout.numel, spec.dtypes.main)

@@ -226,8 +226,8 @@ def _split(
     for entry in members:
         kinds.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)
     units: list[list[ParamEntry]] = []
-    for (dtype, _), entries in kinds.items():
-        itemsize = resolve_dtypes(policy, dtype).compute.itemsize
+    for (dtype, trainable), entries in kinds.items():
+        itemsize = resolve_dtypes(policy, dtype, trainable=trainable).compute.itemsize
         bucket: list[ParamEntry] = []
         filled = 0
         for entry in entries:
