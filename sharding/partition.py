@@ -54,7 +54,7 @@ class GroupPlan:
 def collect_params(module: nn.Module) -> list[ParamEntry]:
     """Every floating-point parameter once, in registration order, with all its places.
 
-    Integer and bool parameters are left alone.
+    Integer and bool parameters are not sharded.
 
     Raises:
         ValueError: a parameter that is already sharded, on the meta device, lazy, of another dtype
@@ -247,8 +247,9 @@ def tree_signature(module: nn.Module, entries: Sequence[ParamEntry]) -> Signatur
         (entry.name, tuple(entry.param.shape), str(entry.param.dtype), entry.param.requires_grad)
         for entry in entries
     ]
-    buffers = [
-        (name, tuple(buffer.shape), str(buffer.dtype), False)
-        for name, buffer in module.named_buffers()
+    whole = [(n, p) for n, p in module.named_parameters() if not p.is_floating_point()]
+    others = [
+        (name, tuple(tensor.shape), str(tensor.dtype), False)
+        for name, tensor in (*whole, *module.named_buffers())
     ]
-    return params + buffers
+    return params + others
