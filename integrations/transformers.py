@@ -86,9 +86,7 @@ class SidestreamTrainerMixin:
             options = {"fsdp_unit_modules": _unit_classes(self.model), **self._sharding}
             fully_shard(self.model, optimizer, **options)
             # Autocast, and the mark by which `accelerator.prepare` leaves the model as it is.
-            self.accelerator.prepare_model(
-                self.model, device_placement=False, evaluation_mode=True
-            )
+            self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             # transformers' own mark: `generate` and layer dropping keep the ranks in step.
             self.model._is_fsdp_managed_module = True  # type: ignore[assignment]
         return optimizer
