@@ -18,7 +18,7 @@ All ranks take part in a step, a validation and a save: one that acts alone wait
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,22 +90,6 @@ class SidestreamStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             fully_shard_optimizer(optimizer, elementwise=self._elementwise)
-
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Backward, hooks and clipping, and then the step alone.
-
-        Lightning runs them inside `optimizer.step`, whose hooks would come too early; only with a
-        scaler it does as here.
-        """
-        model = model or self.lightning_module
-        precision = self.precision_plugin
-        if getattr(precision, "scaler", None) is not None:
-            return precision.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        result = precision._wrap_closure(model, optimizer, closure)
-        optimizer.step(**kwargs)
-        return result
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

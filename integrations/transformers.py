@@ -70,14 +70,15 @@ class SidestreamTrainerMixin:
     def __init__(
         self, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self._sharding = dict(sharding or {})
-        super().__init__(*args, **kwargs)
-        _check_arguments(self.args)
-        if _is_sharded(self.model):
+        model = args[0] if args else kwargs.get("model")
+        if isinstance(model, nn.Module) and _is_sharded(model):
             raise ValueError(
                 "model: expected one that is not sharded yet, got a sharded one; pass the plain "
                 "model, and the options of fully_shard as sharding="
             )
+        self._sharding = dict(sharding or {})
+        super().__init__(*args, **kwargs)
+        _check_arguments(self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer as the Trainer does, and shard the model with it, once."""
