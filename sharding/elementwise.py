@@ -8,7 +8,8 @@ run it on its own interval without communication::
     plain, of the full shape              the interval cut out of it
     0-d tensor, number, anything else     itself
 
-Everything else is refused, with the parameter's name and the fix.
+Reductions are collectives (`reductions.py`). Everything else is refused, with the parameter's name
+and the fix.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+from .reductions import reduction_rule
 
 if TYPE_CHECKING:
     from .sharded_tensor import ShardedTensor
@@ -44,7 +47,6 @@ _UNTAGGED = frozenset(
 _ALIASES = frozenset({"alias", "detach", "detach_", "lift_fresh"})
 _FUSED_OPTIMIZERS = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _FOREACH = "_foreach_"
-_NORMS = frozenset({"_foreach_norm", "linalg_vector_norm"})
 
 
 def dispatch(
@@ -72,6 +74,9 @@ def _rule(operator: OpOverload) -> Callable[..., Any]:
         return _alias
     if name == "_to_copy":
         return _convert
+    reduction = reduction_rule(name, operator)
+    if reduction is not None:
+        return lambda _type, operator, args, kwargs: reduction(operator, args, kwargs)
     if name.startswith(_FOREACH):
         return _run_on_lists if _is_elementwise_name(name.removeprefix(_FOREACH)) else _refuse
     if name in _FUSED_OPTIMIZERS:
@@ -276,12 +281,10 @@ def _refuse(
 
 
 def _refuse_tensor(like: ShardedTensor, operator: OpOverload) -> NoReturn:
-    fix = "call the unit's module itself (not its .forward or another method)"
-    if operator._schema.name.removeprefix("aten::") in _NORMS:
-        fix = "to clip gradients, call sidestream.clip_grad_norm_(module, max_norm)"
     raise RuntimeError(
         f"{operator} is not elementwise, so it cannot run on one rank's part of {like.describe()}: "
-        f"{fix}, or take the whole value with full_tensor() or full_state_dict()"
+        "call the unit's module itself (not its .forward or another method), or take the whole "
+        "value with full_tensor() or full_state_dict()"
     )
 
 

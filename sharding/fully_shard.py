@@ -14,18 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.tuned import table_of
+from . import replaced_params
 from .agreement import check_ranks_agree
 from .arguments import require_module
 from .build import build_runtime
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
-from .optimizer import (
-    Location,
-    check_elementwise,
-    describe_options,
-    locate_params,
-    rebind,
-)
+from .flat_runs import Located, Location, locate_params, sharded_locations
+from .optimizer import adopt, bind, is_bound, watch_all_steps
+from .optimizer_kinds import check_elementwise, describe_options
 from .partition import (
     GroupPlan,
     ParamEntry,
@@ -123,14 +120,17 @@ def fully_shard(
     _note_missing_units(config, groups)
     runtime = build_runtime(module, plans, collectives, config)
     _RUNTIMES[module] = runtime
+    watch_all_steps()
+    for entry in entries:
+        replaced_params.note(entry.param, entry.name)
     if optimizer is not None and located is not None:
-        rebind(optimizer, runtime, located)
+        adopt(optimizer, runtime, located)
     return module, optimizer
 
 
 def _locate(
     optimizer: torch.optim.Optimizer | None, plans: list[GroupPlan], entries: list[ParamEntry]
-) -> list[list[Location | None]] | None:
+) -> Located | None:
     if optimizer is None:
         return None
     locations = {
@@ -173,24 +173,13 @@ def fully_shard_optimizer(
     check_elementwise(optimizer, declared=elementwise)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sharded = next((param for param in params if isinstance(param, ShardedTensor)), None)
+    if is_bound(optimizer):
+        raise ValueError(
+            "optimizer: expected one that is not bound yet, got one bound by fully_shard before"
+        )
     for runtime in _RUNTIMES.values():
-        if any(
-            param is run.param
-            for unit in runtime.units
-            for run in unit.gradients.runs
-            for param in params
-        ):
-            raise ValueError(
-                "optimizer: expected one that is not bound yet, got one bound by fully_shard before"
-            )
-        locations = {
-            id(tensor): Location(position, index)
-            for position, unit in enumerate(runtime.units)
-            for index, tensor in enumerate(unit.faces.sharded)
-        }
-        if sharded is not None and id(sharded) in locations:
-            names = [name for unit in runtime.units for name in unit.spec.names]
-            rebind(optimizer, runtime, locate_params(optimizer, locations, names))
+        if sharded is not None and id(sharded) in sharded_locations(runtime):
+            bind(optimizer, runtime)
             return optimizer
     raise ValueError(
         "optimizer: expected parameters of a module that fully_shard has sharded, got none; make "

@@ -183,24 +183,55 @@ class ShardedTensor(torch.Tensor):
         Raises:
             CommunicationError: the gather failed, for example because a rank died.
         """
+        return self.gather_full()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all elements."""
+        return all(interval == (0, self.numel()) for interval in self.intervals)
+
+    @property
+    def communicator(self) -> dist.ProcessGroup:
+        """The group whose ranks hold the other elements.
+
+        Raises:
+            RuntimeError: the tensor was made without one.
+        """
+        if self.group is None:
+            raise RuntimeError(
+                f"{self.describe()}: expected the process group that holds the other elements, got "
+                "None; make the ShardedTensor with group= and intervals="
+            )
+        return self.group
+
+    def gather_full(self) -> Tensor:
+        """`full_tensor`, below autograd."""
         full = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
-        if all(interval == (0, self.numel()) for interval in self.intervals):
+        if self.is_whole:
             return full.copy_(self.local).view(self.shape)
         numels = [stop - start for start, stop in self.intervals]
         part = torch.zeros(max(numels), dtype=self.dtype, device=self.device)
         part[: self.local.numel()] = self.local
-        parts = part.new_empty(len(numels), len(part))
-        # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
-        assert self.group is not None, "several intervals need a process group"
-        with communicating(f"gather of parameter {self.name!r}"):
-            start_all_gather(
-                self.group, parts.view(-1).view(torch.uint8), part.view(torch.uint8)
-            ).wait()
+        parts = self.gather_parts(part)
         for (start, stop), received in zip(self.intervals, parts, strict=True):
             full[start:stop] = received[: stop - start]
         covered = sum(stop - start for start, stop in set(self.intervals))
         assert covered == self.numel(), "the ranks' intervals do not tile the tensor"
         return full.view(self.shape)
+
+    def gather_parts(self, part: Tensor) -> Tensor:
+        """Every rank's `part` [n] as [world, n].
+
+        Raises:
+            CommunicationError: the gather failed, for example because a rank died.
+        """
+        group = self.communicator
+        parts = part.new_empty(len(self.intervals), len(part))
+        # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
+        flat, source = parts.view(-1).view(torch.uint8), part.view(torch.uint8)
+        with communicating(f"gather of parameter {self.name!r}"):
+            start_all_gather(group, flat, source).wait()
+        return parts
 
     @property
     def grad(self) -> ShardedTensor | None:
