@@ -3,7 +3,7 @@
 python examples/transformers_trainer.py [FOLDER]                       one process
 torchrun --nproc-per-node 2 examples/transformers_trainer.py [FOLDER]  two ranks, on CPU or GPUs
 
-Random weights, nothing is downloaded. FOLDER gets the checkpoints, and the whole weights in `final`.
+Random weights, nothing is downloaded. FOLDER gets the checkpoints, and whole weights in `final`.
 """
 
 import sys

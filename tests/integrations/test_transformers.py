@@ -47,7 +47,8 @@ def _texts(count: int) -> list[dict[str, list[int]]]:
     tokens = torch.randint(0, 64, (count, 12), generator=torch.Generator().manual_seed(7))
     labels = tokens.clone()
     labels[::3, 4:] = -100  # batches of different weight
-    return [{"input_ids": x.tolist(), "labels": y.tolist()} for x, y in zip(tokens, labels)]
+    pairs = zip(tokens.tolist(), labels.tolist(), strict=True)
+    return [{"input_ids": text, "labels": label} for text, label in pairs]
 
 
 def _trainer(folder: Path, model: Any, zero: int | None, **options: Any) -> Any:
@@ -106,15 +107,15 @@ def _trains_and_resumes(rank: int, world_size: int, folder: Path) -> None:
     plain = _trainer(folder, _model(), None)
     plain.train()
     saves = {"save_strategy": "steps", "save_steps": RESUMED}
+    first: dict[str, Tensor] = {}
     for zero in range(4):
         trainer = _trainer(folder / f"{zero}", _model(), zero, **saves)
         trainer.train()
         assert trainer.args.world_size == world_size
         torch.testing.assert_close(_history(trainer), _history(plain), rtol=1e-5, atol=1e-6)
         _check_close(_weights(trainer), _weights(plain), 1e-5)
-        if zero:
-            _check_equal(_weights(trainer), first)
-        first = _weights(trainer)
+        first = first or _weights(trainer)
+        _check_equal(_weights(trainer), first)
         # At another level than it was saved at.
         again = _trainer(folder / "again", _model(), 3 - zero, **saves)
         again.train(resume_from_checkpoint=str(folder / f"{zero}" / f"checkpoint-{RESUMED}"))
