@@ -10,8 +10,10 @@ from torch import nn
 
 from ..buffers import BufferPool, flat_layout
 from ..kernels import pack_
+from .cached_params import let_rnns_be
 from .collectives import Collectives
 from .config import ShardConfig
+from .hidden_writes import modules_that_use_data
 from .hooks import install_hooks, install_root_hooks
 from .lanes import make_lane
 from .param_faces import ParamSlot
@@ -19,6 +21,7 @@ from .partition import GroupPlan, ParamEntry
 from .placements import Placement
 from .precision import resolve_dtypes
 from .runtime import Runtime
+from .tree_watch import TreeWatch
 from .unit import Unit, UnitSpec
 from .use_order import UnitGroup
 
@@ -55,12 +58,14 @@ def build_runtime(
     )
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
     _attach(plans, runtime)
+    let_rnns_be(module)
+    _watch_data(module, plans, groups)
     _share_buffers(module, collectives)
+    tree = TreeWatch(module, runtime.units)
     for plan, group in zip(plans, groups, strict=True):
         casts = config.policy.cast_forward_inputs
-        install_hooks(
-            plan.module, group, runtime, input_dtype=config.policy.param_dtype if casts else None
-        )
+        input_dtype = config.policy.param_dtype if casts else None
+        install_hooks(plan.module, group, runtime, tree, input_dtype=input_dtype)
     install_root_hooks(module, runtime, output_dtype=config.policy.output_dtype)
     for submodule in module.modules():
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)
@@ -132,21 +137,42 @@ def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
         assert current is not None
         current.unit_ready(current.units[index])
 
+    def on_contribution() -> None:
+        current = reference()
+        assert current is not None
+        current.contribution_came()
+
     all_members = [members for plan in plans for members in plan.units]
     for unit, members in zip(runtime.units, all_members, strict=True):
         slots = tuple(
-            ParamSlot(place._parameters, attribute, index)
+            ParamSlot(parameters, attribute, index)
             for index, entry in enumerate(members)
-            for place, attribute in entry.places
+            for parameters, attribute in (
+                *((place._parameters, attribute) for place, attribute in entry.places),
+                *entry.caches,
+            )
         )
         trainable = [entry.param.requires_grad for entry in members]
-        unit.attach(trainable, slots, functools.partial(on_ready, unit.spec.index))
+        ready = functools.partial(on_ready, unit.spec.index)
+        unit.attach(trainable, slots, ready, on_contribution)
         faces = unit.faces
         for entry, sharded, param in zip(members, faces.sharded, faces.full, strict=True):
             # Marks that people leave on parameters, such as `no_decay`, stay readable.
             for name, value in vars(entry.param).items():
                 vars(sharded).setdefault(name, value)
                 vars(param).setdefault(name, value)
+
+
+def _watch_data(module: nn.Module, plans: list[GroupPlan], groups: list[UnitGroup]) -> None:
+    """Have values compared in units whose full parameters are seen by code that uses `.data`."""
+    users = {id(user): {id(p) for p in user.modules()} for user in modules_that_use_data(module)}
+    for plan, group in zip(plans, groups, strict=True):
+        inside = {id(part) for part in plan.module.modules()}
+        for unit, members in zip(group.units, plan.units, strict=True):
+            places = {id(place) for entry in members for place, _ in entry.places}
+            unit.faces.writes_data = any(
+                user in inside and parts & places for user, parts in users.items()
+            )
 
 
 def _share_buffers(module: nn.Module, collectives: Collectives) -> None:

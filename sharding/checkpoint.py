@@ -28,6 +28,7 @@ from .checkpoint_match import match
 from .fully_shard import runtime_of
 from .optimizer_state import load_scalars, named_state, prepare_state
 from .sharded_tensor import ShardedTensor
+from .tree_watch import watches_of
 
 # The reader is imported by the functions that need it: with it comes torch.distributed.checkpoint,
 # which takes longer to import than all of sidestream.
@@ -54,7 +55,9 @@ def save_checkpoint(
             could not be read back safely; an argument of the wrong type.
         ValueError: `optimizer` is not the one that `fully_shard` bound to `module`; ranks pass
             different checkpoints' names, or not all an optimizer.
-        RuntimeError: ranks wrote to different file systems or folders. What was at `path` stays.
+        RuntimeError: ranks wrote to different file systems or folders; parameters were added after
+            `fully_shard`, or taken out or renamed where there is an optimizer. What was at `path`
+            stays.
     """
     from torch.distributed import checkpoint as dcp
 
@@ -131,13 +134,19 @@ def load_checkpoint(
     return values["extra"][extra_key[0].removeprefix("extra.")][0] if extra_key else None
 
 
+@torch.no_grad()
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` with whole, plain, new tensors on every rank (a collective).
 
     Keys, dtypes and devices are the unsharded model's; names of one tied parameter share a tensor.
     A part of a sharded module and a plain module will do as well.
+
+    Raises:
+        RuntimeError: parameters were added after `fully_shard`.
     """
     require_module(module)
+    for watch in watches_of(module):
+        watch.check()
     whole: dict[int, Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -155,6 +164,10 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The state to save or to load into, sharded tensors as they are."""
     require_module(module)
+    for watch in watches_of(module):
+        watch.check()
+        if optimizer is not None:
+            watch.check_names()
     if optimizer is None:
         return {"model": module.state_dict()}
     if not isinstance(optimizer, torch.optim.Optimizer):

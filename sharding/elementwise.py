@@ -236,14 +236,21 @@ def _convert(
     like: ShardedTensor = args[0]
     dtype = kwargs.get("dtype") or like.dtype
     device = torch.device(kwargs.get("device") or like.device)
-    same_device = device.type == like.device.type and device.index in (None, like.device.index)
-    if dtype != like.dtype or not same_device:
+    if dtype != like.dtype or _with_index(device) != _with_index(like.device):
         raise RuntimeError(
             f"{like.describe()} keeps the dtype and device it was sharded with, {like.dtype} on "
             f"{like.device}, got a conversion to {dtype} on {device}: convert the model before "
             "fully_shard (compute in another dtype with MixedPrecisionPolicy)"
         )
     return like.with_local(like.local.clone())
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """`device` with the index that it has where it does not say so."""
+    index: int | None = device.index
+    if index is None:
+        index = torch.cuda.current_device() if device.type == "cuda" else 0
+    return torch.device(device.type, index)
 
 
 def _first_sharded(sharded_type: type[ShardedTensor], values: Any) -> ShardedTensor | None:

@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..kernels.tuned import table_of
 from . import replaced_params
 from .agreement import check_ranks_agree
-from .arguments import require_module
+from .arguments import require_forward, require_module
+from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
+from .cached_params import find_cached_params
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
 from .flat_runs import Located, Location, locate_params, sharded_locations
@@ -26,7 +28,6 @@ from .optimizer_kinds import check_elementwise, describe_options
 from .partition import (
     GroupPlan,
     ParamEntry,
-    UnitClass,
     collect_params,
     partition,
     tree_signature,
@@ -35,6 +36,8 @@ from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups, require_mesh
 from .runtime import Runtime
 from .sharded_tensor import ShardedTensor
+from .tree_watch import watches_of
+from .unit_classes import UnitClass, resolve_unit_classes
 
 _logger = logging.getLogger("sidestream")
 _RUNTIMES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
@@ -70,8 +73,10 @@ def fully_shard(
             and state.
         device_mesh: mesh to shard over (None: all ranks; without a process group, world size 1).
         dp_shard_dim: name of the mesh dimension to shard over; needed when the mesh has several.
-        fsdp_unit_modules: classes, or import paths of classes, whose instances are gathered and
-            reduced as one unit each. None: the whole module is one unit, and nothing overlaps.
+        fsdp_unit_modules: classes whose instances are gathered and reduced as one unit each; or
+            their import paths, or bare names such as 'LlamaDecoderLayer' and the names in a model's
+            `_no_split_modules`, for every class of that name in the model. None: the whole module
+            is one unit, and nothing overlaps.
         zero_dp_strategy: 0 'no_shard', 1 'optim', 2 'optim_grads', 3 'optim_grads_params'.
         mixed_precision_policy: dtypes of compute, main parameters, gradients and wire.
         overlap_grad_reduce: exchange gradients beside backward.
@@ -87,29 +92,32 @@ def fully_shard(
         (module, optimizer), the objects passed in.
 
     Raises:
-        ValueError: bad option, unit class that matches nothing, parameters that cannot be sharded,
-            mesh without that dimension, foreign parameters in the optimizer, optimizer that is not
-            elementwise, ranks whose models or options differ. Nothing has been changed then.
+        ValueError: bad option, unit class that matches nothing, module without a forward,
+            parameters that cannot be sharded, mesh without that dimension, foreign parameters in
+            the optimizer, optimizer that is not elementwise, ranks whose models or options differ.
+            Nothing has been changed then.
         TypeError: an argument of the wrong type.
         RuntimeError: more ranks than GPUs.
     """
+    require_module(module)
+    require_forward(module)
     config = resolve_config(
         zero_dp_strategy,
         mixed_precision_policy,
-        fsdp_unit_modules,
+        resolve_unit_classes(fsdp_unit_modules, module),
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         reshard_after_forward=reshard_after_forward,
         bucket_mib=bucket_mib,
         prefetch=prefetch,
     )
-    require_module(module)
     require_mesh(device_mesh, dp_shard_dim)
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     entries = collect_params(module)
     if not entries:
         raise ValueError("module: expected at least one floating-point parameter, got none")
+    find_cached_params(module, entries)
     plans = partition(module, entries, config.classes, config.policy, config.bucket_bytes)
     located = _locate(optimizer, plans, entries)
     groups = data_parallel_groups(device_mesh, dp_shard_dim)
@@ -119,6 +127,7 @@ def fully_shard(
     check_ranks_agree(collectives, tree_signature(module, entries), options, table)
     _note_missing_units(config, groups)
     runtime = build_runtime(module, plans, collectives, config)
+    follow_sharded_inputs()
     _RUNTIMES[module] = runtime
     watch_all_steps()
     for entry in entries:
@@ -169,6 +178,7 @@ def fully_shard_optimizer(
         ValueError: it holds parameters that are not one sharded module's (for example the ones
             from before `fully_shard`), it is bound already, it takes only some of the parameters
             of another bound optimizer, or it is not elementwise.
+        RuntimeError: the module has parameters that it did not have when it was sharded.
     """
     check_elementwise(optimizer, declared=elementwise)
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -177,8 +187,10 @@ def fully_shard_optimizer(
         raise ValueError(
             "optimizer: expected one that is not bound yet, got one bound by fully_shard before"
         )
-    for runtime in _RUNTIMES.values():
+    for module, runtime in _RUNTIMES.items():
         if sharded is not None and id(sharded) in sharded_locations(runtime):
+            for watch in watches_of(module):
+                watch.check()
             bind(optimizer, runtime)
             return optimizer
     raise ValueError(

@@ -42,8 +42,14 @@ class GradientPacker:
         self._slots_key = ("slots", id(layout))
 
     def take(self, params: Sequence[nn.Parameter]) -> Gradients:
-        """Every parameter's gradient, in ascending order of offset; the parameters lose theirs."""
+        """Every parameter's gradient, in ascending order of offset, those of another layout (sparse
+        embeddings) dense; the parameters lose theirs.
+        """
+        strided = torch.strided
         grads = [params[index].grad for index in self._layout.order]
+        for place, grad in enumerate(grads):
+            if grad is not None and grad.layout is not strided:
+                grads[place] = grad.to_dense()
         for param in params:
             param.grad = None
         return grads

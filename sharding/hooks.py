@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,17 +11,25 @@ from torch import Tensor, nn
 
 from .runtime import Runtime
 from .structures import map_tensors, tensors_in
+from .tree_watch import TreeWatch
 from .use_order import UnitGroup
 
 
 def install_hooks(
-    module: nn.Module, group: UnitGroup, runtime: Runtime, *, input_dtype: torch.dtype | None = None
+    module: nn.Module,
+    group: UnitGroup,
+    runtime: Runtime,
+    tree: TreeWatch,
+    *,
+    input_dtype: torch.dtype | None = None,
 ) -> None:
     """Make `module`'s forward and backward drive `runtime`. Floating inputs are cast to
     `input_dtype`.
     """
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if tree.changed or group.is_root:
+            tree.check_before_forward()
         if group.is_root:
             runtime.root_pre_forward()
         runtime.pre_forward(group)
@@ -42,13 +51,16 @@ def install_hooks(
         runtime.post_forward(group, output)
 
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(post_forward, with_kwargs=True)
+    # After an exception too, so that whoever catches it finds the module as it is at rest.
+    module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
 
 
 def install_root_hooks(
     module: nn.Module, runtime: Runtime, *, output_dtype: torch.dtype | None
 ) -> None:
-    """What only the root has: state dicts see parameters at rest, and the output is cast."""
+    """What only the root has: state dicts see parameters at rest, so does whoever catches what
+    ended a call, and the output is cast.
+    """
 
     def to_rest(*_: object) -> None:
         runtime.settle()
@@ -56,10 +68,30 @@ def install_root_hooks(
     for submodule in module.modules():
         submodule.register_state_dict_pre_hook(to_rest)
     module.register_load_state_dict_pre_hook(to_rest)
+    _guard_calls(module, runtime)
     if output_dtype is not None:
         module.register_forward_hook(
             lambda _module, _args, output: cast_floating(output, output_dtype)
         )
+
+
+def _guard_calls(module: nn.Module, runtime: Runtime) -> None:
+    """Bring `module` to rest after any exception. torch calls hooks after an `Exception` alone, not
+    after a KeyboardInterrupt, but every call of a module goes through its `_call_impl`.
+    """
+    reference = weakref.ref(module)
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        root_calls = runtime.root_calls
+        called = reference()
+        assert called is not None
+        try:
+            return type(called)._call_impl(called, *args, **kwargs)
+        except BaseException:
+            runtime.forward_failed(root_calls)
+            raise
+
+    module._call_impl = guarded  # type: ignore[method-assign]
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -100,9 +132,15 @@ def _watch_outputs(
 
 
 def _watch_inputs(group: UnitGroup, runtime: Runtime, inputs: object) -> None:
-    """Call `inputs_done` when the gradients of all inputs of this call are there."""
+    """Call `inputs_done` when the gradients of all inputs of this call are there.
+
+    A leaf would keep its hook for good. Beside other inputs it is not needed, since the engine runs
+    all that the call recorded before what made them; leaves alone are waited for to the end.
+    """
     tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
     if tensors:
         group.open_inputs += 1
+    tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
+    if tensors:
         done: Callable[[Any], None] = lambda _grads: runtime.inputs_done(group)  # noqa: E731
         torch.autograd.graph.register_multi_grad_hook(tensors, done, mode="all")

@@ -6,24 +6,29 @@ sharded    `ShardedTensor` over `main`                   everywhere else, also b
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from .sharded_tensor import ShardedTensor
+
+_VERSION = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """One place in a module's `_parameters` that holds tensor `index` of a unit. Tied weights have
-    several.
+    """One place in a module's `_parameters`, or in a list or dictionary of its own, that holds
+    tensor `index` of a unit. Tied weights have several.
     """
 
     # The dictionary, not the module: a reference to the module would keep it alive for ever.
-    parameters: dict[str, nn.Parameter | None]
-    attribute: str
+    parameters: Any
+    attribute: Any
     index: int
 
 
@@ -38,11 +43,15 @@ class ParamFaces:
     ) -> None:
         self.full = full
         self.sharded = sharded
-        self._places: list[tuple[dict[str, Any], str, ShardedTensor, nn.Parameter]] = [
+        self._places: list[tuple[Any, Any, ShardedTensor, nn.Parameter]] = [
             (slot.parameters, slot.attribute, sharded[slot.index], full[slot.index])
             for slot in slots
         ]
-        self._shows_full = True
+        self.shows_full = True
+        self.writes_data = False
+        """Whether code that sees the full parameters uses `.data`, past their version counters."""
+        self._homes = [param.data for param in full]
+        self._versions = 0
         self.show_sharded()
 
     def show_full(self) -> None:
@@ -51,25 +60,79 @@ class ParamFaces:
         Raises:
             RuntimeError: somebody replaced a parameter of a module.
         """
-        self._shows_full = True
+        self.shows_full = True
         for parameters, attribute, sharded, full in self._places:
             current = parameters.get(attribute)
             if current is not sharded and current is not full:
                 raise _replaced(sharded, current)
             parameters[attribute] = full
 
+    def slots(self) -> list[tuple[int, str]]:
+        """The id of the dictionary and the attribute of every place."""
+        return [(id(parameters), attribute) for parameters, attribute, _, _ in self._places]
+
+    def require_unreplaced(self) -> None:
+        """Check that every place holds what was put there.
+
+        Raises:
+            RuntimeError: somebody replaced a parameter of a module.
+        """
+        for parameters, attribute, sharded, full in self._places:
+            current = parameters.get(attribute)
+            if current is not sharded and current is not full:
+                raise _replaced(sharded, current)
+
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules."""
-        if not self._shows_full:
+        if not self.shows_full:
             return
-        self._shows_full = False
+        self.shows_full = False
         for parameters, attribute, sharded, _ in self._places:
             parameters[attribute] = sharded
+
+    def may_be_written(self) -> bool:
+        """Whether the full parameters were written since the last call, or could have been.
+
+        Raises:
+            RuntimeError: the data of one was replaced by some of another shape or dtype.
+        """
+        if self.writes_data:
+            self._bring_home()
+            return True
+        # Counters only grow, so that their sum says whether one of them has.
+        versions = sum(map(_VERSION, self.full))
+        written = versions != self._versions
+        self._versions = versions
+        return written
+
+    def _bring_home(self) -> None:
+        """Put data that was assigned to full parameters into the gathered buffer."""
+        for param, home, sharded in zip(self.full, self._homes, self.sharded, strict=True):
+            if param.data_ptr() != home.data_ptr():
+                given, param.data = param.data, home
+                if given.shape != home.shape or given.dtype != home.dtype:
+                    raise _other_data(sharded, home, given)
+                home.copy_(given)
+
+    def forbid_old_graphs(self) -> None:
+        """The values change: a backward through what autograd saved of them must fail, as it does
+        for a plain parameter that was changed in place.
+        """
+        increment_version(self.full)
+        self._versions += len(self.full)
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze the full faces as the sharded ones are."""
         for full, sharded in zip(self.full, self.sharded, strict=True):
             full.requires_grad_(sharded.requires_grad)
+
+
+def _other_data(sharded: ShardedTensor, home: torch.Tensor, given: torch.Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"parameter '{sharded.name}': expected data of shape {tuple(home.shape)} and {home.dtype} "
+        f"to be assigned in forward, got {tuple(given.shape)} and {given.dtype}; a sharded "
+        "parameter keeps both"
+    )
 
 
 def _replaced(sharded: ShardedTensor, current: object) -> RuntimeError:

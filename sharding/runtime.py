@@ -56,6 +56,7 @@ class Runtime:
         self._options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
         self._use_order = UseOrder(groups, self.prefetch)
+        self._root = next(group for group in groups if group.is_root)
         self._backward: BackwardPass | None = None
         self._owners = {
             unit.freed_storage: unit.spec.index for unit in self.units if unit.frees_parameters
@@ -84,16 +85,16 @@ class Runtime:
             return
         self._use_order.restart()
         self._lent.clear()
-        for group in self.groups:
-            group.open_calls = 0  # an exception left them open
+        if not self._root.open_calls:
+            for group in self.groups:
+                group.open_calls = 0  # an exception left them open
         if any([unit.free_cleared_grads() for unit in self.units]):
             self.pool.trim()
-        if self._options.overlap_param_gather:
-            # Replicated parameters stay: all gathers can be on their way at once. In the order of
-            # registration, since ranks may have used the units in different orders.
-            for unit in self.units:
-                if not unit.frees_parameters:
-                    self._start_gather(unit)
+        # Replicated parameters stay: all gathers can be on their way at once. In the order of
+        # registration, since ranks may have used the units in different orders, or not at all.
+        for unit in self.units:
+            if not unit.frees_parameters:
+                self._start_gather(unit)
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
@@ -120,14 +121,14 @@ class Runtime:
         group.has_frozen = not all(unit.needs_reduction for unit in group.units)
 
     def post_forward(self, group: UnitGroup, output: object) -> None:
-        """The module of `group` has run."""
+        """The module of `group` has run, or an exception ended it, perhaps before `pre_forward`."""
         if self._backward is not None:
             return
-        group.open_calls -= 1
+        group.open_calls = max(group.open_calls - 1, 0)
         if group.open_calls > 0:
             return
         for unit in group.units:
-            unit.faces.show_sharded()
+            unit.show_sharded()
         self._note_lent(group, output)
         if not torch.is_grad_enabled():
             if group.is_root:
@@ -136,6 +137,22 @@ class Runtime:
                 self._retire(group.units)
         elif group.reshard_after_forward:
             self._retire(group.units)
+
+    @property
+    def root_calls(self) -> int:
+        """Calls of the root that have not returned."""
+        return self._root.open_calls
+
+    def forward_failed(self, root_calls: int) -> None:
+        """An exception ended a call of the root, which began inside `root_calls` others."""
+        if self._backward is not None:
+            return
+        self._root.open_calls = root_calls
+        if not root_calls:
+            for group in self.groups:
+                group.open_calls = 0
+            for unit in self.units:
+                unit.show_sharded()
 
     def _note_lent(self, group: UnitGroup, output: object) -> None:
         """Units whose memory an output is in, such as a slice of a position table, outlive the
@@ -175,6 +192,12 @@ class Runtime:
         backward.unit_ready(unit)
         backward.spend(self._group_of[id(unit)])
         self._retire(backward.take_spent())
+
+    def contribution_came(self) -> None:
+        """The gradient of a parameter that a loss used directly is there: a backward runs, perhaps
+        through no module at all.
+        """
+        self._enter_backward()
 
     def inputs_done(self, group: UnitGroup) -> None:
         """The gradients of one call's inputs are there: nothing before them needs frozen
@@ -229,7 +252,7 @@ class Runtime:
         """Show the sharded parameters if the backward of `callback` did not end by itself."""
         if self._backward is not None and self._backward.callback is callback:
             for unit in self.units:
-                unit.faces.show_sharded()
+                unit.show_sharded()
 
     def _finish_backward(self) -> None:
         backward = self._backward
@@ -333,7 +356,7 @@ class Runtime:
     def _retire(self, units: Sequence[Unit]) -> None:
         """`units` have done their work, unless a graph of gradients or an output may read them."""
         for unit in units:
-            unit.faces.show_sharded()
+            unit.show_sharded()
             kept = self._keeps_gathered or unit.spec.index in self._lent
             if unit.state is UnitState.GATHERED and not kept:
                 unit.release()

@@ -150,7 +150,7 @@ class _Planner:
 
     def forward(self) -> None:
         units = [unit for group in self.groups for unit in group.units]
-        if not self.frees and self.options.prefetch:
+        if not self.frees:
             for unit in units:
                 self.start_gather(unit)
         for place, group in enumerate(self.groups):

@@ -15,24 +15,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from ..buffers.boxes import Box, interval_boxes
 from .arguments import kind_of
+from .checkpoint_chunks import CheckpointChunks
 from .collectives import start_all_gather
+from .contributions import Contribution
 from .elementwise import dispatch
 from .errors import communicating
-
-# Only checkpoints need them at run time, and they take longer to import than all of sidestream.
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
+from .without_storage import WithoutStorage
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -49,8 +46,13 @@ class GradSource(Protocol):
     def requires_grad_changed(self) -> None:
         """A parameter was frozen or unfrozen."""
 
+    def graph_leaf(self, parameter: ShardedTensor) -> tuple[nn.Parameter, Callable[[], None]]:
+        """What stands for `parameter` in autograd's graphs, and what is to be called in backward
+        when a gradient of it comes.
+        """
 
-class ShardedTensor(torch.Tensor):
+
+class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
     """Elements [start, start + local.numel()) of a tensor of `shape`, as a tensor of that shape.
 
     `local` [interval numel] is a contiguous 1-D view; in-place operators on this tensor write to
@@ -67,6 +69,7 @@ class ShardedTensor(torch.Tensor):
     intervals: Intervals
     grad_source: GradSource | None
     _own_grad: ShardedTensor | None
+    _is_guarded: bool = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -125,7 +128,14 @@ class ShardedTensor(torch.Tensor):
             is_parameter = requires_grad or grad_source is not None
         if is_parameter:
             tensor._is_param = True
+        tensor._guard_gradient()
         return tensor
+
+    def _guard_gradient(self) -> None:
+        """Refuse what autograd would put into a gradient of its own, beside that of the unit."""
+        if self.grad_source is not None and self.requires_grad and not self._is_guarded:
+            self._is_guarded = True
+            torch.Tensor.register_post_accumulate_grad_hook(self, _refuse_gradient)
 
     @classmethod
     def _make(cls, local: Tensor, shape: Sequence[int], requires_grad: bool) -> ShardedTensor:
@@ -174,16 +184,49 @@ class ShardedTensor(torch.Tensor):
         )
 
     def to_local(self) -> Tensor:
-        """This rank's elements [interval numel]; writing to it writes to the parameter."""
+        """This rank's elements [interval numel]; writing to it writes to the parameter.
+
+        With gradients enabled, that of a trainable parameter is differentiable: its gradient is
+        this rank's contribution to the average over the ranks.
+
+        Raises:
+            RuntimeError: gradients are enabled and autograd recorded it, yet it is no parameter.
+        """
+        if self._is_recorded():
+            return self._contribution(self.start, self.local.detach)
         return self.local
 
     def full_tensor(self) -> Tensor:
         """The whole tensor [shape], new and plain, on every rank of the group (a collective).
 
+        With gradients enabled, that of a trainable parameter is differentiable: its gradient is
+        this rank's contribution to the average over the ranks.
+
         Raises:
             CommunicationError: the gather failed, for example because a rank died.
+            RuntimeError: gradients are enabled and autograd recorded it, yet it is no parameter.
         """
+        if self._is_recorded():
+            return self._contribution(0, self.gather_full)
         return self.gather_full()
+
+    def _is_recorded(self) -> bool:
+        return torch.is_grad_enabled() and self.requires_grad
+
+    def _contribution(self, start: int, value: Callable[[], Tensor]) -> Tensor:
+        if self.grad_source is None:
+            raise RuntimeError(
+                f"{self.describe()}: expected a parameter of a sharded model, or a value without "
+                "gradient, got the result of an operator on one rank's part, whose gradient would "
+                "be lost; take the whole value first (p.full_tensor().exp(), not "
+                "p.exp().full_tensor()), or detach() it"
+            )
+        try:
+            leaf, begin_backward = self.grad_source.graph_leaf(self)
+        except ReferenceError:  # the model is gone: nothing can train it
+            return value()
+        contribution: Tensor = Contribution.apply(leaf, start, value, begin_backward)
+        return contribution
 
     @property
     def is_whole(self) -> bool:
@@ -273,6 +316,7 @@ class ShardedTensor(torch.Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        self._guard_gradient()
         if self.grad_source is not None:
             with contextlib.suppress(ReferenceError):  # the model is gone: nobody has to know
                 self.grad_source.requires_grad_changed()
@@ -293,13 +337,6 @@ class ShardedTensor(torch.Tensor):
     def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
         """Refused: autograd never sees a sharded parameter."""
         raise RuntimeError(self._no_hooks("register_post_accumulate_grad_hook"))
-
-    def share_memory_(self) -> NoReturn:
-        """Refused: the memory of a unit's parameters is its own."""
-        raise RuntimeError(
-            f"share_memory_: {self.describe()} lies in memory that its unit manages, which cannot "
-            "be moved; share the model before fully_shard"
-        )
 
     def _no_hooks(self, method: str) -> str:
         return (
@@ -333,54 +370,10 @@ class ShardedTensor(torch.Tensor):
             f"{len(self.intervals)}, local={self.local})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(f"{self.describe()} {_NO_COPY}")
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{self.describe()} {_NO_COPY}")
-
-    def _boxes(self) -> tuple[Box, ...]:
-        if self.numel() == 0:  # no elements to write, yet a checkpoint must list the name and shape
-            return (Box((0,) * self.dim(), tuple(self.shape), 0, 0),)
-        return interval_boxes(tuple(self.shape), self.start, self.start + self.local.numel())
-
-    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
-        """One item per box (protocol of torch.distributed.checkpoint); replicas are equal items."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes this rank holds (protocol of torch.distributed.checkpoint)."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-            for box in self._boxes()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The view of `local` in the shape of the box at `index.offset`.
-
-        Raises:
-            ValueError: this rank holds no box that starts there.
-        """
-        for box in self._boxes():
-            if index.offset is not None and box.offsets == tuple(index.offset):
-                return self.local[box.flat_start : box.flat_start + box.numel].view(box.sizes)
-        raise ValueError(f"{self.describe()}: expected the offset of one of its boxes, got {index}")
-
-
-_NO_COPY = (
-    "cannot be copied or pickled, since one rank's part alone is not the tensor: "
-    "take whole tensors with full_state_dict(module), or save with save_checkpoint"
-)
+def _refuse_gradient(parameter: ShardedTensor) -> NoReturn:
+    torch.Tensor.grad.__set__(parameter, None)  # type: ignore[union-attr]
+    raise RuntimeError(
+        f"backward: {parameter.describe()} was used in the loss as it is, and of its gradient this "
+        "rank knows only a part; use p.full_tensor() there instead, as in p.full_tensor().norm()"
+    )

@@ -82,8 +82,9 @@ class Unit:
         # which autograd saved from an earlier gather of the same weights stay valid.
         self._target = FlatBuffer(gathered.data, layout)
         self._target_slices = self._target.shards()
-        # Views have to be made while there is memory; they outlive it.
-        self._views = FlatBuffer(gathered, layout).views()
+        # Views have to be made while there is memory; they outlive it. Each has a version counter
+        # of its own: a write to one parameter must not spoil what autograd saved of the others.
+        self._views = [view.data for view in FlatBuffer(gathered, layout).views()]
         self._storage = gathered.untyped_storage()
         self._storage_bytes = self._storage.nbytes()
         if self._frees:
@@ -116,11 +117,14 @@ class Unit:
         requires_grad: Sequence[bool],
         slots: Sequence[ParamSlot],
         on_ready: Callable[[], None],
+        on_contribution: Callable[[], None],
     ) -> None:
         """Make the two faces of every parameter and put the sharded ones into the modules.
 
-        `on_ready` is called in backward once all trainable parameters have their gradients.
+        `on_ready` is called in backward once all trainable parameters have their gradients,
+        `on_contribution` when that of a parameter which a loss used directly comes.
         """
+        self._on_contribution = on_contribution
         full = [
             nn.Parameter(view, requires_grad=trainable)
             for view, trainable in zip(self._views, requires_grad, strict=True)
@@ -195,6 +199,19 @@ class Unit:
         self.follow_requires_grad()
         self.faces.show_full()
 
+    def show_sharded(self) -> None:
+        """Put the sharded parameters into the modules, with what was written to the full ones.
+
+        Raises:
+            RuntimeError: the data of a parameter was replaced by some of another shape or dtype.
+        """
+        if self.faces.shows_full:
+            if self.faces.may_be_written():
+                self.adopt_writes()
+                # Every rank wrote the same to its gathered copy, which is what the backward reads.
+                self._stale, self._gathered_version = False, self.main._version
+            self.faces.show_sharded()
+
     def requires_grad_changed(self) -> None:
         """A sharded parameter was frozen or unfrozen, which counts from its next use on."""
         self._flags_changed = True
@@ -222,8 +239,6 @@ class Unit:
                 )
         for run in self.gradients.runs:
             run.param.requires_grad_(sharded[run.indices[0]].requires_grad)
-            if not run.param.requires_grad:
-                run.param.grad = None
         self.faces.follow_requires_grad()
         self._watch.follow_requires_grad()
 
@@ -252,14 +267,18 @@ class Unit:
     @property
     def is_fresh(self) -> bool:
         """Whether the gathered parameters equal the main ones."""
-        return self._is_main or (not self._stale and self.main._version == self._gathered_version)
+        return not self._stale and self.main._version == self._gathered_version
 
     def gather(self, lane: Lane) -> bool:
         """Start to bring the full parameters in, on `lane`. False when nothing has to move."""
+        version = self.main._version
+        if version != self._gathered_version:
+            self.faces.forbid_old_graphs()
+        if self._is_main:
+            self._stale, self._gathered_version = False, version
         if not self._frees and self.is_fresh:
             self._move(UnitState.SHARDED, UnitState.GATHERING)
             return False
-        version = self.main._version
         try:
             self._gather_event = lane.submit(self._gather_name, self._fill)
         except BaseException:
@@ -297,6 +316,23 @@ class Unit:
         self._move(UnitState.GATHERED, UnitState.SHARDED)
         if self._frees:
             self._pool.shrink(self._storage, self._storage_bytes)
+
+    @torch.no_grad()
+    def adopt_writes(self) -> None:
+        """Take over what was written to the gathered parameters: the elements of this rank's own
+        slice that differ bitwise from the cast of `main` go to `main`, the others keep theirs.
+
+        All ranks must do so: what is gathered counts as stale after it, whoever wrote what.
+        """
+        assert self.state is UnitState.GATHERED, f"unit '{self.spec.name}' is {self.state.value}"
+        self._stale = True
+        if self._shares_memory:
+            return
+        written = self._target.data if self._replicates_main else self._target_slices[self._rank]
+        if self._casts:
+            changed = _bits(written) != _bits(self.main.to(written.dtype))
+            written = torch.where(changed, written.to(self.main.dtype), self.main)
+        self.main.copy_(written)
 
     # ---- gradients
 
@@ -342,6 +378,14 @@ class Unit:
             self._grad_views[index] = view
         return view
 
+    def graph_leaf(self, sharded: ShardedTensor) -> tuple[nn.Parameter, Callable[[], None]]:
+        """The full parameter, which stands for `sharded` in graphs, and whom to tell in backward
+        that its gradient comes.
+        """
+        full = self.faces.full[self._indices[id(sharded)]]
+        full.requires_grad_(sharded.requires_grad)
+        return full, self._on_contribution
+
     def get_grad(self, sharded: ShardedTensor) -> ShardedTensor | None:
         """The reduced gradient of one parameter, sharded like it; None when there is none."""
         index = self._indices[id(sharded)]
@@ -359,3 +403,8 @@ class Unit:
         elif self.gradients.has_tensor(index):
             with self.gradients.editing():
                 self.gradients.clear_tensor(index, self._grad_view(index))
+
+
+def _bits(flat: Tensor) -> Tensor:
+    # Compared as numbers, NaN would differ from itself and -0 equal 0.
+    return flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)

@@ -91,7 +91,12 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any], Change | None]] = {
         {"fsdp_unit_modules": ["nowhere.Block"]},
         None,
     ),
-    "unit path without module": (ValueError, "got 'Block'", {"fsdp_unit_modules": "Block"}, None),
+    "name of no class": (
+        ValueError,
+        r"got 'Blok', which match no module; name some of Attention, Block, .*Transformer",
+        {"fsdp_unit_modules": "Blok"},
+        None,
+    ),
     "unit that is no module": (
         TypeError,
         "expected nn.Module classes",
