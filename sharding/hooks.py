@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .runtime import Runtime
 from .structures import map_tensors, tensors_in
+from .uncompiled import uncompiled
 from .use_order import UnitGroup
 
 
@@ -20,6 +21,7 @@ def install_hooks(
     `input_dtype`.
     """
 
+    @uncompiled
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if group.is_root:
             runtime.root_pre_forward()
@@ -30,12 +32,15 @@ def install_hooks(
             _watch_inputs(group, runtime, (args, kwargs))
         return args, kwargs
 
+    @uncompiled
     def pre_backward(_grads: object) -> None:
         runtime.pre_backward(group)
 
+    @uncompiled
     def perhaps_pre_backward(_grads: object) -> None:
         runtime.pre_backward(group, certain=False)
 
+    @uncompiled
     def post_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             _watch_outputs(output, (args, kwargs), pre_backward, perhaps_pre_backward)
@@ -50,6 +55,7 @@ def install_root_hooks(
 ) -> None:
     """What only the root has: state dicts see parameters at rest, and the output is cast."""
 
+    @uncompiled
     def to_rest(*_: object) -> None:
         runtime.settle()
 
