@@ -25,6 +25,7 @@ from ..buffers import BLOCK_NUMEL
 from .arguments import require_flag, require_number
 from .fully_shard import runtime_of
 from .runtime import Runtime
+from .uncompiled import uncompiled
 
 # s <= 128 = 2^7: the high limb of one block is below 2^33, so that 2^30 blocks (10^11 elements) fit
 # int64.
@@ -34,6 +35,7 @@ _CHUNK_NUMEL = 1 << 20
 """Elements handled at once: bounds the temporaries at a few MiB."""
 
 
+@uncompiled
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:

@@ -29,8 +29,12 @@ def install_hooks(
         if input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), input_dtype)
         if group.has_frozen and torch.is_grad_enabled():
-            _watch_inputs(group, runtime, (args, kwargs))
+            _watch_inputs(group, (args, kwargs), inputs_done)
         return args, kwargs
+
+    @uncompiled
+    def inputs_done(_grads: object) -> None:
+        runtime.inputs_done(group)
 
     @uncompiled
     def pre_backward(_grads: object) -> None:
@@ -63,9 +67,12 @@ def install_root_hooks(
         submodule.register_state_dict_pre_hook(to_rest)
     module.register_load_state_dict_pre_hook(to_rest)
     if output_dtype is not None:
-        module.register_forward_hook(
-            lambda _module, _args, output: cast_floating(output, output_dtype)
-        )
+
+        @uncompiled
+        def cast_output(_module: nn.Module, _args: object, output: Any) -> Any:
+            return cast_floating(output, output_dtype)
+
+        module.register_forward_hook(cast_output)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -105,10 +112,9 @@ def _watch_outputs(
                 node.register_prehook(may_begin if id(source) in given_ids else begins)
 
 
-def _watch_inputs(group: UnitGroup, runtime: Runtime, inputs: object) -> None:
-    """Call `inputs_done` when the gradients of all inputs of this call are there."""
+def _watch_inputs(group: UnitGroup, inputs: object, done: Callable[[Any], None]) -> None:
+    """Call `done` when the gradients of all inputs of this call are there."""
     tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
     if tensors:
         group.open_inputs += 1
-        done: Callable[[Any], None] = lambda _grads: runtime.inputs_done(group)  # noqa: E731
         torch.autograd.graph.register_multi_grad_hook(tensors, done, mode="all")

@@ -23,6 +23,7 @@ from .arguments import kind_of, require_flag
 from .gradients import FlatRun
 from .optimizer_state import flat_state, scalar_signature
 from .runtime import Runtime
+from .uncompiled import uncompiled
 from .unit import Unit
 
 _ELEMENTWISE = (
@@ -215,6 +216,7 @@ def _watch_steps(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
     reference = weakref.ref(runtime)
     bound = sum(len(group["params"]) for group in optimizer.param_groups)
 
+    @uncompiled
     def before_step(stepped: torch.optim.Optimizer, *_: object) -> None:
         count = sum(len(group["params"]) for group in stepped.param_groups)
         if count != bound:
@@ -226,6 +228,7 @@ def _watch_steps(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
         if (current := reference()) is not None:
             current.before_optimizer_step()
 
+    @uncompiled
     def after_step(*_: object) -> None:
         # Through `.data` an optimizer can change parameters without a trace in version counters.
         if (current := reference()) is not None:

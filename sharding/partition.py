@@ -20,6 +20,7 @@ from torch import nn
 from .arguments import kind_of
 from .precision import MixedPrecisionPolicy, resolve_dtypes
 from .sharded_tensor import ShardedTensor
+from .uncompiled import plain_name
 
 UnitClass = type[nn.Module] | str
 Signature = list[tuple[str, tuple[int, ...], str, bool]]
@@ -114,7 +115,7 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
         for attribute, param in submodule._parameters.items():
             if param is None:
                 continue
-            name = f"{module_name}.{attribute}" if module_name else attribute
+            name = plain_name(f"{module_name}.{attribute}" if module_name else attribute)
             if id(param) not in entries:
                 problem = _problem(param)
                 if problem:

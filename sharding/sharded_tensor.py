@@ -28,6 +28,7 @@ from .arguments import kind_of
 from .collectives import start_all_gather
 from .elementwise import dispatch
 from .errors import communicating
+from .uncompiled import uncompiled
 
 # Only checkpoints need them at run time, and they take longer to import than all of sidestream.
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class ShardedTensor(torch.Tensor):
         """This rank's elements [interval numel]; writing to it writes to the parameter."""
         return self.local
 
+    @uncompiled
     def full_tensor(self) -> Tensor:
         """The whole tensor [shape], new and plain, on every rank of the group (a collective).
 

@@ -1,10 +1,14 @@
-"""What `torch.compile` leaves alone: hooks that talk to process groups and free memory."""
+"""What `torch.compile` leaves alone, hooks that talk to process groups and free memory, and what a
+model is without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
 from typing import TypeVar
+
+from torch import nn
 
 # Private, since `torch.compiler.disable` imports dynamo, which takes longer than all of torch, and
 # wraps the function. A marked one costs nothing where nothing is compiled.
@@ -30,3 +34,18 @@ def uncompiled(function: _Function) -> _Function:
     marks["_torchdynamo_disable"] = True
     marks["_torchdynamo_disable_msg"] = "sidestream gathers and releases parameters there"
     return function
+
+
+_WRAPPED = "_orig_mod"
+"""The only part of the module that `torch.compile(module)` returns: the module itself."""
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped to `module`; `module` itself if it did not."""
+    wrapped = module._modules.get(_WRAPPED)
+    return module if wrapped is None else wrapped
+
+
+def plain_name(name: str) -> str:
+    """`name` of a parameter or buffer as it is without `torch.compile` on the way to it."""
+    return name.replace(f"{_WRAPPED}.", "")
