@@ -205,6 +205,7 @@ class ShardedTensor(torch.Tensor):
         return full.view(self.shape)
 
     @property
+    @uncompiled
     def grad(self) -> ShardedTensor | None:
         """The gradient in this layout: what `grad_source` says, else what was assigned."""
         if self.grad_source is None:
@@ -215,6 +216,7 @@ class ShardedTensor(torch.Tensor):
             return None
 
     @grad.setter
+    @uncompiled
     def grad(self, value: Tensor | None) -> None:
         if value is not None and not isinstance(value, ShardedTensor):
             if value.shape != self.shape:
@@ -242,6 +244,7 @@ class ShardedTensor(torch.Tensor):
         return bool(super().requires_grad)
 
     @requires_grad.setter
+    @uncompiled
     def requires_grad(self, value: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         if self.grad_source is not None:
@@ -280,11 +283,13 @@ class ShardedTensor(torch.Tensor):
         )
 
     @property
+    @uncompiled
     def data(self) -> ShardedTensor:
         """The same elements without autograd; editing them in place edits the parameter."""
         return self.with_local(self.local)
 
     @data.setter
+    @uncompiled
     def data(self, value: Tensor) -> None:
         # `local` is a view of a buffer that the unit holds too, so it takes the values instead.
         if value.dtype != self.dtype:
