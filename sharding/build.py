@@ -14,7 +14,7 @@ from .cached_params import let_rnns_be
 from .collectives import Collectives
 from .config import ShardConfig
 from .hidden_writes import modules_that_use_data
-from .hooks import install_hooks, install_root_hooks
+from .hooks import Entry, install_hooks, install_root_hooks
 from .lanes import make_lane
 from .param_faces import ParamSlot
 from .partition import GroupPlan, ParamEntry
@@ -66,7 +66,7 @@ def build_runtime(
     for plan, group in zip(plans, groups, strict=True):
         casts = config.policy.cast_forward_inputs
         input_dtype = config.policy.param_dtype if casts else None
-        install_hooks(plan.module, group, runtime, tree, input_dtype=input_dtype)
+        install_hooks(plan.module, Entry(group, runtime, tree, input_dtype))
     install_root_hooks(module, runtime, output_dtype=config.policy.output_dtype)
     for submodule in module.modules():
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)

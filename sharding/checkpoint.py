@@ -6,8 +6,8 @@ They are what `torch.distributed.checkpoint` writes for the state of a model and
     optim.state.<name>.<entry>                likewise; optim.param_groups.<i>.<option>
     extra.<rank>                              (extra,) as that rank passed it
 
-so any world size, plain PyTorch and FSDP2 read them, and theirs load here. `checkpoint_folder` says
-where they lie, and how one replaces another.
+so any world size, plain PyTorch and FSDP2 read them, and theirs load here. Names are the same with
+and without `torch.compile`. `checkpoint_folder` says where they lie, and how one replaces another.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .fully_shard import runtime_of
 from .optimizer_state import load_scalars, named_state, prepare_state
 from .sharded_tensor import ShardedTensor
 from .tree_watch import watches_of
+from .uncompiled import plain_name, uncompiled
 
 # The reader is imported by the functions that need it: with it comes torch.distributed.checkpoint,
 # which takes longer to import than all of sidestream.
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .checkpoint_reader import CheckpointReader
 
 
+@uncompiled
 def save_checkpoint(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -91,6 +93,7 @@ def save_checkpoint(
         checkpoint_folder.discard_partial(target)
 
 
+@uncompiled
 def load_checkpoint(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -131,13 +134,15 @@ def load_checkpoint(
         prepare_state(runtime, optimizer, stored.entries)
         tensors |= _sharded_state(named_state(runtime, optimizer))
     reader.read_into(tensors)
-    module.load_state_dict({**state, **values.get("model", {})})
+    loaded = {**state, **values.get("model", {})}
+    module.load_state_dict({key: loaded[plain_name(key)] for key in module.state_dict()})
     if optimizer is not None and runtime is not None:
         load_scalars(runtime, optimizer, _placed(values["optim"], state))
     return values["extra"][extra_key[0].removeprefix("extra.")][0] if extra_key else None
 
 
 @torch.no_grad()
+@uncompiled
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` with whole, plain, new tensors on every rank (a collective).
 
@@ -173,13 +178,19 @@ def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
         if optimizer is not None:
             watch.check_names()
     if optimizer is None:
-        return {"model": module.state_dict()}
+        return {"model": _named_plainly(module.state_dict())}
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer: expected a torch.optim.Optimizer, got {kind_of(optimizer)}; pass the one "
             "that fully_shard bound (what else is to be saved goes to save_checkpoint's extra)"
         )
-    return {"optim": named_state(runtime_of(module), optimizer), "model": module.state_dict()}
+    model = _named_plainly(module.state_dict())
+    return {"optim": named_state(runtime_of(module), optimizer), "model": model}
+
+
+def _named_plainly(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` under the names that it has where nothing is compiled."""
+    return {plain_name(key): value for key, value in state.items()}
 
 
 def _values(state: Any, key: str = "") -> Iterator[tuple[str, object]]:

@@ -37,6 +37,7 @@ from .process_groups import DataParallelGroups, data_parallel_groups, require_me
 from .runtime import Runtime
 from .sharded_tensor import ShardedTensor
 from .tree_watch import watches_of
+from .uncompiled import without_compile
 from .unit_classes import UnitClass, resolve_unit_classes
 
 _logger = logging.getLogger("sidestream")
@@ -114,21 +115,22 @@ def fully_shard(
     require_mesh(device_mesh, dp_shard_dim)
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
-    entries = collect_params(module)
+    root = without_compile(module)
+    entries = collect_params(root)
     if not entries:
         raise ValueError("module: expected at least one floating-point parameter, got none")
-    find_cached_params(module, entries)
-    plans = partition(module, entries, config.classes, config.policy, config.bucket_bytes)
+    find_cached_params(root, entries)
+    plans = partition(root, entries, config.classes, config.policy, config.bucket_bytes)
     located = _locate(optimizer, plans, entries)
     groups = data_parallel_groups(device_mesh, dp_shard_dim)
     collectives = Collectives(groups)
     options = {**config.described(), "optimizer": describe_options(optimizer)}
     table = table_of(groups.device)
-    check_ranks_agree(collectives, tree_signature(module, entries), options, table)
+    check_ranks_agree(collectives, tree_signature(root, entries), options, table)
     _note_missing_units(config, groups)
-    runtime = build_runtime(module, plans, collectives, config)
+    runtime = build_runtime(root, plans, collectives, config)
     follow_sharded_inputs()
-    _RUNTIMES[module] = runtime
+    _RUNTIMES[root] = runtime
     watch_all_steps()
     for entry in entries:
         replaced_params.note(entry.param, entry.name)
@@ -225,9 +227,10 @@ def runtime_of(module: nn.Module) -> Runtime:
     """The runtime of a sharded module.
 
     Raises:
-        ValueError: `module` is not the one that was passed to `fully_shard`.
+        ValueError: `module` is not the one that was passed to `fully_shard`, whether as it is or as
+            `torch.compile` wrapped it.
     """
-    runtime = _RUNTIMES.get(module) if isinstance(module, nn.Module) else None
+    runtime = _RUNTIMES.get(without_compile(module)) if isinstance(module, nn.Module) else None
     if runtime is None:
         raise ValueError(
             "module: expected the module that was passed to fully_shard, got a "

@@ -12,8 +12,10 @@ from .arguments import require_flag, require_number
 from .exact_norm import exact_norms
 from .fully_shard import runtime_of
 from .runtime import Runtime
+from .uncompiled import uncompiled
 
 
+@uncompiled
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:

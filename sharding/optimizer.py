@@ -38,6 +38,7 @@ from .flat_runs import (
 from .gradients import FlatRun
 from .optimizer_state import ShardedState, flat_state, is_shown, scalar_signature, shown_state
 from .runtime import Runtime
+from .uncompiled import uncompiled
 from .unit import Unit
 
 
@@ -116,6 +117,7 @@ class _BoundOptimizer:
         after.move_to_end(self._after.id, last=False)  # type: ignore[attr-defined]
         self._leave()  # if an exception ended the step before
 
+    @uncompiled
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -160,6 +162,7 @@ class _BoundOptimizer:
         optimizer.state = self._flat_state  # type: ignore[assignment]
         self._inside = True
 
+    @uncompiled
     def _leave(self) -> None:
         """Show the model's parameters again."""
         optimizer, runtime = self._optimizer(), self._runtime()
@@ -195,6 +198,7 @@ class _BoundOptimizer:
                     state[unit.faces.sharded[index]] = shown_state(unit, run, flat, index)
         return state
 
+    @uncompiled
     def _zero_grad(self, set_to_none: bool = True) -> None:
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -283,6 +287,7 @@ def watch_all_steps() -> None:
     torch_optimizer.register_optimizer_step_pre_hook(_before_any_step)
 
 
+@uncompiled
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Runs before the hooks of `optimizer` itself."""
     bound = _BOUND.get(optimizer)

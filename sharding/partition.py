@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from .arguments import lacks_forward
 from .precision import MixedPrecisionPolicy, resolve_dtypes
 from .sharded_tensor import ShardedTensor
+from .uncompiled import plain_name
 from .unit_classes import class_names
 
 Signature = list[tuple[str, tuple[int, ...], str, bool]]
@@ -67,7 +68,7 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
         for attribute, param in submodule._parameters.items():
             if param is None:
                 continue
-            name = f"{module_name}.{attribute}" if module_name else attribute
+            name = plain_name(f"{module_name}.{attribute}" if module_name else attribute)
             if id(param) not in entries:
                 problem = _problem(param)
                 if problem:

@@ -7,6 +7,7 @@ exchanges is agreed between the ranks.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from .gathered_unit import check_not_gathered
 from .lanes import Lane
 from .schedule import Kind, Trace
 from .structures import tensors_in
+from .uncompiled import uncompiled
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
 
@@ -253,7 +255,7 @@ class Runtime:
                 lane=self._reduce_lane,
                 trace=self.trace,
                 sync=self.sync,
-                callback=weakref.ref(callback, lambda engine: _engine_let_go(runtime, engine)),
+                callback=weakref.ref(callback, functools.partial(_engine_let_go, runtime)),
                 creates_graph=creates_graph,
             )
             Variable._execution_engine.queue_callback(callback)
@@ -266,6 +268,7 @@ class Runtime:
             for unit in self.units:
                 unit.show_sharded()
 
+    @uncompiled
     def _finish_backward(self) -> None:
         backward = self._backward
         assert backward is not None
@@ -386,6 +389,7 @@ class Runtime:
                 self.trace.add(Kind.RELEASE, unit.spec.index)
 
 
+@uncompiled
 def _engine_let_go(
     runtime: weakref.ref[Runtime], callback: weakref.ref[Callable[[], None]]
 ) -> None:

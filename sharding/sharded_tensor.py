@@ -30,6 +30,7 @@ from .contributions import Contribution
 from .elementwise import dispatch
 from .errors import communicating
 from .grad_source import GradSource
+from .uncompiled import uncompiled
 from .without_storage import WithoutStorage
 
 Intervals = tuple[tuple[int, int], ...]
@@ -179,6 +180,7 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
             return self._contribution(self.start, self.local.detach)
         return self.local
 
+    @uncompiled
     def full_tensor(self) -> Tensor:
         """The whole tensor [shape], new and plain, on every rank of the group (a collective).
 
@@ -260,6 +262,7 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
         return parts
 
     @property
+    @uncompiled
     def grad(self) -> ShardedTensor | None:
         """The gradient in this layout: what `grad_source` says, else what was assigned."""
         if self.grad_source is None:
@@ -270,6 +273,7 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
             return None
 
     @grad.setter
+    @uncompiled
     def grad(self, value: Tensor | None) -> None:
         if value is not None and not isinstance(value, ShardedTensor):
             if value.shape != self.shape:
@@ -297,6 +301,7 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
         return bool(super().requires_grad)
 
     @requires_grad.setter
+    @uncompiled
     def requires_grad(self, value: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         self._guard_gradient()
@@ -329,11 +334,13 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
         )
 
     @property
+    @uncompiled
     def data(self) -> ShardedTensor:
         """The same elements without autograd; editing them in place edits the parameter."""
         return self.with_local(self.local)
 
     @data.setter
+    @uncompiled
     def data(self, value: Tensor) -> None:
         # `local` is a view of a buffer that the unit holds too, so it takes the values instead.
         if value.dtype != self.dtype:
