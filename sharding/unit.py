@@ -32,7 +32,7 @@ from .lanes import DONE, Event, Lane
 from .param_faces import ParamFaces, ParamSlot
 from .param_gradients import ParamGradients
 from .placements import Placement, Placements
-from .precision import UnitDtypes
+from .precision import UnitDtypes, require_masters
 from .sharded_tensor import ShardedTensor
 
 
@@ -228,6 +228,8 @@ class Unit:
 
     def _freeze_and_unfreeze(self) -> None:
         sharded, names = self.faces.sharded, self.spec.names
+        unfrozen = [tensor.name for tensor in sharded if tensor.requires_grad]
+        require_masters(self.spec.dtypes, self.spec.name, unfrozen)
         stretches: dict[int, list[int]] = {}
         for run in self.gradients.runs:
             stretches.setdefault(run.stretch, []).extend(run.indices)
