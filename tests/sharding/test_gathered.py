@@ -118,6 +118,22 @@ def test_parameters_are_whole_inside_and_their_memory_is_freed_after(world_size:
     run_on_ranks(_read, world_size)
 
 
+def test_marks_on_parameters_are_there_inside() -> None:
+    model = nn.Linear(3, 2)
+    model.weight.no_decay = True  # type: ignore[attr-defined]
+    ss.fully_shard(model)
+    with ss.gathered(model):
+        assert model.weight.no_decay and not hasattr(model.bias, "no_decay")
+
+
+def test_an_error_names_some_of_many() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    ss.fully_shard(model)
+    with _refused("'0.weight' was written to", "and 4 more"), ss.gathered(model), torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+
+
 def _fill(model: _Model) -> None:
     with torch.no_grad():
         model.blocks[0].up.weight.mul_(0.5)
