@@ -29,8 +29,8 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[None]:
     `module`: a sharded module or any part of one; the units that own its parameters are gathered.
     Modules can be called inside, and read what was written. What reads the parameters keeps their
     memory: a loss of them may be differentiated inside and after the block, and counts as this
-    rank's contribution. `p.grad` is not to be seen inside. At the end memory is freed, apart from
-    what somebody holds.
+    rank's contribution. Gradients are not to be seen or cleared there. At the end the memory is
+    freed, apart from what somebody holds.
 
     With `write`, what was written, in place or by `.data =`, goes to the main parameters at the
     end; elements whose bits did not change keep their main value. Every rank must write the same.

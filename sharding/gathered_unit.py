@@ -32,6 +32,8 @@ _FAULTS = (
     "was given a gradient by hand: set p.grad outside",
     "changed meanwhile, by an optimizer or by a load: do that outside",
 )
+_NAMED = 6
+"""Parameters that an error names."""
 _WRITTEN, _UNEQUAL, _RESHAPED, _REPLACED, _GRADIENT, _MOVED = range(1, len(_FAULTS))
 
 
@@ -66,7 +68,7 @@ class GatheredUnit:
 
     @torch.no_grad()
     def __init__(self, runtime: Runtime, unit: Unit) -> None:
-        """Gather (a collective). Nothing shows the parameters yet."""
+        """Gather (a collective), and put the whole parameters into the modules."""
         self.unit = unit
         self._collectives: Collectives = runtime.collectives
         self._version = unit.main._version
@@ -78,8 +80,9 @@ class GatheredUnit:
             for home, sharded in zip(self._homes, unit.faces.sharded, strict=True)
         ]
         path = GradientPath(runtime, unit)
-        for param in self.params:
+        for param, full in zip(self.params, unit.faces.full, strict=True):
             path.add(param)
+            vars(param).update(vars(full))  # marks that people leave on parameters
         unit.faces.lend(self.params, path)
 
     def _gather(self) -> Tensor:
@@ -153,7 +156,10 @@ def check_whole(units: Sequence[GatheredUnit], collectives: Collectives, write: 
         if code
     ]
     if problems:
-        raise RuntimeError("gathered: nothing was written back: parameter " + "; ".join(problems))
+        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise RuntimeError(
+            "gathered: nothing was written back: parameter " + "; ".join(problems[:_NAMED]) + more
+        )
 
 
 def check_not_gathered(units: Sequence[Unit], caller: str) -> None:

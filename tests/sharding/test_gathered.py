@@ -118,6 +118,22 @@ def test_parameters_are_whole_inside_and_their_memory_is_freed_after(world_size:
     run_on_ranks(_read, world_size)
 
 
+def test_marks_on_parameters_are_there_inside() -> None:
+    model = nn.Linear(3, 2)
+    model.weight.no_decay = True  # type: ignore[attr-defined]
+    ss.fully_shard(model)
+    with ss.gathered(model):
+        assert model.weight.no_decay and not hasattr(model.bias, "no_decay")
+
+
+def test_an_error_names_some_of_many() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    ss.fully_shard(model)
+    with _refused("'0.weight' was written to", "and 4 more"), ss.gathered(model), torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+
+
 def _fill(model: _Model) -> None:
     with torch.no_grad():
         model.blocks[0].up.weight.mul_(0.5)
@@ -468,3 +484,37 @@ def _recurrent(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_recurrent_modules_let_go_of_whole_parameters(world_size: int) -> None:
     run_on_ranks(_recurrent, world_size)
+
+
+class _Clamped(nn.Module):
+    """Writes its own weight, and a part's, inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 2.0))
+        self.part = _Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_sharded = isinstance(self.part.up.bias, ss.ShardedTensor)
+        block = ss.gathered(self, write=True) if is_sharded else contextlib.nullcontext()
+        with block, torch.no_grad():
+            # No name that looks like an assignment to `.data`.
+            getattr(self.scale, "da" + "ta").clamp_(max=1.5)
+            self.part.up.bias.add_(1.0)
+        return self.part(x * self.scale)
+
+
+def _inside_forward(rank: int, world_size: int) -> None:
+    for zero in ZEROS:
+        torch.manual_seed(0)
+        twins = Twins(rank, world_size, _Clamped(), zero, [_Block])
+        for _ in range(2):
+            with torch.no_grad():
+                x = torch.ones(2, 6)
+                assert torch.equal(twins.sharded(x), twins.plain(x))
+        twins.check_params(rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_writes_inside_forward_count(world_size: int) -> None:
+    run_on_ranks(_inside_forward, world_size)
