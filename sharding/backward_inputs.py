@@ -9,6 +9,7 @@ calls reach the engine, whoever imported them and when, is replaced by one that 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,30 +34,51 @@ def _translating(engine: Callable[..., Any]) -> Callable[..., Any]:
         retain_graph: bool,
         create_graph: bool,
         inputs: Sequence[Any],
-        *args: Any,
-        **kwargs: Any,
+        *unused: bool,  # `grad` says whether they are allowed, `backward` never refuses them
+        **options: Any,
     ) -> Any:
         for output in outputs:
             if type(output) is ShardedTensor:
                 raise _lost(output, "the backward of")
-        if any(type(x) is ShardedTensor for x in inputs):
-            inputs = tuple(_in_graph(x) if type(x) is ShardedTensor else x for x in inputs)
-        return engine(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
+        run = functools.partial(engine, outputs, grads, retain_graph, create_graph)
+        if not any(type(x) is ShardedTensor for x in inputs):
+            return run(inputs, *unused, **options)
+        leaves = [_in_graph(x) if type(x) is ShardedTensor else [x] for x in inputs]
+        flat = tuple(itertools.chain.from_iterable(leaves))
+        result = run(flat, *(len(flat) > len(inputs) or allowed for allowed in unused), **options)
+        return _sums(result, leaves, all(unused)) if result else result
 
     run_backward.takes_sharded = True  # type: ignore[attr-defined]
     return run_backward
 
 
-def _in_graph(parameter: ShardedTensor) -> nn.Parameter:
+def _in_graph(parameter: ShardedTensor) -> list[nn.Parameter]:
     if parameter.grad_source is None:
         raise _lost(parameter, "inputs with")
     try:
-        leaf, _ = parameter.grad_source.graph_leaf(parameter)
+        return parameter.grad_source.graph_leaves(parameter)
     except ReferenceError:
         raise RuntimeError(
-            f"inputs: {parameter.describe()} belongs to a model that is gone"
+            f"inputs: expected parameters of a model that exists, got {parameter.describe()}, "
+            "whose model is gone; keep the model"
         ) from None
-    return leaf
+
+
+def _sums(
+    result: Sequence[Tensor | None], leaves: Sequence[Sequence[Any]], allow_unused: bool
+) -> tuple[Tensor | None, ...]:
+    """Every input's gradient, from those of all that stands for it."""
+    grads = iter(result)
+    sums: list[Tensor | None] = []
+    for stand_ins in leaves:
+        found = [grad for grad in itertools.islice(grads, len(stand_ins)) if grad is not None]
+        if not found and not allow_unused:
+            raise RuntimeError(
+                "inputs: expected tensors that the graph reaches, got one that appears to not have "
+                "been used in the graph; pass allow_unused=True if that is wanted"
+            )
+        sums.append(sum(found[1:], start=found[0]) if found else None)
+    return tuple(sums)
 
 
 def _lost(tensor: Tensor, what: str) -> RuntimeError:

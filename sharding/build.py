@@ -21,6 +21,7 @@ from .partition import GroupPlan, ParamEntry
 from .placements import Placement
 from .precision import resolve_dtypes
 from .runtime import Runtime
+from .sharded_tensor import ShardedTensor
 from .tree_watch import TreeWatch
 from .unit import Unit, UnitSpec
 from .use_order import UnitGroup
@@ -113,12 +114,13 @@ def _build_unit(
     pool: BufferPool,
     config: ShardConfig,
 ) -> Unit:
+    first = members[0].param
     spec = UnitSpec(
         index=index,
         name=plan.name or "(root)",
         names=tuple(entry.name for entry in members),
         layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
-        dtypes=resolve_dtypes(config.policy, members[0].param.dtype),
+        dtypes=resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad),
         placements=config.placements,
     )
     full = pool.lease(spec.layout.numel, spec.dtypes.main)
@@ -176,14 +178,32 @@ def _watch_data(module: nn.Module, plans: list[GroupPlan], groups: list[UnitGrou
 
 
 def _share_buffers(module: nn.Module, collectives: Collectives) -> None:
+    """Bring buffers, and parameters that are not sharded, to the device and to rank 0's values."""
+    device = collectives.groups.device
     moved: dict[int, torch.Tensor] = {}  # a buffer of several modules stays one
     for submodule in module.modules():
         for name, buffer in submodule._buffers.items():
             if buffer is None:
                 continue
             if id(buffer) not in moved:
-                moved[id(buffer)] = buffer.to(collectives.groups.device)
-                if buffer.numel():
-                    target = moved[id(buffer)].detach()
-                    collectives.broadcast(target, f"broadcast of buffer '{name}'")
+                moved[id(buffer)] = _first_ranks(buffer.to(device), f"buffer '{name}'", collectives)
             submodule._buffers[name] = moved[id(buffer)]
+    for name, param in module.named_parameters():
+        if not isinstance(param, ShardedTensor):
+            param.data = _first_ranks(param.data.to(device), f"parameter '{name}'", collectives)
+
+
+def _first_ranks(tensor: torch.Tensor, what: str, collectives: Collectives) -> torch.Tensor:
+    """`tensor` with rank 0's values, of any dtype, strides and layout."""
+    if tensor.layout is not torch.strided:
+        return collectives.gather_objects(tensor)[0].to(tensor.device)
+    # What is expanded has each element once in memory.
+    once = tensor.detach()[
+        tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
+    ]
+    whole = once.contiguous()
+    if whole.numel():
+        # Bytes in one piece: gloo refuses some dtypes, and leaves memory with gaps as it was.
+        collectives.broadcast(whole.view(-1).view(torch.uint8), f"broadcast of {what}")
+        once.copy_(whole)
+    return tensor

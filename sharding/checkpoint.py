@@ -25,6 +25,7 @@ from . import checkpoint_folder
 from .arguments import kind_of, require_module
 from .checkpoint_agreement import Alike
 from .checkpoint_match import match
+from .entries import check_sharded
 from .fully_shard import runtime_of
 from .optimizer_state import load_scalars, named_state, prepare_state
 from .sharded_tensor import ShardedTensor
@@ -50,18 +51,20 @@ def save_checkpoint(
 
     Raises:
         FileExistsError: `path` is a file, or a folder that holds something else than a checkpoint.
-        OSError: rank 0 cannot write there; raised on every rank, before any writes.
+        OSError: rank 0 cannot write there, which is raised before any rank writes, or a rank's disk
+            is full; raised on every rank.
         TypeError: `extra`, or state of the module or the optimizer, holds other objects, which
             could not be read back safely; an argument of the wrong type.
         ValueError: `optimizer` is not the one that `fully_shard` bound to `module`; ranks pass
             different checkpoints' names, or not all an optimizer.
         RuntimeError: ranks wrote to different file systems or folders; parameters were added after
-            `fully_shard`, or taken out or renamed where there is an optimizer. What was at `path`
-            stays.
+            `fully_shard`, or taken out or renamed where there is an optimizer; another rank was
+            interrupted. Whatever is raised, what was at `path` stays.
     """
     from torch.distributed import checkpoint as dcp
 
     from .checkpoint_reader import require_plain, running_dcp
+    from .checkpoint_writer import CheckpointWriter
 
     rank = _rank()
     with Alike() as ranks:
@@ -78,7 +81,7 @@ def save_checkpoint(
         written = {**(state if rank == 0 else _sharded_only(state)), "extra": {str(rank): (extra,)}}
         with running_dcp(f"writing {target}"):
             partial = checkpoint_folder.partial_of(target)
-            dcp.save(written, storage_writer=dcp.FileSystemWriter(partial))
+            dcp.save(written, storage_writer=CheckpointWriter(partial))
         with Alike():
             if rank == 0:
                 checkpoint_folder.require_whole(target)
@@ -164,6 +167,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The state to save or to load into, sharded tensors as they are."""
     require_module(module)
+    check_sharded(module, "save_checkpoint and load_checkpoint")
     for watch in watches_of(module):
         watch.check()
         if optimizer is not None:

@@ -290,8 +290,10 @@ def _refuse(
 def _refuse_tensor(like: ShardedTensor, operator: OpOverload) -> NoReturn:
     raise RuntimeError(
         f"{operator} is not elementwise, so it cannot run on one rank's part of {like.describe()}: "
-        "call the unit's module itself (not its .forward or another method), or take the whole "
-        "value with full_tensor() or full_state_dict()"
+        "call the unit's module itself (not its .forward), make another method an entry with "
+        "sidestream.register_forward_method(module, name), read or write whole parameters inside "
+        "sidestream.gathered(module), or take the whole value with full_tensor() or "
+        "full_state_dict()"
     )
 
 

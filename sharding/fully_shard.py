@@ -216,6 +216,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         runtime.sync = before
 
 
+def runtimes() -> list[tuple[nn.Module, Runtime]]:
+    """All sharded modules that are alive and their runtimes, in the order of `fully_shard`."""
+    return list(_RUNTIMES.items())
+
+
 def runtime_of(module: nn.Module) -> Runtime:
     """The runtime of a sharded module.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,40 @@ from .runtime import Runtime
 from .structures import map_tensors, tensors_in
 from .tree_watch import TreeWatch
 from .use_order import UnitGroup
+
+
+@dataclass(slots=True)
+class Entry:
+    """What a call of one module's forward does around it, for calls of its other methods."""
+
+    group: UnitGroup
+    runtime: Runtime
+    pre_forward: Callable[[nn.Module, Any, Any], Any]
+    post_forward: Callable[[nn.Module, Any, Any, Any], None]
+    output_dtype: torch.dtype | None = None
+
+    def call(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`method(*args, **kwargs)`, as if it were the forward of `module`."""
+        root_calls, open_calls = self.runtime.root_calls, self.group.open_calls
+        try:
+            args, kwargs = self.pre_forward(module, args, kwargs)
+            output = method(*args, **kwargs)
+        except BaseException:
+            if self.group.open_calls > open_calls:
+                self.runtime.post_forward(self.group, None)
+            if self.group.is_root:
+                self.runtime.forward_failed(root_calls)
+            raise
+        self.post_forward(module, args, kwargs, output)
+        return output if self.output_dtype is None else cast_floating(output, self.output_dtype)
+
+
+_ENTRIES: weakref.WeakKeyDictionary[nn.Module, Entry] = weakref.WeakKeyDictionary()
+
+
+def entry_of(module: nn.Module) -> Entry | None:
+    """The entry of a sharded root or of a unit's module; None for any other."""
+    return _ENTRIES.get(module)
 
 
 def install_hooks(
@@ -50,6 +85,7 @@ def install_hooks(
             _watch_outputs(output, (args, kwargs), pre_backward, perhaps_pre_backward)
         runtime.post_forward(group, output)
 
+    _ENTRIES[module] = Entry(group, runtime, pre_forward, post_forward)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     # After an exception too, so that whoever catches it finds the module as it is at rest.
     module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
@@ -69,6 +105,7 @@ def install_root_hooks(
         submodule.register_state_dict_pre_hook(to_rest)
     module.register_load_state_dict_pre_hook(to_rest)
     _guard_calls(module, runtime)
+    _ENTRIES[module].output_dtype = output_dtype
     if output_dtype is not None:
         module.register_forward_hook(
             lambda _module, _args, output: cast_floating(output, output_dtype)

@@ -54,7 +54,7 @@ class GroupPlan:
 def collect_params(module: nn.Module) -> list[ParamEntry]:
     """Every floating-point parameter once, in registration order, with all its places.
 
-    Integer and bool parameters are left alone.
+    Integer and bool parameters are not sharded.
 
     Raises:
         ValueError: a parameter that is already sharded, on the meta device, lazy, of another dtype
@@ -226,8 +226,8 @@ def _split(
     for entry in members:
         kinds.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)
     units: list[list[ParamEntry]] = []
-    for (dtype, _), entries in kinds.items():
-        itemsize = resolve_dtypes(policy, dtype).compute.itemsize
+    for (dtype, trainable), entries in kinds.items():
+        itemsize = resolve_dtypes(policy, dtype, trainable=trainable).compute.itemsize
         bucket: list[ParamEntry] = []
         filled = 0
         for entry in entries:
@@ -247,8 +247,9 @@ def tree_signature(module: nn.Module, entries: Sequence[ParamEntry]) -> Signatur
         (entry.name, tuple(entry.param.shape), str(entry.param.dtype), entry.param.requires_grad)
         for entry in entries
     ]
-    buffers = [
-        (name, tuple(buffer.shape), str(buffer.dtype), False)
-        for name, buffer in module.named_buffers()
+    whole = [(n, p) for n, p in module.named_parameters() if not p.is_floating_point()]
+    others = [
+        (name, tuple(tensor.shape), str(tensor.dtype), False)
+        for name, tensor in (*whole, *module.named_buffers())
     ]
-    return params + buffers
+    return params + others

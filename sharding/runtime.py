@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
 from ..buffers import BufferPool
 from .backward_pass import BackwardPass
 from .collectives import Collectives
+from .gathered_unit import check_not_gathered
 from .lanes import Lane
 from .schedule import Kind, Trace
 from .structures import tensors_in
@@ -58,6 +59,8 @@ class Runtime:
         self._use_order = UseOrder(groups, self.prefetch)
         self._root = next(group for group in groups if group.is_root)
         self._backward: BackwardPass | None = None
+        self.open_writes = 0
+        """Blocks of `gathered(write=True)` that are open."""
         self._owners = {
             unit.freed_storage: unit.spec.index for unit in self.units if unit.frees_parameters
         }
@@ -199,6 +202,10 @@ class Runtime:
         """
         self._enter_backward()
 
+    def whole_gradient_came(self, unit: Unit, index: int, grad: Tensor) -> None:
+        """A parameter that `gathered` had lent got its gradient."""
+        self._enter_backward().add_gradient(unit, index, grad)
+
     def inputs_done(self, group: UnitGroup) -> None:
         """The gradients of one call's inputs are there: nothing before them needs frozen
         parameters.
@@ -229,6 +236,11 @@ class Runtime:
 
     def _enter_backward(self) -> BackwardPass:
         if not self._runs_backward():
+            if self.open_writes:
+                raise RuntimeError(
+                    "gathered: expected no backward inside gathered(write=True), where parameters "
+                    "may be in the middle of a change; leave the block first"
+                )
             for unit in self.units:
                 unit.follow_requires_grad()
             callback = self._finish_backward
@@ -315,6 +327,11 @@ class Runtime:
             self._keeps_gathered = False
             self.rest()
 
+    @property
+    def runs_backward(self) -> bool:
+        """Whether a backward runs."""
+        return self._runs_backward()
+
     def check_reduced(self, caller: str) -> None:
         """Refuse to use gradients that were never exchanged.
 
@@ -330,7 +347,10 @@ class Runtime:
                 )
 
     def before_optimizer_step(self) -> None:
-        """The optimizer is about to change the main parameters; raises as `check_reduced` does."""
+        """The optimizer is about to change the main parameters; raises as `check_reduced` does, and
+        inside `gathered`.
+        """
+        check_not_gathered(self.units, "optimizer.step")
         # An unfinished gather still reads what the optimizer writes.
         self.settle()
         self.check_reduced("optimizer.step")
@@ -338,6 +358,9 @@ class Runtime:
     # ---- gathers
 
     def _start_gather(self, unit: Unit) -> None:
+        # Whole parameters need no gather, but a graph from before them, in backward, does.
+        if unit.faces.whole is not None and self._backward is None:
+            return
         if unit.state is not UnitState.SHARDED:
             if unit.is_fresh:
                 return

@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
 
 from .arguments import kind_of
@@ -29,27 +29,10 @@ from .collectives import start_all_gather
 from .contributions import Contribution
 from .elementwise import dispatch
 from .errors import communicating
+from .grad_source import GradSource
 from .without_storage import WithoutStorage
 
 Intervals = tuple[tuple[int, int], ...]
-
-
-class GradSource(Protocol):
-    """Where a sharded parameter's gradient lives, once for all parameters of a unit."""
-
-    def get_grad(self, parameter: ShardedTensor) -> ShardedTensor | None:
-        """The gradient of `parameter` in its layout, or None."""
-
-    def set_grad(self, parameter: ShardedTensor, value: ShardedTensor | None) -> None:
-        """Replace the gradient of `parameter`; None drops it."""
-
-    def requires_grad_changed(self) -> None:
-        """A parameter was frozen or unfrozen."""
-
-    def graph_leaf(self, parameter: ShardedTensor) -> tuple[nn.Parameter, Callable[[], None]]:
-        """What stands for `parameter` in autograd's graphs, and what is to be called in backward
-        when a gradient of it comes.
-        """
 
 
 class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):

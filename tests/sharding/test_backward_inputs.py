@@ -133,9 +133,9 @@ def test_results_of_operators_are_refused_as_inputs_by_name() -> None:
     model = _model()
     ss.fully_shard(model)
     loss = _loss(model, torch.ones(2, 6))
-    with pytest.raises(RuntimeError, match="'0.weight'.*no gradient reaches"):
+    with pytest.raises(RuntimeError, match=r"'0.weight'.*no gradient reaches"):
         loss.backward(inputs=[model[0].weight.exp()])
-    with pytest.raises(RuntimeError, match="'0.weight'.*no gradient reaches"):
+    with pytest.raises(RuntimeError, match=r"'0.weight'.*no gradient reaches"):
         grad(loss, model[0].weight.exp())
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import sidestream as ss
 from sidestream.buffers import BufferPool, flat_layout
 from sidestream.sharding.collectives import Collectives
+from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.gradients import UnitGradients
 from sidestream.sharding.lanes import DeferredLane, Lane, SerialLane
 from sidestream.sharding.placements import STRATEGIES
@@ -81,3 +82,24 @@ def sums_are_exact(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_no_sync_loses_no_microbatch(world_size: int) -> None:
     run_on_ranks(sums_are_exact, world_size)
+
+
+def exchanges_inside_and_outside(rank: int, world_size: int) -> list[int]:
+    model = nn.Linear(5, 3)
+    ss.fully_shard(model, zero_dp_strategy=2)
+    calls, counted = runtime_of(model).collectives.traffic.calls, []
+
+    def backward() -> None:
+        model(counts(rank, 0)).sum().backward()
+        counted.append(calls["exchange"])
+
+    with ss.no_sync(model):
+        with ss.no_sync(model):
+            backward()
+        backward()
+    backward()
+    return counted
+
+
+def test_no_sync_inside_no_sync_ends_with_the_outer_one() -> None:
+    assert run_on_ranks(exchanges_inside_and_outside, 2) == [[0, 0, 1]] * 2

@@ -221,6 +221,24 @@ def test_step_on_gradients_that_were_never_exchanged_is_refused() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_an_optimizer_bound_after_backward_steps_with_its_gradients(zero: int) -> None:
+    torch.manual_seed(0)
+    plain = Transformer()
+    sharded = copy.deepcopy(plain)
+    ss.fully_shard(sharded, fsdp_unit_modules=[Block], zero_dp_strategy=zero)
+    for model in (plain, sharded):
+        loss_of(model, batch(0)).backward()
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() <= 1]
+        optimizer = torch.optim.SGD([{"params": matrices}, {"params": others, "lr": 1.0}], lr=0.1)
+        if model is sharded:
+            ss.fully_shard_optimizer(optimizer)
+        optimizer.step()
+    for name, value in full_params(sharded).items():
+        assert torch.equal(value, dict(plain.named_parameters())[name]), name
+
+
 def test_two_optimizers_over_one_model() -> None:
     torch.manual_seed(0)
     plain = Transformer()

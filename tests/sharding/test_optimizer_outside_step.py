@@ -265,6 +265,41 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int, make: An
     assert all(found == ranks[0] for found in ranks)
 
 
+# ---- what a step and its hooks see
+
+
+class Twice(torch.optim.SGD):
+    """Calls its closure twice, and notes how many parameters it and its closure see."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.counts = [len(params_of(self))]
+        for _ in range(2):
+            with torch.enable_grad():
+                closure()
+            self.counts.append(len(params_of(self)))
+        return super().step()
+
+
+def test_a_step_sees_flat_parameters_and_its_closure_and_hooks_the_models() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = Twice(model.parameters(), lr=0.1)
+    seen: list[int] = []
+    note = lambda opt, *_: seen.append(len(params_of(opt)))  # noqa: E731
+    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_post_hook(note)
+    ss.fully_shard(model, optimizer, elementwise=True)
+    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_post_hook(note)
+
+    def closure() -> None:
+        seen.append(len(params_of(optimizer)))
+        model(torch.ones(1, 3)).sum().backward()
+
+    optimizer.step(closure)
+    assert seen == [4] * 6
+    assert optimizer.counts == [4, 1, 1], "before its closure has run, a step has nothing to do"
+
+
 # ---- failures
 
 
