@@ -58,8 +58,10 @@ def main(folder: str) -> None:
         model.save_pretrained(folder, state_dict=state)
         print(f"saved whole weights to {folder}")
     # synced_gpus: at ZeRO-3 a rank that has its tokens goes on as long as others need its weights.
-    prompt = batch(0, rank)[:1, : 4 + rank].to(model.device)
-    tokens = model.generate(prompt, max_new_tokens=4 + rank, do_sample=False, synced_gpus=True)
+    model.eval()
+    prompt = batch(0, rank)[:1, :4].to(model.device)
+    synced = torch.distributed.is_initialized()
+    tokens = model.generate(prompt, max_new_tokens=4 + rank, do_sample=False, synced_gpus=synced)
     if rank == 0:
         print(f"generated {tokens[0, 4:].tolist()}")
     if torch.distributed.is_initialized():
