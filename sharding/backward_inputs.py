@@ -37,11 +37,12 @@ def _translating(engine: Callable[..., Any]) -> Callable[..., Any]:
         *unused: bool,  # `grad` says whether they are allowed, `backward` never refuses them
         **options: Any,
     ) -> Any:
-        for output in outputs:
-            if type(output) is ShardedTensor:
-                raise _lost(output, "the backward of")
         run = functools.partial(engine, outputs, grads, retain_graph, create_graph)
-        if not any(type(x) is ShardedTensor for x in inputs):
+        of_sharded = [output for output in outputs if type(output) is ShardedTensor]
+        if of_sharded and not unused:
+            raise _lost(of_sharded[0], "the backward of")
+        # In a graph of operators on one rank's part, the parameters stand for themselves.
+        if of_sharded or not any(type(x) is ShardedTensor for x in inputs):
             return run(inputs, *unused, **options)
         leaves = [_in_graph(x) if type(x) is ShardedTensor else [x] for x in inputs]
         flat = tuple(itertools.chain.from_iterable(leaves))

@@ -139,6 +139,15 @@ def test_results_of_operators_are_refused_as_inputs_by_name() -> None:
         grad(loss, model[0].weight.exp())
 
 
+def test_grad_of_a_result_of_operators_is_sharded_as_it_is() -> None:
+    model = _model()
+    ss.fully_shard(model)
+    weight = model[0].weight
+    result = weight.exp()
+    (slope,) = grad(result, weight, torch.ones_like(result))
+    assert torch.equal(slope.full_tensor(), result.detach().full_tensor())
+
+
 def _higher_order(rank: int, world_size: int) -> None:
     """A penalty on the slope at a parameter: the graph of the first gradient is differentiated."""
 
