@@ -58,6 +58,8 @@ class SidestreamStrategy(DDPStrategy):
             optimizers.
     """
 
+    model: Any
+
     def __init__(
         self, *, process_group_backend: str | None = None, timeout: Any = None, **sharding: Any
     ) -> None:

@@ -19,6 +19,7 @@ from torch.autograd.variable import Variable
 from ..buffers import BufferPool
 from .backward_pass import BackwardPass
 from .collectives import Collectives
+from .exchange_order import ExchangeOrder
 from .gathered_unit import check_not_gathered
 from .lanes import Lane
 from .schedule import Kind, Trace
@@ -69,8 +70,7 @@ class Runtime:
         self._lent: set[int] = set()
         # A graph of gradients reads the gathered parameters until a backward has run through it.
         self._keeps_gathered = False
-        self._exchange_order = [unit.spec.index for unit in reversed(self.units)]
-        self._order_agreed = collectives.world_size == 1 or len(self.units) == 1
+        self._exchange_order = ExchangeOrder(len(self.units), collectives)
 
     @property
     def prefetch(self) -> int:
@@ -251,7 +251,7 @@ class Runtime:
             self._keeps_gathered |= creates_graph
             self._backward = BackwardPass(
                 units=self.units,
-                order=self._exchange_order,
+                order=self._exchange_order.indices,
                 lane=self._reduce_lane,
                 trace=self.trace,
                 sync=self.sync,
@@ -274,8 +274,8 @@ class Runtime:
         assert backward is not None
         backward.finish()
         self._end_backward(keeps_gathered=backward.creates_graph)
-        if backward.sync and not self._order_agreed:
-            self._agree_exchange_order(backward.ready)
+        if backward.sync:
+            self._exchange_order.follow(backward.ready)
 
     def _end_backward(self, *, keeps_gathered: bool = False) -> None:
         self._backward = None
@@ -285,13 +285,6 @@ class Runtime:
             group.open_calls = 0
         self.rest()
         self.pool.trim()
-
-    def _agree_exchange_order(self, ready: dict[int, None]) -> None:
-        rest = [index for index in self._exchange_order if index not in ready]
-        order = torch.tensor([*ready, *rest], dtype=torch.int64, device=self.pool.device)
-        self.collectives.broadcast(order, "agreement on the order of exchanges")
-        self._exchange_order = order.tolist()
-        self._order_agreed = True
 
     # ---- between steps
 

@@ -21,7 +21,7 @@ from sidestream.sharding.unit import UnitSpec
 from sidestream.tests.ranks import run_on_ranks
 
 SHAPES = [(5, 3), (127,)]
-FP32 = UnitDtypes(*[torch.float32] * 4)
+FP32 = UnitDtypes(*[torch.float32] * 5)
 
 
 def gradients_on(device: torch.device) -> tuple[UnitGradients, list[nn.Parameter]]:
