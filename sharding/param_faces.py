@@ -75,8 +75,16 @@ class ParamFaces:
         for parameters, attribute, sharded, full in self._places:
             current = parameters.get(attribute)
             if current is not sharded and current is not full:
+                self._hide_full()
                 raise _replaced(sharded, current)
             parameters[attribute] = full
+
+    def _hide_full(self) -> None:
+        """Take the full parameters out of the modules, and leave there what else was put."""
+        self.shows_full = False
+        for parameters, attribute, sharded, full in self._places:
+            if parameters.get(attribute) is full:
+                parameters[attribute] = sharded
 
     def slots(self) -> list[tuple[int, str]]:
         """The id of the dictionary and the attribute of every place."""
