@@ -97,6 +97,8 @@ def _problem(param: nn.Parameter) -> str | None:
     problem = _problem_of_any(param)
     if problem:
         return problem
+    if param.layout is not torch.strided:
+        return f"has layout {param.layout}: expected a dense one; call to_dense() on it"
     if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
         return (
             "has gradient hooks, which autograd would not call on its sharded form: remove them, "
@@ -124,8 +126,6 @@ def _problem_of_any(tensor: Tensor) -> str | None:
         return "is a DTensor: pass a model with plain parameters"
     if tensor.is_meta:
         return "is on the meta device: materialise it first (module.to_empty, reset_parameters)"
-    if tensor.layout is not torch.strided:
-        return f"has layout {tensor.layout}: expected a dense one; call to_dense() on it"
     # An integer tensor stays as it is, so it may be of any class.
     if tensor.is_floating_point() and (base := _base_with_rules(type(tensor))) is not None:
         return (

@@ -13,6 +13,9 @@ class Layer(nn.Module):
         super().__init__()
         self.values = nn.ParameterList(nn.Parameter(torch.zeros(numel)) for numel in numels)
 
+    def forward(self) -> None:
+        """Units are modules that are called."""
+
 
 def plans_of(
     module: nn.Module, bucket_bytes: int | None = None, param_dtype: torch.dtype | None = None

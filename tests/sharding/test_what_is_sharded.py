@@ -176,10 +176,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: with_parameter(torch.eye(2).to_sparse()),
         r"'extra' has layout torch.sparse_coo: expected a dense one; call to_dense",
     ),
-    "sparse buffer": (
-        lambda: with_buffer(torch.eye(2).to_sparse()),
-        r"buffer 'table' has layout torch.sparse_coo",
-    ),
 }
 
 
