@@ -9,8 +9,10 @@ from .sharding import (
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
+    gathered,
     load_checkpoint,
     no_sync,
+    register_forward_method,
     save_checkpoint,
     summary,
 )
@@ -24,8 +26,10 @@ __all__ = [
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "gathered",
     "load_checkpoint",
     "no_sync",
+    "register_forward_method",
     "save_checkpoint",
     "summary",
 ]

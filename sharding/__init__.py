@@ -1,6 +1,7 @@
 """Ranks, modules, time: what shards a model and moves its parameters and gradients."""
 
 from .checkpoint import full_state_dict, load_checkpoint, save_checkpoint
+from .entries import gathered, register_forward_method
 from .errors import CommunicationError
 from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, no_sync
 from .grad_norm import clip_grad_norm_
@@ -18,8 +19,10 @@ __all__ = [
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "gathered",
     "load_checkpoint",
     "no_sync",
+    "register_forward_method",
     "save_checkpoint",
     "shorten_flight_record",
     "summary",

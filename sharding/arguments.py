@@ -26,6 +26,25 @@ def require_module(module: object) -> None:
         )
 
 
+def lacks_forward(module: nn.Module) -> bool:
+    """Whether `module` has no forward of its own, as containers have none."""
+    forward = module.forward
+    return getattr(forward, "__func__", forward) is nn.Module.forward
+
+
+def require_forward(module: nn.Module) -> None:
+    """Refuse a model that is never called.
+
+    Raises:
+        ValueError: it has no forward.
+    """
+    if lacks_forward(module):
+        raise ValueError(
+            f"module: expected a model with a forward, got {kind_of(module)}, which is never "
+            "called; pass the module whose forward uses it, or shard each of its parts by itself"
+        )
+
+
 def require_flag(name: str, value: object) -> None:
     """Refuse what is no bool: any text would count as true.
 

@@ -14,13 +14,15 @@ from .cached_params import let_rnns_be
 from .collectives import Collectives
 from .config import ShardConfig
 from .hidden_writes import modules_that_use_data
-from .hooks import install_hooks, install_root_hooks
+from .hooks import Entry, install_hooks, install_root_hooks
 from .lanes import make_lane
 from .param_faces import ParamSlot
 from .partition import GroupPlan, ParamEntry
 from .placements import Placement
 from .precision import resolve_dtypes
 from .runtime import Runtime
+from .sharded_tensor import ShardedTensor
+from .tree_watch import TreeWatch
 from .unit import Unit, UnitSpec
 from .use_order import UnitGroup
 
@@ -60,11 +62,11 @@ def build_runtime(
     let_rnns_be(module)
     _watch_data(module, plans, groups)
     _share_buffers(module, collectives)
+    tree = TreeWatch(module, runtime.units)
     for plan, group in zip(plans, groups, strict=True):
         casts = config.policy.cast_forward_inputs
-        install_hooks(
-            plan.module, group, runtime, input_dtype=config.policy.param_dtype if casts else None
-        )
+        input_dtype = config.policy.param_dtype if casts else None
+        install_hooks(plan.module, Entry(group, runtime, tree, input_dtype))
     install_root_hooks(module, runtime, output_dtype=config.policy.output_dtype)
     for submodule in module.modules():
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)
@@ -112,12 +114,13 @@ def _build_unit(
     pool: BufferPool,
     config: ShardConfig,
 ) -> Unit:
+    first = members[0].param
     spec = UnitSpec(
         index=index,
         name=plan.name or "(root)",
         names=tuple(entry.name for entry in members),
         layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
-        dtypes=resolve_dtypes(config.policy, members[0].param.dtype),
+        dtypes=resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad),
         placements=config.placements,
     )
     full = pool.lease(spec.layout.numel, spec.dtypes.main)
@@ -136,6 +139,11 @@ def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
         assert current is not None
         current.unit_ready(current.units[index])
 
+    def on_contribution() -> None:
+        current = reference()
+        assert current is not None
+        current.contribution_came()
+
     all_members = [members for plan in plans for members in plan.units]
     for unit, members in zip(runtime.units, all_members, strict=True):
         slots = tuple(
@@ -147,7 +155,8 @@ def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
             )
         )
         trainable = [entry.param.requires_grad for entry in members]
-        unit.attach(trainable, slots, functools.partial(on_ready, unit.spec.index))
+        ready = functools.partial(on_ready, unit.spec.index)
+        unit.attach(trainable, slots, ready, on_contribution)
         faces = unit.faces
         for entry, sharded, param in zip(members, faces.sharded, faces.full, strict=True):
             # Marks that people leave on parameters, such as `no_decay`, stay readable.
@@ -169,14 +178,32 @@ def _watch_data(module: nn.Module, plans: list[GroupPlan], groups: list[UnitGrou
 
 
 def _share_buffers(module: nn.Module, collectives: Collectives) -> None:
+    """Bring buffers, and parameters that are not sharded, to the device and to rank 0's values."""
+    device = collectives.groups.device
     moved: dict[int, torch.Tensor] = {}  # a buffer of several modules stays one
     for submodule in module.modules():
         for name, buffer in submodule._buffers.items():
             if buffer is None:
                 continue
             if id(buffer) not in moved:
-                moved[id(buffer)] = buffer.to(collectives.groups.device)
-                if buffer.numel():
-                    target = moved[id(buffer)].detach()
-                    collectives.broadcast(target, f"broadcast of buffer '{name}'")
+                moved[id(buffer)] = _first_ranks(buffer.to(device), f"buffer '{name}'", collectives)
             submodule._buffers[name] = moved[id(buffer)]
+    for name, param in module.named_parameters():
+        if not isinstance(param, ShardedTensor):
+            param.data = _first_ranks(param.data.to(device), f"parameter '{name}'", collectives)
+
+
+def _first_ranks(tensor: torch.Tensor, what: str, collectives: Collectives) -> torch.Tensor:
+    """`tensor` with rank 0's values, of any dtype, strides and layout."""
+    if tensor.layout is not torch.strided:
+        return collectives.gather_objects(tensor)[0].to(tensor.device)
+    # What is expanded has each element once in memory.
+    once = tensor.detach()[
+        tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
+    ]
+    whole = once.contiguous()
+    if whole.numel():
+        # Bytes in one piece: gloo refuses some dtypes, and leaves memory with gaps as it was.
+        collectives.broadcast(whole.view(-1).view(torch.uint8), f"broadcast of {what}")
+        once.copy_(whole)
+    return tensor

@@ -6,8 +6,8 @@ They are what `torch.distributed.checkpoint` writes for the state of a model and
     optim.state.<name>.<entry>                likewise; optim.param_groups.<i>.<option>
     extra.<rank>                              (extra,) as that rank passed it
 
-so any world size, plain PyTorch and FSDP2 read them, and theirs load here. `checkpoint_folder` says
-where they lie, and how one replaces another.
+so any world size, plain PyTorch and FSDP2 read them, and theirs load here. Names are the same with
+and without `torch.compile`. `checkpoint_folder` says where they lie, and how one replaces another.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from . import checkpoint_folder
 from .arguments import kind_of, require_module
 from .checkpoint_agreement import Alike
 from .checkpoint_match import match
+from .entries import check_sharded
 from .fully_shard import runtime_of
 from .optimizer_state import load_scalars, named_state, prepare_state
 from .sharded_tensor import ShardedTensor
+from .tree_watch import watches_of
+from .uncompiled import plain_name, uncompiled
 
 # The reader is imported by the functions that need it: with it comes torch.distributed.checkpoint,
 # which takes longer to import than all of sidestream.
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from .checkpoint_reader import CheckpointReader
 
 
+@uncompiled
 def save_checkpoint(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -49,16 +53,20 @@ def save_checkpoint(
 
     Raises:
         FileExistsError: `path` is a file, or a folder that holds something else than a checkpoint.
-        OSError: rank 0 cannot write there; raised on every rank, before any writes.
+        OSError: rank 0 cannot write there, which is raised before any rank writes, or a rank's disk
+            is full; raised on every rank.
         TypeError: `extra`, or state of the module or the optimizer, holds other objects, which
             could not be read back safely; an argument of the wrong type.
         ValueError: `optimizer` is not the one that `fully_shard` bound to `module`; ranks pass
             different checkpoints' names, or not all an optimizer.
-        RuntimeError: ranks wrote to different file systems or folders. What was at `path` stays.
+        RuntimeError: ranks wrote to different file systems or folders; parameters were added after
+            `fully_shard`, or taken out or renamed where there is an optimizer; another rank was
+            interrupted. Whatever is raised, what was at `path` stays.
     """
     from torch.distributed import checkpoint as dcp
 
     from .checkpoint_reader import require_plain, running_dcp
+    from .checkpoint_writer import CheckpointWriter
 
     rank = _rank()
     with Alike() as ranks:
@@ -75,7 +83,7 @@ def save_checkpoint(
         written = {**(state if rank == 0 else _sharded_only(state)), "extra": {str(rank): (extra,)}}
         with running_dcp(f"writing {target}"):
             partial = checkpoint_folder.partial_of(target)
-            dcp.save(written, storage_writer=dcp.FileSystemWriter(partial))
+            dcp.save(written, storage_writer=CheckpointWriter(partial))
         with Alike():
             if rank == 0:
                 checkpoint_folder.require_whole(target)
@@ -85,6 +93,7 @@ def save_checkpoint(
         checkpoint_folder.discard_partial(target)
 
 
+@uncompiled
 def load_checkpoint(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -125,19 +134,27 @@ def load_checkpoint(
         prepare_state(runtime, optimizer, stored.entries)
         tensors |= _sharded_state(named_state(runtime, optimizer))
     reader.read_into(tensors)
-    module.load_state_dict({**state, **values.get("model", {})})
+    loaded = {**state, **values.get("model", {})}
+    module.load_state_dict({key: loaded[plain_name(key)] for key in module.state_dict()})
     if optimizer is not None and runtime is not None:
         load_scalars(runtime, optimizer, _placed(values["optim"], state))
     return values["extra"][extra_key[0].removeprefix("extra.")][0] if extra_key else None
 
 
+@torch.no_grad()
+@uncompiled
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` with whole, plain, new tensors on every rank (a collective).
 
     Keys, dtypes and devices are the unsharded model's; names of one tied parameter share a tensor.
     A part of a sharded module and a plain module will do as well.
+
+    Raises:
+        RuntimeError: parameters were added after `fully_shard`.
     """
     require_module(module)
+    for watch in watches_of(module):
+        watch.check()
     whole: dict[int, Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -155,14 +172,25 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The state to save or to load into, sharded tensors as they are."""
     require_module(module)
+    check_sharded(module, "save_checkpoint and load_checkpoint")
+    for watch in watches_of(module):
+        watch.check()
+        if optimizer is not None:
+            watch.check_names()
     if optimizer is None:
-        return {"model": module.state_dict()}
+        return {"model": _named_plainly(module.state_dict())}
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer: expected a torch.optim.Optimizer, got {kind_of(optimizer)}; pass the one "
             "that fully_shard bound (what else is to be saved goes to save_checkpoint's extra)"
         )
-    return {"optim": named_state(runtime_of(module), optimizer), "model": module.state_dict()}
+    model = _named_plainly(module.state_dict())
+    return {"optim": named_state(runtime_of(module), optimizer), "model": model}
+
+
+def _named_plainly(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` under the names that it has where nothing is compiled."""
+    return {plain_name(key): value for key, value in state.items()}
 
 
 def _values(state: Any, key: str = "") -> Iterator[tuple[str, object]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 
 import torch.distributed as dist
 
-from .errors import communicating
+from .errors import communicating, in_words
 
 # A subclass stands before its base.
 _SHAREABLE: tuple[type[Exception], ...] = (
@@ -44,12 +45,13 @@ class Alike:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not dist.is_initialized() or not (error is None or isinstance(error, Exception)):
+        if not dist.is_initialized():
             return
         reports: list[_Report] = [(None, {})] * dist.get_world_size()
-        known = next((known for known in _SHAREABLE if isinstance(error, known)), RuntimeError)
-        with communicating("agreement on the checkpoint"):
-            failure = None if error is None else (known, str(error))
+        failure = None if error is None else _report(error)
+        # Where one rank is interrupted, others may be too, and so be gone: its error stays.
+        hides = () if error is None or isinstance(error, Exception) else (RuntimeError,)
+        with contextlib.suppress(*hides), communicating("agreement on the checkpoint"):
             dist.all_gather_object(reports, (failure, self._told))
         if error is not None:
             return
@@ -63,3 +65,9 @@ class Alike:
                         f"{name}: expected the same on every rank, got {reports[0][1][name][1]} on "
                         f"rank 0 and {described} on rank {rank}; pass the same everywhere"
                     )
+
+
+def _report(error: BaseException) -> tuple[type[Exception], str]:
+    """What other ranks raise where one has `error`."""
+    known = next((known for known in _SHAREABLE if isinstance(error, known)), RuntimeError)
+    return known, str(error) if isinstance(error, Exception) else in_words(error)

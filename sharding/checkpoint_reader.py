@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .errors import communicating
+from .errors import communicating, in_words
 
 METADATA_FILE = ".metadata"
 _CHUNK_BYTES = 1 << 20
@@ -92,7 +93,7 @@ class CheckpointReader(dcp.FileSystemReader):
             values[key] = None if shape is None else torch.empty(shape, dtype=self.dtype_of(key))
         self.require_sound(values)
         planner = _PlainPlanner()
-        with running_dcp(f"reading {self.folder}"):
+        with running_dcp(f"reading {self.folder}", alone=True):
             dcp.load(values, storage_reader=self, planner=planner, no_dist=True)
         if planner.refused:
             raise ValueError(
@@ -217,21 +218,36 @@ def require_plain(name: str, value: object) -> None:
 
 
 @contextmanager
-def running_dcp(what: str) -> Iterator[None]:
+def running_dcp(what: str, *, alone: bool = False) -> Iterator[None]:
     """Keep DCP's note on single processes quiet, and turn its errors into ordinary ones.
 
+    `alone`: DCP runs without the other ranks.
+
     Raises:
-        RuntimeError: in place of CheckpointException, which `except Exception` would miss.
+        OSError: a file could not be read or written on some rank.
+        RuntimeError: anything else, in place of CheckpointException, which `except Exception` would
+            miss; on a rank that was interrupted, KeyboardInterrupt or the like.
         CommunicationError: a rank died meanwhile.
     """
+    rank = dist.get_rank() if dist.is_initialized() and not alone else 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is ")
         try:
             with communicating(what):
                 yield
         except dcp.CheckpointException as error:
-            failures = [f"rank {rank}: {kept[0]!r}" for rank, kept in error.failures.items()]
-            raise RuntimeError(f"{what} failed on {'; '.join(failures)}") from error
+            failures = {place: kept[0] for place, kept in error.failures.items()}
+            raise _ordinary(what, failures, rank) from error
+
+
+def _ordinary(what: str, failures: Mapping[int, BaseException], rank: int) -> BaseException:
+    """The error for this rank, from what ended `what` on some ranks."""
+    own = failures.get(rank)
+    if own is not None and not isinstance(own, Exception):
+        return own
+    texts = [f"rank {place}: {in_words(failure)}" for place, failure in failures.items()]
+    is_file_error = any(isinstance(failure, OSError) for failure in failures.values())
+    return (OSError if is_file_error else RuntimeError)(f"{what} failed on {'; '.join(texts)}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
 from .arguments import require_flag, require_number
-from .partition import UnitClass, resolve_unit_classes
 from .placements import Placements, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
 from .runtime import RuntimeOptions
@@ -47,7 +45,7 @@ class ShardConfig:
 def resolve_config(
     strategy: int | str,
     policy: MixedPrecisionPolicy | None,
-    unit_modules: Iterable[UnitClass] | None,
+    classes: tuple[type[nn.Module], ...],
     *,
     overlap_grad_reduce: bool,
     overlap_param_gather: bool,
@@ -72,7 +70,7 @@ def resolve_config(
     return ShardConfig(
         placements=resolve_strategy(strategy),
         policy=policy or MixedPrecisionPolicy(),
-        classes=resolve_unit_classes(unit_modules),
+        classes=classes,
         reshard_after_forward=reshard_after_forward,
         bucket_bytes=None if bucket_mib is None else int(bucket_mib * 2**20),
         overlap_grad_reduce=overlap_grad_reduce,

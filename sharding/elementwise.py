@@ -8,7 +8,8 @@ run it on its own interval without communication::
     plain, of the full shape              the interval cut out of it
     0-d tensor, number, anything else     itself
 
-Everything else is refused, with the parameter's name and the fix.
+Reductions are collectives (`reductions.py`). Everything else is refused, with the parameter's name
+and the fix.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+from .reductions import reduction_rule
 
 if TYPE_CHECKING:
     from .sharded_tensor import ShardedTensor
@@ -44,7 +47,6 @@ _UNTAGGED = frozenset(
 _ALIASES = frozenset({"alias", "detach", "detach_", "lift_fresh"})
 _FUSED_OPTIMIZERS = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _FOREACH = "_foreach_"
-_NORMS = frozenset({"_foreach_norm", "linalg_vector_norm"})
 
 
 def dispatch(
@@ -72,6 +74,9 @@ def _rule(operator: OpOverload) -> Callable[..., Any]:
         return _alias
     if name == "_to_copy":
         return _convert
+    reduction = reduction_rule(name, operator)
+    if reduction is not None:
+        return lambda _type, operator, args, kwargs: reduction(operator, args, kwargs)
     if name.startswith(_FOREACH):
         return _run_on_lists if _is_elementwise_name(name.removeprefix(_FOREACH)) else _refuse
     if name in _FUSED_OPTIMIZERS:
@@ -231,14 +236,21 @@ def _convert(
     like: ShardedTensor = args[0]
     dtype = kwargs.get("dtype") or like.dtype
     device = torch.device(kwargs.get("device") or like.device)
-    same_device = device.type == like.device.type and device.index in (None, like.device.index)
-    if dtype != like.dtype or not same_device:
+    if dtype != like.dtype or _with_index(device) != _with_index(like.device):
         raise RuntimeError(
             f"{like.describe()} keeps the dtype and device it was sharded with, {like.dtype} on "
             f"{like.device}, got a conversion to {dtype} on {device}: convert the model before "
             "fully_shard (compute in another dtype with MixedPrecisionPolicy)"
         )
     return like.with_local(like.local.clone())
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """`device` with the index that it has where it does not say so."""
+    index: int | None = device.index
+    if index is None:
+        index = torch.cuda.current_device() if device.type == "cuda" else 0
+    return torch.device(device.type, index)
 
 
 def _first_sharded(sharded_type: type[ShardedTensor], values: Any) -> ShardedTensor | None:
@@ -276,12 +288,12 @@ def _refuse(
 
 
 def _refuse_tensor(like: ShardedTensor, operator: OpOverload) -> NoReturn:
-    fix = "call the unit's module itself (not its .forward or another method)"
-    if operator._schema.name.removeprefix("aten::") in _NORMS:
-        fix = "to clip gradients, call sidestream.clip_grad_norm_(module, max_norm)"
     raise RuntimeError(
         f"{operator} is not elementwise, so it cannot run on one rank's part of {like.describe()}: "
-        f"{fix}, or take the whole value with full_tensor() or full_state_dict()"
+        "call the unit's module itself (not its .forward), make another method an entry with "
+        "sidestream.register_forward_method(module, name), read or write whole parameters inside "
+        "sidestream.gathered(module), or take the whole value with full_tensor() or "
+        "full_state_dict()"
     )
 
 

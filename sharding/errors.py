@@ -36,3 +36,10 @@ def communication_error(what: str, error: Exception) -> CommunicationError:
         "waited for has probably died or fallen behind the timeout: look for the first error among "
         "the other ranks"
     )
+
+
+def in_words(error: BaseException) -> str:
+    """`error` in a few words, for the other ranks."""
+    if not isinstance(error, Exception):
+        return f"interrupted by {type(error).__name__}"
+    return str(error) if isinstance(error, OSError) else repr(error)

@@ -14,24 +14,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.tuned import table_of
+from . import replaced_params
 from .agreement import check_ranks_agree
-from .arguments import require_module
+from .arguments import require_forward, require_module
+from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .cached_params import find_cached_params
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
+from .flat_runs import Located, Location, locate_params, sharded_locations
 from .hidden_writes import refuse_writes_by_data
-from .optimizer import (
-    Location,
-    check_elementwise,
-    describe_options,
-    locate_params,
-    rebind,
-)
+from .optimizer import adopt, bind, is_bound, watch_all_steps
+from .optimizer_kinds import check_elementwise, describe_options
 from .partition import (
     GroupPlan,
     ParamEntry,
-    UnitClass,
     collect_params,
     partition,
     tree_signature,
@@ -40,6 +37,9 @@ from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups, require_mesh
 from .runtime import Runtime
 from .sharded_tensor import ShardedTensor
+from .tree_watch import watches_of
+from .uncompiled import without_compile
+from .unit_classes import UnitClass, resolve_unit_classes
 
 _logger = logging.getLogger("sidestream")
 _RUNTIMES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
@@ -75,8 +75,10 @@ def fully_shard(
             and state.
         device_mesh: mesh to shard over (None: all ranks; without a process group, world size 1).
         dp_shard_dim: name of the mesh dimension to shard over; needed when the mesh has several.
-        fsdp_unit_modules: classes, or import paths of classes, whose instances are gathered and
-            reduced as one unit each. None: the whole module is one unit, and nothing overlaps.
+        fsdp_unit_modules: classes whose instances are gathered and reduced as one unit each; or
+            their import paths, or bare names such as 'LlamaDecoderLayer' and the names in a model's
+            `_no_split_modules`, for every class of that name in the model. None: the whole module
+            is one unit, and nothing overlaps.
         zero_dp_strategy: 0 'no_shard', 1 'optim', 2 'optim_grads', 3 'optim_grads_params'.
         mixed_precision_policy: dtypes of compute, main parameters, gradients and wire.
         overlap_grad_reduce: exchange gradients beside backward.
@@ -92,49 +94,56 @@ def fully_shard(
         (module, optimizer), the objects passed in.
 
     Raises:
-        ValueError: bad option, unit class that matches nothing, parameters that cannot be sharded,
-            mesh without that dimension, foreign parameters in the optimizer, optimizer that is not
-            elementwise, ranks whose models or options differ. Nothing has been changed then.
+        ValueError: bad option, unit class that matches nothing, module without a forward,
+            parameters that cannot be sharded, mesh without that dimension, foreign parameters in
+            the optimizer, optimizer that is not elementwise, ranks whose models or options differ.
+            Nothing has been changed then.
         TypeError: an argument of the wrong type.
         RuntimeError: more ranks than GPUs.
     """
+    require_module(module)
+    require_forward(module)
     config = resolve_config(
         zero_dp_strategy,
         mixed_precision_policy,
-        fsdp_unit_modules,
+        resolve_unit_classes(fsdp_unit_modules, module),
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         reshard_after_forward=reshard_after_forward,
         bucket_mib=bucket_mib,
         prefetch=prefetch,
     )
-    require_module(module)
     require_mesh(device_mesh, dp_shard_dim)
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
-    entries = collect_params(module)
+    root = without_compile(module)
+    entries = collect_params(root)
     if not entries:
         raise ValueError("module: expected at least one floating-point parameter, got none")
-    find_cached_params(module, entries)
-    plans = partition(module, entries, config.classes, config.policy, config.bucket_bytes)
+    find_cached_params(root, entries)
+    plans = partition(root, entries, config.classes, config.policy, config.bucket_bytes)
     located = _locate(optimizer, plans, entries)
     groups = data_parallel_groups(device_mesh, dp_shard_dim)
     collectives = Collectives(groups)
-    refuse_writes_by_data(module, collectives.world_size)
+    refuse_writes_by_data(root, collectives.world_size)
     options = {**config.described(), "optimizer": describe_options(optimizer)}
     table = table_of(groups.device)
-    check_ranks_agree(collectives, tree_signature(module, entries), options, table)
+    check_ranks_agree(collectives, tree_signature(root, entries), options, table)
     _note_missing_units(config, groups)
-    runtime = build_runtime(module, plans, collectives, config)
-    _RUNTIMES[module] = runtime
+    runtime = build_runtime(root, plans, collectives, config)
+    follow_sharded_inputs()
+    _RUNTIMES[root] = runtime
+    watch_all_steps()
+    for entry in entries:
+        replaced_params.note(entry.param, entry.name)
     if optimizer is not None and located is not None:
-        rebind(optimizer, runtime, located)
+        adopt(optimizer, runtime, located)
     return module, optimizer
 
 
 def _locate(
     optimizer: torch.optim.Optimizer | None, plans: list[GroupPlan], entries: list[ParamEntry]
-) -> list[list[Location | None]] | None:
+) -> Located | None:
     if optimizer is None:
         return None
     locations = {
@@ -173,28 +182,20 @@ def fully_shard_optimizer(
         ValueError: it holds parameters that are not one sharded module's (for example the ones
             from before `fully_shard`), it is bound already, it takes only some of the parameters
             of another bound optimizer, or it is not elementwise.
+        RuntimeError: the module has parameters that it did not have when it was sharded.
     """
     check_elementwise(optimizer, declared=elementwise)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sharded = next((param for param in params if isinstance(param, ShardedTensor)), None)
-    for runtime in _RUNTIMES.values():
-        if any(
-            param is run.param
-            for unit in runtime.units
-            for run in unit.gradients.runs
-            for param in params
-        ):
-            raise ValueError(
-                "optimizer: expected one that is not bound yet, got one bound by fully_shard before"
-            )
-        locations = {
-            id(tensor): Location(position, index)
-            for position, unit in enumerate(runtime.units)
-            for index, tensor in enumerate(unit.faces.sharded)
-        }
-        if sharded is not None and id(sharded) in locations:
-            names = [name for unit in runtime.units for name in unit.spec.names]
-            rebind(optimizer, runtime, locate_params(optimizer, locations, names))
+    if is_bound(optimizer):
+        raise ValueError(
+            "optimizer: expected one that is not bound yet, got one bound by fully_shard before"
+        )
+    for module, runtime in _RUNTIMES.items():
+        if sharded is not None and id(sharded) in sharded_locations(runtime):
+            for watch in watches_of(module):
+                watch.check()
+            bind(optimizer, runtime)
             return optimizer
     raise ValueError(
         "optimizer: expected parameters of a module that fully_shard has sharded, got none; make "
@@ -219,13 +220,19 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         runtime.sync = before
 
 
+def runtimes() -> list[tuple[nn.Module, Runtime]]:
+    """All sharded modules that are alive and their runtimes, in the order of `fully_shard`."""
+    return list(_RUNTIMES.items())
+
+
 def runtime_of(module: nn.Module) -> Runtime:
     """The runtime of a sharded module.
 
     Raises:
-        ValueError: `module` is not the one that was passed to `fully_shard`.
+        ValueError: `module` is not the one that was passed to `fully_shard`, whether as it is or as
+            `torch.compile` wrapped it.
     """
-    runtime = _RUNTIMES.get(module) if isinstance(module, nn.Module) else None
+    runtime = _RUNTIMES.get(without_compile(module)) if isinstance(module, nn.Module) else None
     if runtime is None:
         raise ValueError(
             "module: expected the module that was passed to fully_shard, got a "

@@ -1,39 +1,21 @@
-"""The norm of all gradients, the same bits on every rank and for every way of sharding, and
-clipping by it.
-
-With M the largest |g| over all ranks, each block of 128 elements gives s = sum((|g| / M)^p) in
-FP32, by halving, so that its bits depend on the block alone. Blocks never straddle tensors or
-ranks. The block sums
-are then added as integers (two limbs, 2^-59 the smallest unit), and integer sums do not depend on
-order::
-
-    norm = M * (sum over blocks of s) ^ (1/p)
-
-Dividing by M first means that no finite gradient overflows.
-"""
+"""Clipping by the joint norm of all gradients, whose bits do not depend on the sharding."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buffers import BLOCK_NUMEL
 from .arguments import require_flag, require_number
+from .exact_norm import exact_norms
 from .fully_shard import runtime_of
 from .runtime import Runtime
-
-# s <= 128 = 2^7: the high limb of one block is below 2^33, so that 2^30 blocks (10^11 elements) fit
-# int64.
-_HIGH_SCALE = 2.0**26
-_LOW_SCALE = 2.0**33
-_CHUNK_NUMEL = 1 << 20
-"""Elements handled at once: bounds the temporaries at a few MiB."""
+from .uncompiled import uncompiled
 
 
+@uncompiled
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
@@ -93,44 +75,8 @@ def _owned_grads(runtime: Runtime) -> Iterator[Tensor]:
 
 
 def _norm(runtime: Runtime, norm_type: float) -> Tensor:
-    device = runtime.pool.device
-    grads = list(_owned_grads(runtime))
-    # [largest finite |g|, any NaN, any inf]: backends do not agree on the maximum of NaN.
-    extremes = torch.zeros(3, device=device)
-    if grads:
-        chunks = [chunk for grad in grads for chunk in grad.split(_CHUNK_NUMEL)]
-        largest = torch.stack([torch.linalg.vector_norm(c, math.inf).float() for c in chunks])
-        extremes[0] = torch.where(torch.isfinite(largest), largest, 0.0).amax()
-        extremes[1] = torch.isnan(largest).any()
-        extremes[2] = torch.isinf(largest).any()
-    runtime.collectives.all_reduce(extremes, dist.ReduceOp.MAX, "maximum of the gradients")
-    scale = extremes[0]
-    if math.isinf(norm_type):
-        norm = scale
-    else:
-        limbs = torch.zeros(2, dtype=torch.int64, device=device)
-        divisor = torch.where(scale > 0, scale, 1.0)
-        for grad in grads:
-            for chunk in grad.split(_CHUNK_NUMEL):
-                limbs += _limbs(chunk, divisor, norm_type)
-        runtime.collectives.all_reduce(limbs, dist.ReduceOp.SUM, "sum of the gradients' norms")
-        total = (limbs[0].double() + limbs[1].double() / _LOW_SCALE) / _HIGH_SCALE
-        norm = (scale.double() * total.pow(1.0 / norm_type)).float()
-    norm = torch.where(extremes[2] > 0, torch.full_like(norm, math.inf), norm)
-    return torch.where(extremes[1] > 0, torch.full_like(norm, math.nan), norm)
+    def reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        runtime.collectives.all_reduce(tensor, op, "norm of the gradients")
 
-
-def _limbs(grad: Tensor, divisor: Tensor, norm_type: float) -> Tensor:
-    """The sum of `grad`'s block sums as two int64 limbs [2]."""
-    terms = (grad.float() / divisor).view(-1, BLOCK_NUMEL)
-    terms = terms * terms if norm_type == 2.0 else terms.abs().pow(norm_type)
-    width = BLOCK_NUMEL
-    while width > 1:
-        width //= 2
-        terms = terms[:, :width] + terms[:, width:]
-    # A NaN or infinite gradient is reported through the extremes; here it must not become an
-    # integer.
-    scaled = terms.double().nan_to_num(0.0, 0.0, 0.0) * _HIGH_SCALE
-    high = scaled.floor()
-    low = ((scaled - high) * _LOW_SCALE).floor()
-    return torch.stack([high.long().sum(), low.long().sum()])
+    owned = list(_owned_grads(runtime))
+    return exact_norms([owned], norm_type, runtime.pool.device, reduce)[0]

@@ -42,8 +42,13 @@ class GradientPacker:
         self._slots_key = ("slots", id(layout))
 
     def take(self, params: Sequence[nn.Parameter]) -> Gradients:
-        """Every parameter's gradient, in ascending order of offset; the parameters lose theirs."""
-        grads = [params[index].grad for index in self._layout.order]
+        """Every parameter's gradient, in ascending order of offset, sparse ones (autograd makes no
+        others that are not strided) as dense ones; the parameters lose theirs.
+        """
+        grads = [
+            grad if (grad := params[index].grad) is None or not grad.is_sparse else grad.to_dense()
+            for index in self._layout.order
+        ]
         for param in params:
             param.grad = None
         return grads

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from .uncompiled import uncompiled
+
 
 class GradientWatch:
     """Calls `on_complete` when all of `params` that require a gradient have one.
@@ -43,6 +45,7 @@ class GradientWatch:
         # Weak: a parameter's hook must not keep its own unit, and so itself, alive.
         reference = weakref.ref(self)
 
+        @uncompiled
         def gradient_came(_param: Tensor) -> None:
             watch = reference()
             assert watch is not None

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, FlatBuffer
@@ -46,7 +47,7 @@ class FlatRun:
     cleared: set[int] = field(default_factory=set)
     stretch: int = 0
     """Runs of one stretch, cut to fit caches, are frozen and unfrozen together."""
-    owner: Callable[[], object] | None = None
+    owner: Callable[[], torch.optim.Optimizer | None] | None = None
     """A weak reference to the optimizer that updates it."""
     version: int = 0
     """Version of the gradient when it was last shown, while a sum waits for its exchange."""
@@ -85,6 +86,34 @@ class UnitGradients:
     def has_grad(self) -> bool:
         """Whether a reduced gradient is held, to which the next one is added."""
         return any(run.param.grad is not None for run in self.runs)
+
+    def replace_runs(self, runs: list[FlatRun]) -> None:
+        """Cut the flat gradients like `runs`, which cover all that was covered; what they show
+        stays.
+        """
+        old, self.runs = self.runs, runs
+        for run in runs:
+            if not any(run is other for other in old):
+                self._take_over(run, [o for o in old if set(o.indices) & set(run.indices)])
+        self._note_versions(runs)
+
+    def _take_over(self, run: FlatRun, old: Sequence[FlatRun]) -> None:
+        shown = [other for other in old if other.param.grad is not None]
+        if not shown:
+            return
+        kept = {i for other in shown for i in other.indices if i not in other.cleared}
+        run.cleared = set(run.indices) - kept
+        if all(self._shows_own(other) for other in old):
+            self._show(run)
+            return
+        # Copies of another dtype, or what somebody put there: all in one new copy.
+        grad = torch.zeros_like(run.param)
+        for other in shown:
+            start, stop = max(run.start, other.start), min(run.stop, other.stop)
+            if start < stop and other.param.grad is not None:
+                part = other.param.grad[start - other.start : stop - other.start]
+                grad[start - run.start : stop - run.start] = part
+        run.param.grad = grad
 
     def drop(self, params: Sequence[nn.Parameter]) -> None:
         """Forget what `params` and the local sum hold, after a step that failed."""

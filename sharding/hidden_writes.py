@@ -1,8 +1,8 @@
 """Which modules' forward may write parameters in ways that the ranks' counters do not show.
 
-A write through `.data` raises no version counter, and a parameter class that saw it would cost a quarter of a
-small operator's time in every use. So the code is read instead: what a forward, and what it calls
-by a name that can be followed, mentions. Found too much, it costs a comparison of values.
+A write through `.data` raises no version counter, and a parameter class that saw it would cost a
+quarter of a small operator's time in every use. So the code is read instead: what a forward, and
+what it calls by a name that can be followed, mentions. What is found too much costs a comparison.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,40 +12,91 @@ from torch import Tensor, nn
 
 from .runtime import Runtime
 from .structures import map_tensors, tensors_in
+from .tree_watch import TreeWatch
+from .uncompiled import uncompiled
 from .use_order import UnitGroup
 
 
-def install_hooks(
-    module: nn.Module, group: UnitGroup, runtime: Runtime, *, input_dtype: torch.dtype | None = None
-) -> None:
-    """Make `module`'s forward and backward drive `runtime`. Floating inputs are cast to
-    `input_dtype`.
+@dataclass(eq=False, slots=True)
+class Entry:
+    """What a call of one module's forward does around it, for calls of its other methods too.
+
+    `input_dtype`: floating inputs are cast to it. `output_dtype`: that of what the root returns.
     """
 
-    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    group: UnitGroup
+    runtime: Runtime
+    tree: TreeWatch
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None = None
+
+    @uncompiled
+    def pre_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The call begins: gather, and cast what it is given."""
+        group, runtime = self.group, self.runtime
+        if self.tree.changed or group.is_root:
+            self.tree.check_before_forward()
         if group.is_root:
             runtime.root_pre_forward()
         runtime.pre_forward(group)
-        if input_dtype is not None:
-            args, kwargs = cast_floating((args, kwargs), input_dtype)
+        if self.input_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), self.input_dtype)
         if group.has_frozen and torch.is_grad_enabled():
-            _watch_inputs(group, runtime, (args, kwargs))
+            _watch_inputs(group, (args, kwargs), self.inputs_done)
         return args, kwargs
 
-    def pre_backward(_grads: object) -> None:
-        runtime.pre_backward(group)
-
-    def perhaps_pre_backward(_grads: object) -> None:
-        runtime.pre_backward(group, certain=False)
-
-    def post_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    @uncompiled
+    def post_forward(self, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """The call has ended: release, and wait for the gradient of what it returns."""
         if torch.is_grad_enabled():
-            _watch_outputs(output, (args, kwargs), pre_backward, perhaps_pre_backward)
-        runtime.post_forward(group, output)
+            _watch_outputs(output, (args, kwargs), self.pre_backward, self.perhaps_pre_backward)
+        self.runtime.post_forward(self.group, output)
 
-    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+    @uncompiled
+    def inputs_done(self, _grads: object) -> None:
+        """The gradients of the inputs are there."""
+        self.runtime.inputs_done(self.group)
+
+    @uncompiled
+    def pre_backward(self, _grads: object) -> None:
+        """The gradient of an output is there."""
+        self.runtime.pre_backward(self.group)
+
+    @uncompiled
+    def perhaps_pre_backward(self, _grads: object) -> None:
+        """The gradient of an output that is an input is there."""
+        self.runtime.pre_backward(self.group, certain=False)
+
+    def call(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`method(*args, **kwargs)`, as if it were the forward of `module`."""
+        root_calls, open_calls = self.runtime.root_calls, self.group.open_calls
+        try:
+            args, kwargs = self.pre_forward(module, args, kwargs)
+            output = method(*args, **kwargs)
+        except BaseException:
+            if self.group.open_calls > open_calls:
+                self.runtime.post_forward(self.group, None)
+            if self.group.is_root:
+                self.runtime.forward_failed(root_calls)
+            raise
+        self.post_forward(module, args, kwargs, output)
+        return output if self.output_dtype is None else cast_floating(output, self.output_dtype)
+
+
+_ENTRIES: weakref.WeakKeyDictionary[nn.Module, Entry] = weakref.WeakKeyDictionary()
+
+
+def entry_of(module: nn.Module) -> Entry | None:
+    """The entry of a sharded root or of a unit's module; None for any other."""
+    return _ENTRIES.get(module)
+
+
+def install_hooks(module: nn.Module, entry: Entry) -> None:
+    """Make `module`'s forward and backward drive the runtime of `entry`."""
+    _ENTRIES[module] = entry
+    module.register_forward_pre_hook(entry.pre_forward, prepend=True, with_kwargs=True)
     # After an exception too, so that whoever catches it finds the module as it is at rest.
-    module.register_forward_hook(post_forward, with_kwargs=True, always_call=True)
+    module.register_forward_hook(entry.post_forward, with_kwargs=True, always_call=True)
 
 
 def install_root_hooks(
@@ -54,6 +106,7 @@ def install_root_hooks(
     ended a call, and the output is cast.
     """
 
+    @uncompiled
     def to_rest(*_: object) -> None:
         runtime.settle()
 
@@ -61,10 +114,14 @@ def install_root_hooks(
         submodule.register_state_dict_pre_hook(to_rest)
     module.register_load_state_dict_pre_hook(to_rest)
     _guard_calls(module, runtime)
+    _ENTRIES[module].output_dtype = output_dtype
     if output_dtype is not None:
-        module.register_forward_hook(
-            lambda _module, _args, output: cast_floating(output, output_dtype)
-        )
+
+        @uncompiled
+        def cast_output(_module: nn.Module, _args: object, output: Any) -> Any:
+            return cast_floating(output, output_dtype)
+
+        module.register_forward_hook(cast_output)
 
 
 def _guard_calls(module: nn.Module, runtime: Runtime) -> None:
@@ -123,8 +180,8 @@ def _watch_outputs(
                 node.register_prehook(may_begin if id(source) in given_ids else begins)
 
 
-def _watch_inputs(group: UnitGroup, runtime: Runtime, inputs: object) -> None:
-    """Call `inputs_done` when the gradients of all inputs of this call are there.
+def _watch_inputs(group: UnitGroup, inputs: object, done: Callable[[Any], None]) -> None:
+    """Call `done` when the gradients of all inputs of this call are there.
 
     A leaf would keep its hook for good. Beside other inputs it is not needed, since the engine runs
     all that the call recorded before what made them; leaves alone are waited for to the end.
@@ -134,5 +191,4 @@ def _watch_inputs(group: UnitGroup, runtime: Runtime, inputs: object) -> None:
         group.open_inputs += 1
     tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if tensors:
-        done: Callable[[Any], None] = lambda _grads: runtime.inputs_done(group)  # noqa: E731
         torch.autograd.graph.register_multi_grad_hook(tensors, done, mode="all")

@@ -1,279 +1,297 @@
 """Optimizers over flat shards: an elementwise torch optimizer keeps its class, groups, options and
-state.
+state, and has two faces.
 
-Its `param_groups` are re-pointed at flat 1-D parameters, one per unit and stretch of tensors that
-share a group (on a CPU, a long stretch is cut into several). State of single tensors, if there is
-any, is laid into flat state in the same places.
+                  outside `step`                  inside
+    param_groups  the model's own parameters      flat 1-D parameters, one per unit and stretch of
+                                                  tensors that share a group (on a CPU, a long
+                                                  stretch is cut into several)
+    state         of these, made when looked at   of the flat ones
+
+What people do to groups and state between two steps, such as adding a group, loading a state dict
+or resetting a counter, counts from the next step on: flat parameters are cut anew where it asks for
+that.
 """
 
 from __future__ import annotations
 
-import gc
-import inspect
-import math
+import collections
+import functools
+import operator
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 
-from .arguments import kind_of, require_flag
+from . import replaced_params
+from .flat_runs import (
+    Located,
+    Location,
+    RunKey,
+    locate_params,
+    recut,
+    replaced_owners,
+    sharded_locations,
+)
 from .gradients import FlatRun
-from .optimizer_state import flat_state, scalar_signature
+from .optimizer_state import ShardedState, flat_state, is_shown, scalar_signature, shown_state
 from .runtime import Runtime
+from .uncompiled import uncompiled
 from .unit import Unit
 
-_ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-_NOT_ELEMENTWISE = {
-    "Muon": "it orthogonalises whole matrices",
-    "Shampoo": "it preconditions whole matrices",
-    "DistributedShampoo": "it preconditions whole matrices",
-    "SOAP": "it preconditions whole matrices",
-    "Adafactor": "it factors the second moment over rows and columns",
-    "LBFGS": "it takes inner products over all parameters",
-    "LARS": "it scales by the norm of each tensor",
-    "LAMB": "it scales by the norm of each tensor",
-    "SparseAdam": "it needs sparse gradients",
-}
 
-_NAMED = 4
-"""Parameters that an error names."""
-
-CACHED_RUN_NUMEL = 256 * 1024
-"""On a CPU an optimizer passes over each parameter some ten times, so a flat parameter takes no
-more tensors once it has this many elements: what it holds stays in the caches. A step of AdamW over
-26 M elements on one core of an AMD EPYC: 262 ms with a parameter per unit of 3.2 M elements, 159 ms
-cut like this. A rank's part of a unit is contiguous, so a run lies in one or two ranks as a whole;
-the count is that of all ranks, so that all cut alike.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Tensor `index` of `unit`, a position in the runtime's list of units."""
-
-    unit: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _RunKey:
-    """Tensors next to each other can share a flat parameter when they agree in this."""
-
-    group: int
-    scalar_state: tuple[object, ...]
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer, *, declared: bool = False) -> None:
-    """Refuse optimizers whose update of one element depends on others, since they see flat shards.
-
-    `declared`: the caller vouches that an unknown class is elementwise.
-
-    Raises:
-        TypeError: no torch optimizer, or `declared` is no bool.
-        ValueError: an optimizer known not to be elementwise, or an unknown one that is not
-        `declared`.
+def adopt(optimizer: torch.optim.Optimizer, runtime: Runtime, located: Located) -> None:
+    """Bind an optimizer over parameters from before `fully_shard`, which are at `located`: its
+    groups and state are of the sharded ones from now on.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer: expected a torch.optim.Optimizer, got {kind_of(optimizer)}; make one from "
-            "module.parameters()"
-        )
-    require_flag("elementwise", declared)
-    kind = type(optimizer)
-    for base in kind.__mro__:
-        if base.__name__ in _NOT_ELEMENTWISE:
-            raise ValueError(
-                "optimizer: expected an elementwise optimizer such as AdamW or SGD, got "
-                f"{kind.__name__}: "
-                f"{_NOT_ELEMENTWISE[base.__name__]}, which a flat shard does not hold"
-            )
-    # torch wraps `step` anew in each class that is instantiated: compare what is inside. A subclass
-    # that overrides `step` may do anything.
-    step = inspect.unwrap(kind.step)
-    known = any(
-        issubclass(kind, base) and step is inspect.unwrap(base.step) for base in _ELEMENTWISE
-    )
-    if not known and not declared:
-        raise ValueError(
-            "optimizer: expected an optimizer known to be elementwise, got "
-            f"{kind.__module__}.{kind.__name__}; "
-            "if each element's update depends on that element alone, pass elementwise=True"
-        )
+    state: collections.defaultdict[Tensor, Any] = collections.defaultdict(dict)
+    for group, places in zip(optimizer.param_groups, located, strict=True):
+        params = []
+        for param, place in zip(group["params"], places, strict=True):
+            shown = param if place is None else runtime.units[place.unit].faces.sharded[place.index]
+            params.append(shown)
+            if param in optimizer.state:
+                state[shown] = optimizer.state[param]
+        group["params"] = params
+    optimizer.state = state
+    bind(optimizer, runtime)
 
 
-def locate_params(
-    optimizer: torch.optim.Optimizer, locations: Mapping[int, Location], names: Sequence[str]
-) -> list[list[Location | None]]:
-    """The location of every parameter of every group; `locations` maps the id of a parameter to it.
-
-    None for integer parameters, which are not sharded and stay in their group as they are.
-
-    Raises:
-        ValueError: a parameter that is not one of the module's.
-    """
-    located: list[list[Location | None]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        located.append([])
-        for position, param in enumerate(group["params"]):
-            location = locations.get(id(param))
-            if location is None and param.is_floating_point():
-                raise ValueError(
-                    f"optimizer: expected only parameters of the module, got a foreign one at "
-                    f"param_groups[{number}]['params'][{position}], shape {tuple(param.shape)}; "
-                    "make the optimizer "
-                    "from module.parameters() and pass both to fully_shard, or make it after "
-                    "fully_shard. The "
-                    f"module has {len(names)} parameters: {', '.join(names[:_NAMED])}, ..."
-                )
-            located[-1].append(location)
-    return located
-
-
-def rebind(
-    optimizer: torch.optim.Optimizer, runtime: Runtime, located: list[list[Location | None]]
-) -> None:
-    """Point `optimizer` at flat runs of the runtime's units, and carry its state over.
+def bind(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+    """Let `optimizer`, whose groups hold sharded parameters of `runtime`, step over flat ones.
 
     Raises:
         ValueError: another optimizer, still alive, updates some of these parameters and others
-            besides.
+            besides; state that cannot be cut.
     """
-    _check_owners(runtime, located)
-    old_state: dict[Location, dict[str, Any]] = {}
-    keys: dict[Location, _RunKey] = {}
-    flat_params: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
-    for number, (group, places) in enumerate(zip(optimizer.param_groups, located, strict=True)):
-        for param, location in zip(group["params"], places, strict=True):
-            if location is None:
-                flat_params[number].append(param)
-                continue
-            state = dict(optimizer.state.get(param, {}))
-            old_state[location] = state
-            keys[location] = _RunKey(number, scalar_signature(state, param))
-    optimizer.state.clear()
-    for position, unit in enumerate(runtime.units):
-        for run in _regroup(unit, position, keys):
-            states = [old_state[Location(position, index)] for index in run.indices]
-            flat_params[keys[Location(position, run.indices[0])].group].append(run.param)
-            run.owner = weakref.ref(optimizer)
-            if states[0]:
-                optimizer.state[run.param] = flat_state(unit, run, states)
-    for group, params in zip(optimizer.param_groups, flat_params, strict=True):
-        group["params"] = params
-        if "param_names" in group:
-            group["param_names"] = [f"flat_{place}" for place in range(len(params))]
-    _watch_steps(optimizer, runtime)
+    watch_all_steps()
+    bound = _BoundOptimizer(optimizer, runtime)
+    bound.cut()
+    _BOUND[optimizer] = bound
 
 
-def _check_owners(runtime: Runtime, located: list[list[Location | None]]) -> None:
-    wanted = {location for places in located for location in places}
-    if not _split_by(wanted, runtime):
-        return
-    gc.collect()  # an optimizer that nobody uses may live on in a cycle with its scheduler
-    if split := _split_by(wanted, runtime):
-        taken = [place for place in split if place in wanted]
-        names = [runtime.units[place.unit].spec.names[place.index] for place in taken]
-        raise ValueError(
-            "optimizer: expected parameters that no other optimizer updates, got "
-            f"{', '.join(names[:_NAMED])}, which another one holds together with "
-            f"{len(split) - len(taken)} more and would lose without notice; give each "
-            "parameter to one optimizer, or replace the other one as a whole"
+def is_bound(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `bind` was called for it."""
+    return optimizer in _BOUND
+
+
+class _Frame(dict[str, Any]):
+    """Keyword arguments of a step, which its frame alone holds: when it is gone, so is the step."""
+
+
+class _BoundOptimizer:
+    """The two faces of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._runtime = weakref.ref(runtime)
+        self._flat: list[list[Tensor]] = []
+        self._flat_state: dict[Any, dict[str, Any]] = {}
+        self._shown: list[list[Tensor]] = []
+        self._shown_state: object = None
+        self._frame: weakref.ref[_Frame] | None = None
+        self._inside = False
+        self._is_replaced = False
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        self._after = optimizer.register_step_post_hook(lambda *_: self._leave())
+        # Over flat parameters it is a store for each of them, and there are few.
+        optimizer.zero_grad = functools.wraps(type(optimizer).zero_grad)(  # type: ignore[method-assign]
+            functools.partial(self._zero_grad)
         )
 
+    def lose(self) -> None:
+        """Another optimizer updates these parameters from now on."""
+        if not self._is_replaced:
+            self._is_replaced = True
+            if isinstance(self._shown_state, ShardedState):
+                self._shown_state.fill()
 
-def _split_by(wanted: set[Location | None], runtime: Runtime) -> list[Location]:
-    """What an optimizer holds that would lose some of it, but not all, to one that has `wanted`."""
-    held: dict[int, list[Location]] = {}
-    for position, unit in enumerate(runtime.units):
-        for run in unit.gradients.runs:
-            owner = None if run.owner is None else run.owner()
-            if owner is not None:
-                places = [Location(position, index) for index in run.indices]
-                held.setdefault(id(owner), []).extend(places)
-    for places in held.values():
-        if 0 < sum(place in wanted for place in places) < len(places):
-            return places
-    return []
+    # ---- the step
 
+    def come_last(self, optimizer: torch.optim.Optimizer) -> None:
+        """What else is hooked to a step sees the model's own parameters."""
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._before.id)  # type: ignore[attr-defined]
+        after.move_to_end(self._after.id, last=False)  # type: ignore[attr-defined]
+        self._leave()  # if an exception ended the step before
 
-def _watch_steps(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
-    reference = weakref.ref(runtime)
-    bound = sum(len(group["params"]) for group in optimizer.param_groups)
-
-    def before_step(stepped: torch.optim.Optimizer, *_: object) -> None:
-        count = sum(len(group["params"]) for group in stepped.param_groups)
-        if count != bound:
-            raise ValueError(
-                f"optimizer.step: expected the {bound} flat parameters that fully_shard bound, got "
-                f"{count}: what was added since would be stepped with this rank's own gradient; "
-                "give the optimizer all its groups before fully_shard"
-            )
-        if (current := reference()) is not None:
-            current.before_optimizer_step()
-
-    def after_step(*_: object) -> None:
-        # Through `.data` an optimizer can change parameters without a trace in version counters.
-        if (current := reference()) is not None:
-            current.mark_stale()
-
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
-
-
-def describe_options(optimizer: torch.optim.Optimizer | None) -> str:
-    """Class, groups and options of `optimizer`, to compare between ranks."""
-    if optimizer is None:
-        return "no optimizer"
-    groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": len(group["params"])}
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__qualname__} {groups}"
-
-
-def _regroup(unit: Unit, position: int, keys: Mapping[Location, _RunKey]) -> list[FlatRun]:
-    """Cut the unit into stretches of equal key, on a CPU each into runs of about
-    `CACHED_RUN_NUMEL`; returns those that have a key. Other optimizers' runs stay.
-    """
-    old_runs = {index: run for run in unit.gradients.runs for index in run.indices}
-    limit = CACHED_RUN_NUMEL if unit.main.is_cpu else math.inf
-    cuts: list[tuple[int, list[int]]] = []
-    previous: object = None
-    stretch = numel = 0
-    for index in unit.spec.layout.order:
-        key: object = keys.get(Location(position, index), old_runs[index].stretch)
-        if cuts and key == previous and numel < limit:
-            cuts[-1][1].append(index)
+    @uncompiled
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        frame = _Frame(kwargs)
+        reference = weakref.ref(self)
+        self._frame = weakref.ref(frame, lambda _: _leave_after_failure(reference))
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._enter()
+        elif "closure" in kwargs:
+            frame["closure"] = self._outside(closure)
         else:
-            stretch += key != previous
-            cuts.append((stretch, [index]))
-            numel = 0
-        previous = key
-        numel += unit.spec.layout.segments[index].numel
-    had_grad = unit.gradients.has_grad
-    runs = []
-    for stretch, indices in cuts:
-        old = old_runs[indices[0]]
-        run = old if old.indices == tuple(indices) else unit.make_run(tuple(indices))
-        run.stretch = stretch
-        runs.append(run)
-    unit.gradients.runs = runs
-    if had_grad:
-        unit.gradients.publish()
-    return [run for run in runs if Location(position, run.indices[0]) in keys]
+            args = (args[0], self._outside(closure), *args[2:])
+        return args, frame
+
+    def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure`, which runs backward and may clip, with the optimizer as it is outside."""
+
+        @functools.wraps(closure)
+        def run() -> Any:
+            self._leave()
+            result = closure()
+            self._enter()
+            return result
+
+        return run
+
+    def _enter(self) -> None:
+        """Show the flat parameters; raises, before anything changes, what they cannot be for."""
+        optimizer, runtime = self._optimizer(), self._runtime()
+        if self._inside or optimizer is None or runtime is None:
+            return
+        if self._is_replaced:
+            raise RuntimeError(
+                "optimizer.step: expected the optimizer that was bound last, got one whose "
+                "parameters fully_shard_optimizer has given to another; step that one"
+            )
+        runtime.before_optimizer_step()
+        if self._was_changed(optimizer):
+            self.cut()
+        self._show(optimizer, self._flat)
+        optimizer.state = self._flat_state  # type: ignore[assignment]
+        self._inside = True
+
+    @uncompiled
+    def _leave(self) -> None:
+        """Show the model's parameters again."""
+        optimizer, runtime = self._optimizer(), self._runtime()
+        if not self._inside or optimizer is None:
+            return
+        self._inside = False
+        self._show(optimizer, self._shown)
+        self._flat_state = optimizer.state
+        self._show_state(optimizer)
+        if runtime is not None:
+            # Through `.data` an optimizer can change parameters without a trace in their versions.
+            runtime.mark_stale()
+
+    @staticmethod
+    def _show(optimizer: torch.optim.Optimizer, params: list[list[Tensor]]) -> None:
+        for group, members in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = members
+
+    def _show_state(self, optimizer: torch.optim.Optimizer) -> None:
+        reference = weakref.ref(self)
+
+        def make() -> dict[Any, dict[str, Any]]:
+            bound = reference()
+            return {} if bound is None else bound._make_state()
+
+        self._shown_state = optimizer.state = ShardedState(make)
+
+    def _make_state(self) -> dict[Any, dict[str, Any]]:
+        state = dict(self._flat_state)
+        for unit, run in self._runs():
+            if flat := state.pop(run.param, None):
+                for index in run.indices:
+                    state[unit.faces.sharded[index]] = shown_state(unit, run, flat, index)
+        return state
+
+    @uncompiled
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self._leave()
+        if self._runtime() is not None and self._params_changed(optimizer):
+            self.cut()
+        self._show(optimizer, self._flat)
+        try:
+            type(optimizer).zero_grad(optimizer, set_to_none)
+        finally:
+            self._show(optimizer, self._shown)
+
+    # ---- what the faces have in common
+
+    def _runs(self) -> Iterator[tuple[Unit, FlatRun]]:
+        runtime = self._runtime()
+        for unit in runtime.units if runtime is not None else ():
+            for run in unit.gradients.runs:
+                if run.owner is not None and run.owner() is self._optimizer():
+                    yield unit, run
+
+    def _params_changed(self, optimizer: torch.optim.Optimizer) -> bool:
+        groups = optimizer.param_groups
+        return len(groups) != len(self._shown) or not all(
+            len(group["params"]) == len(shown) and all(map(operator.is_, group["params"], shown))
+            for group, shown in zip(groups, self._shown, strict=True)
+        )
+
+    def _was_changed(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._params_changed(optimizer) or optimizer.state is not self._shown_state:
+            return True
+        assert isinstance(self._shown_state, ShardedState)
+        return self._shown_state.was_looked_at
+
+    def cut(self) -> None:
+        """Cut flat parameters as groups and state of the optimizer ask; raises as `bind` does."""
+        optimizer, runtime = self._optimizer(), self._runtime()
+        assert optimizer is not None and runtime is not None
+        names = [name for unit in runtime.units for name in unit.spec.names]
+        located = locate_params(optimizer, sharded_locations(runtime), names)
+        others = replaced_owners(optimizer, runtime, located)
+        named = optimizer.state
+        keys: dict[Location, RunKey] = {}
+        for number, (group, places) in enumerate(zip(optimizer.param_groups, located, strict=True)):
+            for param, place in zip(group["params"], places, strict=True):
+                if place is not None:
+                    name = runtime.units[place.unit].spec.names[place.index]
+                    signature = scalar_signature(named.get(param, {}), param, name)
+                    keys[place] = RunKey(number, signature)
+        for other in others:
+            _BOUND[other].lose()
+        flat_params = [
+            [p for p, place in zip(group["params"], places, strict=True) if place is None]
+            for group, places in zip(optimizer.param_groups, located, strict=True)
+        ]
+        sharded = set(sharded_locations(runtime))
+        flat: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+        flat.update({key: value for key, value in named.items() if id(key) not in sharded})
+        for position, unit in enumerate(runtime.units):
+            for run in recut(unit, position, keys, optimizer):
+                flat_params[keys[Location(position, run.indices[0])].group].append(run.param)
+                states = [named.get(unit.faces.sharded[index], {}) for index in run.indices]
+                old = self._flat_state.get(run.param, {})
+                if any(states):
+                    kept = is_shown(unit, run, old, states)
+                    flat[run.param] = old if kept else flat_state(unit, run, states)
+        self._flat, self._flat_state = flat_params, flat
+        self._shown = [list(group["params"]) for group in optimizer.param_groups]
+        self._show_state(optimizer)
+
+
+_BOUND: weakref.WeakKeyDictionary[torch.optim.Optimizer, _BoundOptimizer] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _leave_after_failure(reference: weakref.ref[_BoundOptimizer]) -> None:
+    bound = reference()
+    if bound is not None:
+        bound._leave()
+
+
+@functools.cache
+def watch_all_steps() -> None:
+    """See every optimizer's steps, from the first sharded model on."""
+    torch_optimizer.register_optimizer_step_pre_hook(_before_any_step)
+
+
+@uncompiled
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Runs before the hooks of `optimizer` itself."""
+    bound = _BOUND.get(optimizer)
+    if bound is not None:
+        bound.come_last(optimizer)
+    else:
+        replaced_params.refuse(optimizer)

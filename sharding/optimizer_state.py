@@ -1,12 +1,16 @@
-"""State of optimizers over flat runs: made from single tensors' state, given and taken by name.
+"""State of optimizers, by the model's parameters outside `step` and by flat ones inside.
 
 An entry is either one of the parameter's shape (moments), flat and sharded like the parameters, or
-anything else (step counters, options), which all tensors of a run share.
+one value (step counters, options), which all tensors of a run share. Nothing else can be moved to
+another sharding, so nothing else is shown or saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import collections
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,56 +25,81 @@ from .unit import Unit
 # parameter's moments.
 _SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 
-
-def find_runs(
-    runtime: Runtime, optimizer: torch.optim.Optimizer
-) -> list[tuple[Unit, FlatRun, int]]:
-    """Every run that `optimizer` updates, with its unit and the number of its group.
-
-    Raises:
-        ValueError: `optimizer` is not bound to this model.
-    """
-    numbers = {
-        id(param): number
-        for number, group in enumerate(optimizer.param_groups)
-        for param in group["params"]
-    }
-    found = [
-        (unit, run, numbers.pop(id(run.param)))
-        for unit in runtime.units
-        for run in unit.gradients.runs
-        if id(run.param) in numbers
-    ]
-    if numbers:
-        raise ValueError(
-            "optimizer: expected the optimizer that fully_shard bound to this module, got one with "
-            f"{len(numbers)} other parameters; pass it to fully_shard or fully_shard_optimizer "
-            "first"
-        )
-    return found
+State = dict[str, Any]
 
 
-def scalar_signature(state: dict[str, Any], param: Tensor) -> tuple[object, ...]:
+class ShardedState(collections.defaultdict[Any, State]):
+    """`optimizer.state` outside `step`, made when somebody first looks: a step costs nothing."""
+
+    def __init__(self, make: Callable[[], Mapping[Any, State]]) -> None:
+        super().__init__(dict)
+        self._make: Callable[[], Mapping[Any, State]] | None = make
+
+    @property
+    def was_looked_at(self) -> bool:
+        """Whether somebody may have changed it."""
+        return self._make is None
+
+    def fill(self) -> None:
+        """Make it now."""
+        if self._make is not None:
+            make, self._make = self._make, None
+            self.update(make())
+
+
+def _looking(name: str) -> Callable[..., Any]:
+    method = getattr(collections.defaultdict, name)
+
+    @functools.wraps(method)
+    def look(self: ShardedState, *args: Any, **kwargs: Any) -> Any:
+        self.fill()
+        return method(self, *args, **kwargs)
+
+    return look
+
+
+for _name in (
+    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__iter__", "__len__", "__or__"),
+    *("__reduce__", "__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get"),
+    *("items", "keys", "pop", "popitem", "setdefault", "values"),
+):
+    setattr(ShardedState, _name, _looking(_name))
+
+
+def scalar_signature(state: State, param: Tensor, name: str) -> tuple[object, ...]:
     """What must agree for tensors to share flat state: the entries that are not shaped like the
     tensor.
+
+    Raises:
+        ValueError: an entry is neither of the tensor's shape nor one value.
     """
     entries: list[object] = []
     for key, value in sorted(state.items()):
         if _has_shape(key, value, param.shape):
-            entries.append(key)
+            entries.append((key, value.dtype))
         elif isinstance(value, Tensor):
-            entries.append((key, value.tolist()))
+            _require_one_value(key, value, name)
+            entries.append((key, value.item()))
         else:
             entries.append((key, repr(value)))
     return tuple(entries)
 
 
-def flat_state(unit: Unit, run: FlatRun, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _require_one_value(key: str, value: Tensor, name: str) -> None:
+    if value.numel() != 1:
+        raise ValueError(
+            f"optimizer: state entry '{key}' of '{name}' has shape {tuple(value.shape)}, expected "
+            "the parameter's own shape or one value, which alone can be moved to another sharding; "
+            "use an optimizer whose state is elementwise, such as AdamW"
+        )
+
+
+def flat_state(unit: Unit, run: FlatRun, states: Sequence[State]) -> State:
     """The state of `run` from that of each of its tensors, which agree in `scalar_signature`."""
-    flat: dict[str, Any] = {}
+    flat: State = {}
     for key, value in states[0].items():
         if not _has_shape(key, value, unit.spec.layout.segments[run.indices[0]].shape):
-            flat[key] = value.clone() if isinstance(value, Tensor) else value
+            flat[key] = copy.copy(value) if not isinstance(value, Tensor) else value.clone()
             continue
         target = torch.zeros_like(run.param, dtype=value.dtype, requires_grad=False)
         for index, state in zip(run.indices, states, strict=True):
@@ -79,31 +108,97 @@ def flat_state(unit: Unit, run: FlatRun, states: Sequence[dict[str, Any]]) -> di
     return flat
 
 
+def shown_state(unit: Unit, run: FlatRun, flat: State, index: int) -> State:
+    """The entries of tensor `index` in the state `flat` of `run`: views of it, and copies of its
+    single values.
+
+    Raises:
+        ValueError: an entry is neither as long as the run nor one value.
+    """
+    shown: State = {}
+    for key, value in flat.items():
+        if _is_flat(value, run):
+            shown[key] = unit.sharded_view(value, index, base=run.start)
+        elif isinstance(value, Tensor):
+            _require_one_value(key, value, unit.spec.names[index])
+            shown[key] = value.clone()
+        else:
+            shown[key] = copy.copy(value)
+    return shown
+
+
+def is_shown(unit: Unit, run: FlatRun, flat: State, states: Sequence[State]) -> bool:
+    """Whether `states` of the run's tensors are what `shown_state` gives, not changed since."""
+    for index, state in zip(run.indices, states, strict=True):
+        if state.keys() != flat.keys():
+            return False
+        for key, value in shown_state(unit, run, flat, index).items():
+            if not _same(state[key], value):
+                return False
+    return True
+
+
+def _same(ours: Any, shown: Any) -> bool:
+    if isinstance(shown, ShardedTensor):
+        return (
+            isinstance(ours, ShardedTensor)
+            and ours.dtype == shown.dtype
+            and ours.has_layout_of(shown)
+            and (not shown.local.numel() or ours.local.data_ptr() == shown.local.data_ptr())
+        )
+    if isinstance(shown, Tensor):
+        return isinstance(ours, Tensor) and torch.equal(ours, shown)
+    return type(ours) is type(shown) and bool(ours == shown)
+
+
+def _names(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """The name of every parameter of the model, by its id.
+
+    Raises:
+        ValueError: `optimizer` holds others.
+    """
+    names = {
+        id(param): name
+        for unit in runtime.units
+        for param, name in zip(unit.faces.sharded, unit.spec.names, strict=True)
+    }
+    others = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if id(param) not in names and param.is_floating_point()
+    ]
+    if others:
+        raise ValueError(
+            "optimizer: expected the optimizer that fully_shard bound to this module, got one with "
+            f"{len(others)} other parameters; pass it to fully_shard or fully_shard_optimizer "
+            "first"
+        )
+    return names
+
+
 def named_state(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`optimizer`'s state by parameter name, as torch.distributed.checkpoint lays it out.
 
     `{"state": {name: {key: ShardedTensor or scalar}}, "param_groups": [{..., "params": [names]}]}`.
     Sharded tensors alias the live state; a parameter that has no state yet is left out.
+
+    Raises:
+        ValueError: `optimizer` is not this model's; its state cannot be moved to another sharding.
     """
+    names = _names(runtime, optimizer)
     groups: list[dict[str, Any]] = [
         {
             **{key: value for key, value in group.items() if key not in ("params", "param_names")},
-            "params": [],
+            "params": [names[id(param)] for param in group["params"] if id(param) in names],
         }
         for group in optimizer.param_groups
     ]
-    state: dict[str, dict[str, Any]] = {}
-    for unit, run, number in find_runs(runtime, optimizer):
-        for index in run.indices:
-            name = unit.spec.names[index]
-            groups[number]["params"].append(name)
-            if run.param in optimizer.state:
-                state[name] = {
-                    key: unit.sharded_view(value, index, base=run.start)
-                    if _is_flat(value, run)
-                    else value
-                    for key, value in optimizer.state[run.param].items()
-                }
+    state = {
+        names[id(param)]: dict(entries)
+        for param, entries in optimizer.state.items()
+        if entries and id(param) in names
+    }
     return {"state": state, "param_groups": groups}
 
 
@@ -119,31 +214,27 @@ def prepare_state(
     shape, whose dtype counts, and None for any other. A parameter that is absent loses its state.
 
     Raises:
-        ValueError: parameters that share flat state here have different entries in the checkpoint.
+        ValueError: `optimizer` is not this model's.
     """
-    found = find_runs(runtime, optimizer)
-    for unit, run, _ in found:
-        names = [unit.spec.names[index] for index in run.indices]
-        expected = set(saved.get(names[0], {}))
-        for name in names:
-            if set(saved.get(name, {})) != expected:
-                raise ValueError(
-                    f"optimizer state: expected one set of entries for all of {names}, which share "
-                    "flat state, "
-                    f"got {sorted(expected)} for '{names[0]}' and {sorted(saved.get(name, {}))} "
-                    f"for '{name}'"
-                )
-    for unit, run, _ in found:
-        entries = saved.get(unit.spec.names[run.indices[0]], {})
-        if not entries:
-            optimizer.state.pop(run.param, None)
-            continue
-        state = optimizer.state[run.param]
-        for key in [key for key in state if key not in entries]:
-            del state[key]
-        for key, like in entries.items():
-            if like is not None and key not in _SCALAR_STATE and not _is_flat(state.get(key), run):
-                state[key] = torch.zeros_like(run.param, dtype=like.dtype, requires_grad=False)
+    names = _names(runtime, optimizer)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in names:
+                continue
+            entries = saved.get(names[id(param)], {})
+            if not entries:
+                optimizer.state.pop(param, None)
+                continue
+            state = optimizer.state[param]
+            for key in [key for key in state if key not in entries]:
+                del state[key]
+            for key, like in entries.items():
+                if like is not None and key not in _SCALAR_STATE:
+                    current = state.get(key)
+                    if not isinstance(current, ShardedTensor) or current.dtype != like.dtype:
+                        state[key] = param.with_local(
+                            torch.zeros_like(param.local, dtype=like.dtype)
+                        )
 
 
 def load_scalars(
@@ -152,27 +243,23 @@ def load_scalars(
     """Take what `loaded` (shaped like `named_state`) holds besides sharded tensors: options and
     counters.
     """
+    names = _names(runtime, optimizer)
     by_name = {name: group for group in loaded["param_groups"] for name in group["params"]}
-    for unit, run, number in find_runs(runtime, optimizer):
-        name = unit.spec.names[run.indices[0]]
-        for key, value in loaded["state"].get(name, {}).items():
-            if not isinstance(value, ShardedTensor):
-                optimizer.state[run.param][key] = value
-        source = by_name.get(name)
-        if source is not None:
-            group = optimizer.param_groups[number]
-            group.update(
-                {
-                    key: value
-                    for key, value in source.items()
-                    if key not in ("params", "param_names")
-                }
-            )
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = names.get(id(param), "")
+            for key, value in loaded["state"].get(name, {}).items():
+                if not isinstance(value, ShardedTensor):
+                    optimizer.state[param][key] = value
+        sources = [by_name[names[id(p)]] for p in group["params"] if names.get(id(p)) in by_name]
+        for key, value in sources[0].items() if sources else ():
+            if key not in ("params", "param_names"):
+                group[key] = value
 
 
 def _has_shape(key: str, value: object, shape: Sequence[int]) -> bool:
     """Whether a state entry belongs to the parameter's elements one by one."""
-    return (
+    return isinstance(value, ShardedTensor) or (
         isinstance(value, Tensor)
         and tuple(value.shape) == tuple(shape)
         and key not in _SCALAR_STATE

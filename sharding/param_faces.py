@@ -1,21 +1,26 @@
-"""The two faces of a unit's parameters, and which of them the modules show.
+"""The faces of a unit's parameters, and which of them the modules show.
 
 full       plain parameters over the gathered buffer    inside the module's forward and backward
 sharded    `ShardedTensor` over `main`                   everywhere else, also between the two
+whole      plain parameters over memory of their own    inside `gathered`, in place of both
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
 from .sharded_tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from .gathered_unit import GradientPath
 
 _VERSION = operator.attrgetter("_version")
 
@@ -46,6 +51,10 @@ class ParamFaces:
         """`counts_writes`: whether version counters are watched for writes to the full ones."""
         self.full = full
         self.sharded = sharded
+        self.whole: Sequence[nn.Parameter] | None = None
+        self._slots = slots
+        self.paths: list[weakref.ref[GradientPath]] = []
+        """By which gradients of parameters that were lent come, as long as a graph holds one."""
         self._places: list[tuple[Any, Any, ShardedTensor, nn.Parameter]] = [
             (slot.parameters, slot.attribute, sharded[slot.index], full[slot.index])
             for slot in slots
@@ -59,17 +68,44 @@ class ParamFaces:
         self.show_sharded()
 
     def show_full(self) -> None:
-        """Put the full parameters into the modules.
+        """Put the full parameters into the modules, unless whole ones are there.
 
         Raises:
             RuntimeError: somebody replaced a parameter of a module.
         """
+        if self.whole is not None:
+            return
         self.shows_full = True
         for parameters, attribute, sharded, full in self._places:
             current = parameters.get(attribute)
             if current is not sharded and current is not full:
+                self._hide_full()
                 raise _replaced(sharded, current)
             parameters[attribute] = full
+
+    def _hide_full(self) -> None:
+        """Take the full parameters out of the modules, and leave there what else was put."""
+        self.shows_full = False
+        for parameters, attribute, sharded, full in self._places:
+            if parameters.get(attribute) is full:
+                parameters[attribute] = sharded
+
+    def slots(self) -> list[tuple[int, str]]:
+        """The id of the dictionary and the attribute of every place."""
+        return [(id(parameters), attribute) for parameters, attribute, _, _ in self._places]
+
+    def require_unreplaced(self) -> None:
+        """Check that every place holds what was put there; inside `gathered`, that does so.
+
+        Raises:
+            RuntimeError: somebody replaced a parameter of a module.
+        """
+        if self.whole is not None:
+            return
+        for parameters, attribute, sharded, full in self._places:
+            current = parameters.get(attribute)
+            if current is not sharded and current is not full:
+                raise _replaced(sharded, current)
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules."""
@@ -78,6 +114,56 @@ class ParamFaces:
         self.shows_full = False
         for parameters, attribute, sharded, _ in self._places:
             parameters[attribute] = sharded
+
+    def lies_in(self, places: set[int]) -> bool:
+        """Whether one of the parameter dictionaries with these ids holds one of ours."""
+        return any(id(slot.parameters) in places for slot in self._slots)
+
+    def lend(self, whole: Sequence[nn.Parameter], path: GradientPath) -> None:
+        """Put `whole` parameters into the modules, until `take_back`. Their gradients come by
+        `path`.
+
+        Raises:
+            RuntimeError: somebody replaced a parameter of a module.
+        """
+        assert not self.shows_full and self.whole is None
+        for parameters, attribute, sharded, _ in self._places:
+            if parameters.get(attribute) is not sharded:
+                raise _replaced(sharded, parameters.get(attribute))
+        self.whole = whole
+        self.paths.append(weakref.ref(path))
+        for slot in self._slots:
+            slot.parameters[slot.attribute] = whole[slot.index]
+
+    def replaced(self) -> list[int]:
+        """Indices of whole parameters in whose place a module has something else."""
+        assert self.whole is not None
+        return [
+            slot.index
+            for slot in self._slots
+            if slot.parameters.get(slot.attribute) is not self.whole[slot.index]
+        ]
+
+    def take_back(self) -> None:
+        """Put the sharded parameters into the modules again, frozen as the whole ones were."""
+        assert self.whole is not None
+        for sharded, whole in zip(self.sharded, self.whole, strict=True):
+            if sharded.requires_grad != whole.requires_grad:
+                sharded.requires_grad_(whole.requires_grad)
+        self.whole = None
+        for parameters, attribute, sharded, _ in self._places:
+            parameters[attribute] = sharded
+
+    def open_paths(self) -> list[GradientPath]:
+        """The `paths` by which gradients may still come; the others are forgotten."""
+        paths = [(reference, reference()) for reference in self.paths]
+        self.paths = [reference for reference, path in paths if path is not None]
+        return [path for _, path in paths if path is not None]
+
+    def lent_leaves(self, index: int) -> list[nn.Parameter]:
+        """What may stand for parameter `index` in graphs beside its full face."""
+        leaves = [path.leaf(index) for path in self.open_paths()]
+        return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
 
     def may_be_written(self) -> bool:
         """Whether the full parameters were written since the last call, or could have been.

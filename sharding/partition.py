@@ -2,27 +2,28 @@
 changed.
 
 Each parameter goes to the nearest enclosing module whose class is in `fsdp_unit_modules`, else to
-the root. A tied parameter that several units would own goes to the root. A module's parameters are
-then split by dtype and by whether they are trainable, and into buckets when `bucket_bytes` is
-given.
+the root. What several units would own, a tied parameter or a module that stands in two of them,
+goes to the root. A module's parameters are then split by dtype and by whether they are trainable,
+and into buckets when `bucket_bytes` is given.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from .arguments import kind_of
+from .arguments import lacks_forward
 from .precision import MixedPrecisionPolicy, resolve_dtypes
 from .sharded_tensor import ShardedTensor
+from .uncompiled import plain_name
+from .unit_classes import class_names
 
-UnitClass = type[nn.Module] | str
 Signature = list[tuple[str, tuple[int, ...], str, bool]]
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 _NAMED = 10
@@ -51,66 +52,15 @@ class GroupPlan:
     is_root: bool
 
 
-def resolve_unit_classes(unit_modules: Iterable[UnitClass] | None) -> tuple[type[nn.Module], ...]:
-    """Classes given as classes or as import paths such as 'package.module.Block'.
-
-    Raises:
-        TypeError: no collection, not a class or string in it; a class that is no nn.Module.
-        ValueError: an import path that leads nowhere; a container without a forward of its own.
-    """
-    if unit_modules is None:
-        return ()
-    if isinstance(unit_modules, (str, bytes, type)):
-        unit_modules = [unit_modules]
-    if not isinstance(unit_modules, Iterable):
-        raise TypeError(_no_class(unit_modules))
-    classes = []
-    for entry in unit_modules:
-        resolved = _import_class(entry) if isinstance(entry, str) else entry
-        if not (isinstance(resolved, type) and issubclass(resolved, nn.Module)):
-            raise TypeError(_no_class(entry))
-        if resolved in (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict):
-            raise ValueError(
-                f"fsdp_unit_modules: expected classes with a forward, got {resolved.__name__}, "
-                "which is never "
-                "called; name the class of its elements"
-            )
-        classes.append(resolved)
-    return tuple(classes)
-
-
-def _no_class(entry: object) -> str:
-    is_module = isinstance(entry, nn.Module)  # its text has a line for each part
-    return (
-        "fsdp_unit_modules: expected nn.Module classes or import paths like "
-        "'package.module.Block', got "
-        + (
-            f"an instance of {kind_of(entry)}; pass its class"
-            if is_module
-            else f"{entry!r}; pass such classes"
-        )
-    )
-
-
-def _import_class(path: str) -> object:
-    module_name, _, class_name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"fsdp_unit_modules: expected an import path like 'package.module.Block', got '{path}' "
-            f"({error}); correct it, or pass the class itself"
-        ) from error
-
-
 def collect_params(module: nn.Module) -> list[ParamEntry]:
     """Every floating-point parameter once, in registration order, with all its places.
 
-    Integer and bool parameters are left alone.
+    Integer and bool parameters are not sharded.
 
     Raises:
-        ValueError: a parameter that is already sharded, on the meta device, of another dtype, or an
-            integer one that requires grad; all such parameters are named.
+        ValueError: a parameter that is already sharded, on the meta device, lazy, of another dtype
+            or layout, of a tensor class with rules of its own, or an integer one that requires
+            grad; a buffer that cannot be shared. All are named.
     """
     entries: dict[int, ParamEntry] = {}
     problems: list[str] = []
@@ -118,7 +68,7 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
         for attribute, param in submodule._parameters.items():
             if param is None:
                 continue
-            name = f"{module_name}.{attribute}" if module_name else attribute
+            name = plain_name(f"{module_name}.{attribute}" if module_name else attribute)
             if id(param) not in entries:
                 problem = _problem(param)
                 if problem:
@@ -129,9 +79,9 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
                 entries[id(param)] = ParamEntry(name, param)
             entries[id(param)].places.append((submodule, attribute))
     problems += [
-        f"buffer '{name}' is on the meta device: materialise it first"
+        f"buffer '{name}' {problem}"
         for name, buffer in module.named_buffers()
-        if buffer.is_meta
+        if (problem := _problem_of_any(buffer))
     ]
     if problems:
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
@@ -144,14 +94,20 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
 def _problem(param: nn.Parameter) -> str | None:
     if isinstance(param, ShardedTensor):
         return "is sharded already: call fully_shard once, on the outermost module"
-    if _is_dtensor(param):
-        return "is a DTensor: pass a model with plain parameters"
-    if param.is_meta:
-        return "is on the meta device: materialise it first (module.to_empty, reset_parameters)"
+    problem = _problem_of_any(param)
+    if problem:
+        return problem
+    if param.layout is not torch.strided:
+        return f"has layout {param.layout}: expected a dense one; call to_dense() on it"
     if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
         return (
             "has gradient hooks, which autograd would not call on its sharded form: remove them, "
             "and change p.grad between backward and optimizer.step instead"
+        )
+    if param.is_complex() and param.requires_grad:
+        return (
+            f"is complex, of dtype {param.dtype}: hold its real form, torch.view_as_real(p), as "
+            "the parameter, and call torch.view_as_complex on it in forward"
         )
     if not param.is_floating_point():
         if param.requires_grad:
@@ -162,10 +118,41 @@ def _problem(param: nn.Parameter) -> str | None:
     return None
 
 
-def _is_dtensor(param: nn.Parameter) -> bool:
+def _problem_of_any(tensor: Tensor) -> str | None:
+    """What keeps a parameter or buffer from being taken, other than its dtype."""
+    if is_lazy(tensor):
+        return "has no shape yet: run one forward of its lazy module first"
+    if _is_dtensor(tensor):
+        return "is a DTensor: pass a model with plain parameters"
+    if tensor.is_meta:
+        return "is on the meta device: materialise it first (module.to_empty, reset_parameters)"
+    # An integer tensor stays as it is, so it may be of any class.
+    if tensor.is_floating_point() and (base := _base_with_rules(type(tensor))) is not None:
+        return (
+            f"is of class {type(tensor).__name__}, which computes by rules of its own (those of "
+            f"{base.__module__}.{base.__qualname__}) that its sharded form would lose: expected a "
+            "plain tensor; pass a model of plain ones, or keep this one outside of it"
+        )
+    return None
+
+
+_RULES = ("__torch_dispatch__", "__torch_function__", "fsdp_pre_all_gather")
+
+
+def _base_with_rules(kind: type) -> type | None:
+    """The class that makes `kind` another thing than a plain tensor, None if none does."""
+    for base in kind.__mro__:
+        if base in (nn.Parameter, Tensor):
+            return None
+        if any(name in vars(base) for name in _RULES):
+            return base
+    return None
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
     # Who has one has imported this, which takes longer than all of sidestream.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(param, module.DTensor)
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def partition(
@@ -190,17 +177,23 @@ def partition(
         if not any(isinstance(submodule, cls) for submodule in matches.values()) and not isinstance(
             module, cls
         ):
-            present = sorted({type(submodule).__name__ for submodule in module.modules()})
             raise ValueError(
                 "fsdp_unit_modules: expected classes that the model contains, got "
-                f"{cls.__module__}."
-                f"{cls.__qualname__}, which matches no module; name some of {', '.join(present)}"
+                f"{cls.__module__}.{cls.__qualname__}, which matches no module; name some of "
+                f"{class_names(module)}"
             )
-    module_names = {id(submodule): name for name, submodule in module.named_modules()}
+    owners_of = _owners(module, {id(submodule): name for name, submodule in matches.items()})
     owned: dict[str, list[ParamEntry]] = {"": [], **{name: [] for name in matches}}
     for entry in entries:
-        owners = {_nearest(module_names[id(place)], matches) for place, _ in entry.places}
+        owners = set().union(*(owners_of[id(place)] for place, _ in entry.places))
         owned[owners.pop() if len(owners) == 1 else ""].append(entry)
+    for name, members in owned.items():
+        if name and members and lacks_forward(matches[name]):
+            raise ValueError(
+                f"fsdp_unit_modules: expected classes with a forward, got '{name}' of class "
+                f"{type(matches[name]).__name__}, which is never called; name the class of its "
+                "elements"
+            )
     return [
         GroupPlan(
             name, matches.get(name, module), _split(members, policy, bucket_bytes), is_root=not name
@@ -210,10 +203,21 @@ def partition(
     ]
 
 
-def _nearest(module_name: str, matches: dict[str, nn.Module]) -> str:
-    while module_name and module_name not in matches:
-        module_name = module_name.rpartition(".")[0]
-    return module_name
+def _owners(module: nn.Module, units: Mapping[int, str]) -> dict[int, set[str]]:
+    """For every module's id the names of the nearest units around it, over all paths to it.
+
+    `units` maps the id of a unit's module to its name; '' is the root.
+    """
+    owners: dict[int, set[str]] = {}
+    pending = [(module, "")]
+    while pending:
+        current, owner = pending.pop()
+        owner = units.get(id(current), owner)
+        known = owners.setdefault(id(current), set())
+        if owner not in known:
+            known.add(owner)
+            pending += [(child, owner) for child in current.children()]
+    return owners
 
 
 def _split(
@@ -223,8 +227,8 @@ def _split(
     for entry in members:
         kinds.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)
     units: list[list[ParamEntry]] = []
-    for (dtype, _), entries in kinds.items():
-        itemsize = resolve_dtypes(policy, dtype).compute.itemsize
+    for (dtype, trainable), entries in kinds.items():
+        itemsize = resolve_dtypes(policy, dtype, trainable=trainable).compute.itemsize
         bucket: list[ParamEntry] = []
         filled = 0
         for entry in entries:
@@ -244,8 +248,9 @@ def tree_signature(module: nn.Module, entries: Sequence[ParamEntry]) -> Signatur
         (entry.name, tuple(entry.param.shape), str(entry.param.dtype), entry.param.requires_grad)
         for entry in entries
     ]
-    buffers = [
-        (name, tuple(buffer.shape), str(buffer.dtype), False)
-        for name, buffer in module.named_buffers()
+    whole = [(n, p) for n, p in module.named_parameters() if not p.is_floating_point()]
+    others = [
+        (name, tuple(tensor.shape), str(tensor.dtype), False)
+        for name, tensor in (*whole, *module.named_buffers())
     ]
-    return params + buffers
+    return params + others

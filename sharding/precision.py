@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -26,6 +27,8 @@ class MixedPrecisionPolicy:
     Args:
         param_dtype: dtype of the parameters in forward and backward (None: the model's own).
         main_params_dtype: dtype of the copy that the optimizer updates (None: the model's own).
+            Parameters that are frozen when the model is sharded get none that is wider than their
+            own.
         main_grads_dtype: dtype in which reduced gradients are kept and accumulated (None: the main
             parameters' dtype). The sum over ranks is taken in FP32 whatever this says.
         grad_comm_dtype: dtype of gradients on the wire (None: the dtype autograd made, which is the
@@ -80,21 +83,45 @@ def require_policy(policy: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UnitDtypes:
-    """The dtypes of one unit, all decided."""
+    """The dtypes of one unit, all decided. `master`: what `main` has to be for training."""
 
     compute: torch.dtype
     main: torch.dtype
+    master: torch.dtype
     grad: torch.dtype
     wire: torch.dtype
 
 
-def resolve_dtypes(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> UnitDtypes:
-    """The dtypes of a unit whose parameters have `param_dtype` in the model as given."""
+def resolve_dtypes(
+    policy: MixedPrecisionPolicy, param_dtype: torch.dtype, *, trainable: bool
+) -> UnitDtypes:
+    """The dtypes of a unit whose parameters have `param_dtype` in the model as given.
+
+    Frozen ones keep all their bits in it: a wider copy would only take memory.
+    """
     compute = policy.param_dtype or param_dtype
-    main = policy.main_params_dtype or param_dtype
+    master = policy.main_params_dtype or param_dtype
+    is_wider = master.itemsize > param_dtype.itemsize
     return UnitDtypes(
         compute=compute,
-        main=main,
-        grad=policy.main_grads_dtype or main,
+        main=param_dtype if is_wider and not trainable else master,
+        master=master,
+        grad=policy.main_grads_dtype or master,
         wire=policy.grad_comm_dtype or compute,
     )
+
+
+def require_masters(dtypes: UnitDtypes, unit: str, trainable: Sequence[str]) -> None:
+    """Refuse to train what was frozen, and so has no master weights.
+
+    Raises:
+        RuntimeError: `unit` is kept in a narrower dtype, and `trainable`, the names of its
+            parameters that are to be trained, are not none.
+    """
+    if trainable and dtypes.main != dtypes.master:
+        raise RuntimeError(
+            f"unit '{unit}': expected what was frozen at fully_shard to stay so, since it is kept "
+            f"in {dtypes.main}, without the {dtypes.master} copy that training updates, got "
+            f"{list(trainable)} unfrozen; freeze them after fully_shard instead of before, or pass "
+            "MixedPrecisionPolicy(main_params_dtype=None) to train without that copy"
+        )

@@ -7,20 +7,24 @@ exchanges is agreed between the ranks.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
 from ..buffers import BufferPool
 from .backward_pass import BackwardPass
 from .collectives import Collectives
+from .exchange_order import ExchangeOrder
+from .gathered_unit import check_not_gathered
 from .lanes import Lane
 from .schedule import Kind, Trace
 from .structures import tensors_in
+from .uncompiled import uncompiled
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
 
@@ -58,14 +62,15 @@ class Runtime:
         self._use_order = UseOrder(groups, self.prefetch)
         self._root = next(group for group in groups if group.is_root)
         self._backward: BackwardPass | None = None
+        self.open_writes = 0
+        """Blocks of `gathered(write=True)` that are open."""
         self._owners = {
             unit.freed_storage: unit.spec.index for unit in self.units if unit.frees_parameters
         }
         self._lent: set[int] = set()
         # A graph of gradients reads the gathered parameters until a backward has run through it.
         self._keeps_gathered = False
-        self._exchange_order = [unit.spec.index for unit in reversed(self.units)]
-        self._order_agreed = collectives.world_size == 1 or len(self.units) == 1
+        self._exchange_order = ExchangeOrder(len(self.units), collectives)
 
     @property
     def prefetch(self) -> int:
@@ -193,6 +198,16 @@ class Runtime:
         backward.spend(self._group_of[id(unit)])
         self._retire(backward.take_spent())
 
+    def contribution_came(self) -> None:
+        """The gradient of a parameter that a loss used directly is there: a backward runs, perhaps
+        through no module at all.
+        """
+        self._enter_backward()
+
+    def whole_gradient_came(self, unit: Unit, index: int, grad: Tensor) -> None:
+        """A parameter that `gathered` had lent got its gradient."""
+        self._enter_backward().add_gradient(unit, index, grad)
+
     def inputs_done(self, group: UnitGroup) -> None:
         """The gradients of one call's inputs are there: nothing before them needs frozen
         parameters.
@@ -223,6 +238,11 @@ class Runtime:
 
     def _enter_backward(self) -> BackwardPass:
         if not self._runs_backward():
+            if self.open_writes:
+                raise RuntimeError(
+                    "gathered: expected no backward inside gathered(write=True), where parameters "
+                    "may be in the middle of a change; leave the block first"
+                )
             for unit in self.units:
                 unit.follow_requires_grad()
             callback = self._finish_backward
@@ -231,11 +251,11 @@ class Runtime:
             self._keeps_gathered |= creates_graph
             self._backward = BackwardPass(
                 units=self.units,
-                order=self._exchange_order,
+                order=self._exchange_order.indices,
                 lane=self._reduce_lane,
                 trace=self.trace,
                 sync=self.sync,
-                callback=weakref.ref(callback, lambda engine: _engine_let_go(runtime, engine)),
+                callback=weakref.ref(callback, functools.partial(_engine_let_go, runtime)),
                 creates_graph=creates_graph,
             )
             Variable._execution_engine.queue_callback(callback)
@@ -248,13 +268,14 @@ class Runtime:
             for unit in self.units:
                 unit.show_sharded()
 
+    @uncompiled
     def _finish_backward(self) -> None:
         backward = self._backward
         assert backward is not None
         backward.finish()
         self._end_backward(keeps_gathered=backward.creates_graph)
-        if backward.sync and not self._order_agreed:
-            self._agree_exchange_order(backward.ready)
+        if backward.sync:
+            self._exchange_order.follow(backward.ready)
 
     def _end_backward(self, *, keeps_gathered: bool = False) -> None:
         self._backward = None
@@ -264,13 +285,6 @@ class Runtime:
             group.open_calls = 0
         self.rest()
         self.pool.trim()
-
-    def _agree_exchange_order(self, ready: dict[int, None]) -> None:
-        rest = [index for index in self._exchange_order if index not in ready]
-        order = torch.tensor([*ready, *rest], dtype=torch.int64, device=self.pool.device)
-        self.collectives.broadcast(order, "agreement on the order of exchanges")
-        self._exchange_order = order.tolist()
-        self._order_agreed = True
 
     # ---- between steps
 
@@ -309,6 +323,11 @@ class Runtime:
             self._keeps_gathered = False
             self.rest()
 
+    @property
+    def runs_backward(self) -> bool:
+        """Whether a backward runs."""
+        return self._runs_backward()
+
     def check_reduced(self, caller: str) -> None:
         """Refuse to use gradients that were never exchanged.
 
@@ -324,7 +343,10 @@ class Runtime:
                 )
 
     def before_optimizer_step(self) -> None:
-        """The optimizer is about to change the main parameters; raises as `check_reduced` does."""
+        """The optimizer is about to change the main parameters; raises as `check_reduced` does, and
+        inside `gathered`.
+        """
+        check_not_gathered(self.units, "optimizer.step")
         # An unfinished gather still reads what the optimizer writes.
         self.settle()
         self.check_reduced("optimizer.step")
@@ -332,6 +354,9 @@ class Runtime:
     # ---- gathers
 
     def _start_gather(self, unit: Unit) -> None:
+        # Whole parameters need no gather, but a graph from before them, in backward, does.
+        if unit.faces.whole is not None and self._backward is None:
+            return
         if unit.state is not UnitState.SHARDED:
             if unit.is_fresh:
                 return
@@ -357,6 +382,7 @@ class Runtime:
                 self.trace.add(Kind.RELEASE, unit.spec.index)
 
 
+@uncompiled
 def _engine_let_go(
     runtime: weakref.ref[Runtime], callback: weakref.ref[Callable[[], None]]
 ) -> None:

@@ -15,42 +15,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..buffers.boxes import Box, interval_boxes
 from .arguments import kind_of
+from .checkpoint_chunks import CheckpointChunks
 from .collectives import start_all_gather
+from .contributions import Contribution
 from .elementwise import dispatch
 from .errors import communicating
-
-# Only checkpoints need them at run time, and they take longer to import than all of sidestream.
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
+from .grad_source import GradSource
+from .uncompiled import uncompiled
+from .without_storage import WithoutStorage
 
 Intervals = tuple[tuple[int, int], ...]
 
 
-class GradSource(Protocol):
-    """Where a sharded parameter's gradient lives, once for all parameters of a unit."""
-
-    def get_grad(self, parameter: ShardedTensor) -> ShardedTensor | None:
-        """The gradient of `parameter` in its layout, or None."""
-
-    def set_grad(self, parameter: ShardedTensor, value: ShardedTensor | None) -> None:
-        """Replace the gradient of `parameter`; None drops it."""
-
-    def requires_grad_changed(self) -> None:
-        """A parameter was frozen or unfrozen."""
-
-
-class ShardedTensor(torch.Tensor):
+class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
     """Elements [start, start + local.numel()) of a tensor of `shape`, as a tensor of that shape.
 
     `local` [interval numel] is a contiguous 1-D view; in-place operators on this tensor write to
@@ -67,6 +53,7 @@ class ShardedTensor(torch.Tensor):
     intervals: Intervals
     grad_source: GradSource | None
     _own_grad: ShardedTensor | None
+    _is_guarded: bool = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -125,7 +112,14 @@ class ShardedTensor(torch.Tensor):
             is_parameter = requires_grad or grad_source is not None
         if is_parameter:
             tensor._is_param = True
+        tensor._guard_gradient()
         return tensor
+
+    def _guard_gradient(self) -> None:
+        """Refuse what autograd would put into a gradient of its own, beside that of the unit."""
+        if self.grad_source is not None and self.requires_grad and not self._is_guarded:
+            self._is_guarded = True
+            torch.Tensor.register_post_accumulate_grad_hook(self, _refuse_gradient)
 
     @classmethod
     def _make(cls, local: Tensor, shape: Sequence[int], requires_grad: bool) -> ShardedTensor:
@@ -174,35 +168,101 @@ class ShardedTensor(torch.Tensor):
         )
 
     def to_local(self) -> Tensor:
-        """This rank's elements [interval numel]; writing to it writes to the parameter."""
+        """This rank's elements [interval numel]; writing to it writes to the parameter.
+
+        With gradients enabled, that of a trainable parameter is differentiable: its gradient is
+        this rank's contribution to the average over the ranks.
+
+        Raises:
+            RuntimeError: gradients are enabled and autograd recorded it, yet it is no parameter.
+        """
+        if self._is_recorded():
+            return self._contribution(self.start, self.local.detach)
         return self.local
 
+    @uncompiled
     def full_tensor(self) -> Tensor:
         """The whole tensor [shape], new and plain, on every rank of the group (a collective).
 
+        With gradients enabled, that of a trainable parameter is differentiable: its gradient is
+        this rank's contribution to the average over the ranks.
+
         Raises:
             CommunicationError: the gather failed, for example because a rank died.
+            RuntimeError: gradients are enabled and autograd recorded it, yet it is no parameter.
         """
+        if self._is_recorded():
+            return self._contribution(0, self.gather_full)
+        return self.gather_full()
+
+    def _is_recorded(self) -> bool:
+        return torch.is_grad_enabled() and self.requires_grad
+
+    def _contribution(self, start: int, value: Callable[[], Tensor]) -> Tensor:
+        if self.grad_source is None:
+            raise RuntimeError(
+                f"{self.describe()}: expected a parameter of a sharded model, or a value without "
+                "gradient, got the result of an operator on one rank's part, whose gradient would "
+                "be lost; take the whole value first (p.full_tensor().exp(), not "
+                "p.exp().full_tensor()), or detach() it"
+            )
+        try:
+            leaf, begin_backward = self.grad_source.graph_leaf(self)
+        except ReferenceError:  # the model is gone: nothing can train it
+            return value()
+        contribution: Tensor = Contribution.apply(leaf, start, value, begin_backward)
+        return contribution
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all elements."""
+        return all(interval == (0, self.numel()) for interval in self.intervals)
+
+    @property
+    def communicator(self) -> dist.ProcessGroup:
+        """The group whose ranks hold the other elements.
+
+        Raises:
+            RuntimeError: the tensor was made without one.
+        """
+        if self.group is None:
+            raise RuntimeError(
+                f"{self.describe()}: expected the process group that holds the other elements, got "
+                "None; make the ShardedTensor with group= and intervals="
+            )
+        return self.group
+
+    def gather_full(self) -> Tensor:
+        """`full_tensor`, below autograd."""
         full = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
-        if all(interval == (0, self.numel()) for interval in self.intervals):
+        if self.is_whole:
             return full.copy_(self.local).view(self.shape)
         numels = [stop - start for start, stop in self.intervals]
         part = torch.zeros(max(numels), dtype=self.dtype, device=self.device)
         part[: self.local.numel()] = self.local
-        parts = part.new_empty(len(numels), len(part))
-        # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
-        assert self.group is not None, "several intervals need a process group"
-        with communicating(f"gather of parameter {self.name!r}"):
-            start_all_gather(
-                self.group, parts.view(-1).view(torch.uint8), part.view(torch.uint8)
-            ).wait()
+        parts = self.gather_parts(part)
         for (start, stop), received in zip(self.intervals, parts, strict=True):
             full[start:stop] = received[: stop - start]
         covered = sum(stop - start for start, stop in set(self.intervals))
         assert covered == self.numel(), "the ranks' intervals do not tile the tensor"
         return full.view(self.shape)
 
+    def gather_parts(self, part: Tensor) -> Tensor:
+        """Every rank's `part` [n] as [world, n].
+
+        Raises:
+            CommunicationError: the gather failed, for example because a rank died.
+        """
+        group = self.communicator
+        parts = part.new_empty(len(self.intervals), len(part))
+        # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
+        flat, source = parts.view(-1).view(torch.uint8), part.view(torch.uint8)
+        with communicating(f"gather of parameter {self.name!r}"):
+            start_all_gather(group, flat, source).wait()
+        return parts
+
     @property
+    @uncompiled
     def grad(self) -> ShardedTensor | None:
         """The gradient in this layout: what `grad_source` says, else what was assigned."""
         if self.grad_source is None:
@@ -213,6 +273,7 @@ class ShardedTensor(torch.Tensor):
             return None
 
     @grad.setter
+    @uncompiled
     def grad(self, value: Tensor | None) -> None:
         if value is not None and not isinstance(value, ShardedTensor):
             if value.shape != self.shape:
@@ -240,8 +301,10 @@ class ShardedTensor(torch.Tensor):
         return bool(super().requires_grad)
 
     @requires_grad.setter
+    @uncompiled
     def requires_grad(self, value: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        self._guard_gradient()
         if self.grad_source is not None:
             with contextlib.suppress(ReferenceError):  # the model is gone: nobody has to know
                 self.grad_source.requires_grad_changed()
@@ -263,13 +326,6 @@ class ShardedTensor(torch.Tensor):
         """Refused: autograd never sees a sharded parameter."""
         raise RuntimeError(self._no_hooks("register_post_accumulate_grad_hook"))
 
-    def share_memory_(self) -> NoReturn:
-        """Refused: the memory of a unit's parameters is its own."""
-        raise RuntimeError(
-            f"share_memory_: {self.describe()} lies in memory that its unit manages, which cannot "
-            "be moved; share the model before fully_shard"
-        )
-
     def _no_hooks(self, method: str) -> str:
         return (
             f"{method}: {self.describe()} gets its gradient from its unit's exchange, not from "
@@ -278,11 +334,13 @@ class ShardedTensor(torch.Tensor):
         )
 
     @property
+    @uncompiled
     def data(self) -> ShardedTensor:
         """The same elements without autograd; editing them in place edits the parameter."""
         return self.with_local(self.local)
 
     @data.setter
+    @uncompiled
     def data(self, value: Tensor) -> None:
         # `local` is a view of a buffer that the unit holds too, so it takes the values instead.
         if value.dtype != self.dtype:
@@ -302,54 +360,10 @@ class ShardedTensor(torch.Tensor):
             f"{len(self.intervals)}, local={self.local})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(f"{self.describe()} {_NO_COPY}")
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{self.describe()} {_NO_COPY}")
-
-    def _boxes(self) -> tuple[Box, ...]:
-        if self.numel() == 0:  # no elements to write, yet a checkpoint must list the name and shape
-            return (Box((0,) * self.dim(), tuple(self.shape), 0, 0),)
-        return interval_boxes(tuple(self.shape), self.start, self.start + self.local.numel())
-
-    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
-        """One item per box (protocol of torch.distributed.checkpoint); replicas are equal items."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes this rank holds (protocol of torch.distributed.checkpoint)."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-            for box in self._boxes()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The view of `local` in the shape of the box at `index.offset`.
-
-        Raises:
-            ValueError: this rank holds no box that starts there.
-        """
-        for box in self._boxes():
-            if index.offset is not None and box.offsets == tuple(index.offset):
-                return self.local[box.flat_start : box.flat_start + box.numel].view(box.sizes)
-        raise ValueError(f"{self.describe()}: expected the offset of one of its boxes, got {index}")
-
-
-_NO_COPY = (
-    "cannot be copied or pickled, since one rank's part alone is not the tensor: "
-    "take whole tensors with full_state_dict(module), or save with save_checkpoint"
-)
+def _refuse_gradient(parameter: ShardedTensor) -> NoReturn:
+    torch.Tensor.grad.__set__(parameter, None)  # type: ignore[union-attr]
+    raise RuntimeError(
+        f"backward: {parameter.describe()} was used in the loss as it is, and of its gradient this "
+        "rank knows only a part; use p.full_tensor() there instead, as in p.full_tensor().norm()"
+    )

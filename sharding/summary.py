@@ -12,6 +12,7 @@ from torch import nn
 from .fully_shard import runtime_of
 from .placements import Placement
 from .runtime import Runtime
+from .tree_watch import watches_of
 from .unit import Unit
 from .use_order import UnitGroup
 
@@ -117,8 +118,11 @@ def summary(module: nn.Module) -> Summary:
 
     Raises:
         ValueError: `module` is not the one passed to `fully_shard`.
+        RuntimeError: it has parameters that it did not have then.
     """
     runtime = runtime_of(module)
+    for watch in watches_of(module):
+        watch.check()
     world_size = runtime.collectives.world_size
     rows = tuple(_row(unit, group, world_size) for group in runtime.groups for unit in group.units)
     at_rest = sum(row.bytes_at_rest for row in rows)

@@ -23,14 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, FlatBuffer, FlatLayout
+from .bits import with_changes
 from .collectives import Collectives, Pending
+from .grad_source import GradSource
 from .grad_watch import GradientWatch
 from .gradients import Exchange, FlatRun, UnitGradients
 from .lanes import DONE, Event, Lane
 from .param_faces import ParamFaces, ParamSlot
+from .param_gradients import ParamGradients
 from .placements import Placement, Placements
-from .precision import UnitDtypes
-from .sharded_tensor import GradSource, ShardedTensor
+from .precision import UnitDtypes, require_masters
+from .sharded_tensor import ShardedTensor
 
 
 class UnitState(Enum):
@@ -95,7 +98,6 @@ class Unit:
         self._gather_name = f"gather of unit '{spec.name}'"
         self._gather_event: Event = DONE
         self.gradients = UnitGradients(spec, self.main_span, collectives, pool)
-        self._grad_views: dict[int, ShardedTensor] = {}
         self._flags_changed = True
 
     # ---- construction
@@ -117,21 +119,24 @@ class Unit:
         requires_grad: Sequence[bool],
         slots: Sequence[ParamSlot],
         on_ready: Callable[[], None],
+        on_contribution: Callable[[], None],
     ) -> None:
         """Make the two faces of every parameter and put the sharded ones into the modules.
 
-        `on_ready` is called in backward once all trainable parameters have their gradients.
+        `on_ready` is called in backward once all trainable parameters have their gradients,
+        `on_contribution` when that of a parameter which a loss used directly comes.
         """
         full = [
             nn.Parameter(view, requires_grad=trainable)
             for view, trainable in zip(self._views, requires_grad, strict=True)
         ]
-        proxy = weakref.proxy(self)
+        self._param_gradients = ParamGradients(weakref.proxy(self), on_contribution)
+        source = weakref.proxy(self._param_gradients)
         sharded = [
-            self.sharded_view(self.main, index, requires_grad=trainable, grad_source=proxy)
+            self.sharded_view(self.main, index, requires_grad=trainable, grad_source=source)
             for index, trainable in enumerate(requires_grad)
         ]
-        self._indices = {id(tensor): index for index, tensor in enumerate(sharded)}
+        self._param_gradients.own(sharded)
         # What is written to a shared buffer has reached the main parameters.
         self.faces = ParamFaces(full, sharded, slots, counts_writes=not self._shares_memory)
         self._watch = GradientWatch(full, on_ready)
@@ -224,6 +229,8 @@ class Unit:
 
     def _freeze_and_unfreeze(self) -> None:
         sharded, names = self.faces.sharded, self.spec.names
+        unfrozen = [tensor.name for tensor in sharded if tensor.requires_grad]
+        require_masters(self.spec.dtypes, self.spec.name, unfrozen)
         stretches: dict[int, list[int]] = {}
         for run in self.gradients.runs:
             stretches.setdefault(run.stretch, []).extend(run.indices)
@@ -316,21 +323,21 @@ class Unit:
             self._pool.shrink(self._storage, self._storage_bytes)
 
     @torch.no_grad()
-    def adopt_writes(self) -> None:
-        """Take over what was written to the gathered parameters: the elements of this rank's own
-        slice that differ bitwise from the cast of `main` go to `main`, the others keep theirs.
+    def adopt_writes(self, flat: Tensor | None = None) -> None:
+        """Take over what was written to the gathered parameters, or to `flat` [numel, compute
+        dtype]: the elements of this rank's own slice that differ bitwise from the cast of `main` go
+        to `main`, the others keep theirs.
 
         All ranks must do so: what is gathered counts as stale after it, whoever wrote what.
         """
-        assert self.state is UnitState.GATHERED, f"unit '{self.spec.name}' is {self.state.value}"
         self._stale = True
-        if self._shares_memory:
-            return
-        written = self._target.data if self._replicates_main else self._target_slices[self._rank]
-        if self._casts:
-            changed = _bits(written) != _bits(self.main.to(written.dtype))
-            written = torch.where(changed, written.to(self.main.dtype), self.main)
-        self.main.copy_(written)
+        if flat is None:
+            assert self.state is UnitState.GATHERED, f"{self.spec.name} is {self.state.value}"
+            if self._shares_memory:
+                return
+            flat = self._target.data
+        start, stop = self.main_span
+        self.main.copy_(with_changes(self.main, flat[start:stop]))
 
     # ---- gradients
 
@@ -362,39 +369,5 @@ class Unit:
         """Free the memory of reduced gradients that were cleared; whether there was any."""
         freed = self.gradients.free_cleared()
         if freed:
-            self._grad_views.clear()
+            self._param_gradients.forget_views()
         return freed
-
-    def _grad_view(self, index: int) -> ShardedTensor:
-        copy = self.gradients.copy_of(index)
-        if copy is not None:
-            return self.sharded_view(copy[0], index, base=copy[1])
-        view = self._grad_views.get(index)
-        if view is None:
-            assert self.gradients.main_grad is not None
-            view = self.sharded_view(self.gradients.main_grad, index)
-            self._grad_views[index] = view
-        return view
-
-    def get_grad(self, sharded: ShardedTensor) -> ShardedTensor | None:
-        """The reduced gradient of one parameter, sharded like it; None when there is none."""
-        index = self._indices[id(sharded)]
-        return self._grad_view(index) if self.gradients.has_tensor(index) else None
-
-    def set_grad(self, sharded: ShardedTensor, value: Tensor | None) -> None:
-        """Clear (None) or overwrite the reduced gradient of one parameter."""
-        index = self._indices[id(sharded)]
-        if value is not None:
-            value = value.clone()  # it may be a view of what is cleared for it
-            self.free_cleared_grads()  # others may be too, which are to be put back next
-            with self.gradients.editing():
-                self.gradients.show_tensor(index)
-                self._grad_view(index).copy_(value)
-        elif self.gradients.has_tensor(index):
-            with self.gradients.editing():
-                self.gradients.clear_tensor(index, self._grad_view(index))
-
-
-def _bits(flat: Tensor) -> Tensor:
-    # Compared as numbers, NaN would differ from itself and -0 equal 0.
-    return flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)

@@ -28,6 +28,8 @@ def _assert_tiles(shape: tuple[int, ...], start: int, stop: int) -> None:
     for box in boxes:
         assert box.flat_start == len(covered)
         assert box.numel == math.prod(box.sizes) > 0
+        for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True):
+            assert 0 <= offset < offset + size <= extent, "a box that reaches out of the tensor"
         covered += _flat_indices(shape, box)
     assert covered == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)

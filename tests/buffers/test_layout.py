@@ -59,6 +59,13 @@ def test_gaps_are_just_what_no_tensor_covers(shapes: list[tuple[int, ...]], worl
         assert stop == start
 
 
+def test_a_gap_of_one_element_is_one() -> None:
+    assert flat_layout([(1, 127), (1,)], 1).gaps() == [(127, 128), (129, 256)]
+    assert flat_layout([(127,)], 1).gaps() == [(127, 128)]
+    assert flat_layout([(129,)], 2).gaps() == [(129, 256)]
+    assert flat_layout([(128,)], 1).gaps() == []
+
+
 def test_padding_of_a_real_block_is_under_one_percent() -> None:
     width = 512
     block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] + [

@@ -171,7 +171,7 @@ def test_damage_is_found_before_anything_is_loaded(damage: str, tmp_path: Path) 
     metadata, data = tmp_path / "c" / ".metadata", tmp_path / "c" / "__0_0.distcp"
     state = named_state(runtime_of(saved), optimizer)["state"]["head.weight"]
     keys = {
-        "weight": ("model.head.weight", saved.head.weight.full_tensor().numpy().tobytes()),
+        "weight": ("model.head.weight", saved.head.weight.full_tensor().detach().numpy().tobytes()),
         "moment": ("optim.state.head.weight.exp_avg", state["exp_avg"].local.numpy().tobytes()),
         "counter": ("optim.state.head.weight.step", torch.ones(1).numpy().tobytes()),
         "value": ("extra.0", b"a text to find"),

@@ -72,3 +72,17 @@ def _device_over_gloo(rank, world_size, device_type):
 def test_gloo_is_for_cpus_unless_a_mesh_says_otherwise():
     for device_type, expected in ((None, "cpu"), ("cpu", "cpu"), ("cuda", "cuda:0")):
         assert run_on_ranks(_device_over_gloo, 2, device_type) == [expected] * 2
+
+
+def _communicators(rank, world_size):
+    groups, again = data_parallel_groups(None, None), data_parallel_groups(None, None)
+    assert groups.gather is dist.group.WORLD and groups.reduce is not groups.gather
+    assert again.reduce is groups.reduce
+    return [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in (groups.gather, groups.reduce)
+    ]
+
+
+def test_models_share_a_second_communicator_with_the_users_time_limit():
+    assert run_on_ranks(_communicators, 2, timeout_s=50) == [[40.0, 40.0]] * 2

@@ -58,12 +58,45 @@ def test_same_bits_for_every_sharding_and_right(world_size: int) -> None:
         assert got == pytest.approx(torch.linalg.vector_norm(grads, norm_type).item(), rel=1e-6)
 
 
+def norms_beside_small_gaps(rank: int, world_size: int) -> None:
+    # The weight ends one element before a block does.
+    plain = nn.Linear(127, 1)
+    x = torch.randn(world_size, 4, 127)
+    for part in x:
+        (plain(part).square().mean() / world_size).backward()
+    expected = torch.cat([param.grad.flatten() for param in plain.parameters()]).norm()
+    for zero in range(4):
+        model = nn.Linear(127, 1)
+        model.load_state_dict(plain.state_dict())
+        ss.fully_shard(model, zero_dp_strategy=zero)
+        model(x[rank]).square().mean().backward()
+        norm = ss.clip_grad_norm_(model, 1.0)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_gap_of_one_element_adds_nothing(world_size: int) -> None:
+    run_on_ranks(norms_beside_small_gaps, world_size)
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30], ids=["tiny", "huge"])
 def test_squares_neither_underflow_nor_overflow(scale: float) -> None:
     model = Transformer()
     ss.fully_shard(model)
     grads = torch.cat([grad.reshape(-1) for grad in fill_grads(model, scale)]).double()
     assert ss.clip_grad_norm_(model, 1.0).item() == pytest.approx(grads.norm().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1e-6, 1.0], ids=str)
+def test_small_gradients_are_scaled_as_by_torch(max_norm: float) -> None:
+    plain, model = Transformer(), Transformer()
+    ss.fully_shard(model)
+    for parameters in (plain, model):
+        fill_grads(parameters, 1e-8)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+    torch.testing.assert_close(ss.clip_grad_norm_(model, max_norm), expected, rtol=1e-5, atol=0)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad, rtol=1e-5, atol=0)
 
 
 def test_no_gradient_and_zero_gradient() -> None:

@@ -9,13 +9,17 @@ from sidestream.sharding.grad_packing import LARGE_GAP_NUMEL, GradientPacker
 
 CPU = torch.device("cpu")
 SHAPES = [(5, 3), (130,), (7,)]
+GAPS_OF_ONE = [(1, 127), (127,)]
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 10, 11, 64])
 @pytest.mark.parametrize("absent", [None, 1], ids=["all", "one absent"])
-def test_whatever_no_gradient_covers_is_zero(world_size: int, absent: int | None) -> None:
-    layout = flat_layout(SHAPES, world_size)
-    params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+@pytest.mark.parametrize("shapes", [SHAPES, GAPS_OF_ONE], ids=["any gaps", "gaps of one"])
+def test_whatever_no_gradient_covers_is_zero(
+    world_size: int, absent: int | None, shapes: list[tuple[int, ...]]
+) -> None:
+    layout = flat_layout(shapes, world_size)
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     expected = torch.zeros(layout.numel)
     for index, param in enumerate(params):
         if index != absent:

@@ -9,7 +9,9 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import sidestream as ss
+from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.schedule import Kind
+from sidestream.sharding.unit import UnitState
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.twins import Twins, square_loss
 
@@ -315,3 +317,45 @@ def test_a_unit_used_again_after_its_gradients_is_released_again() -> None:
     before = steps[: steps.index((Kind.BACKWARD, first))]
     assert before.count((Kind.GATHER, used_twice)) == 4
     assert before.count((Kind.RELEASE, used_twice)) == 4
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(4, WIDTH))
+        self.copies = False
+
+    def forward(self, count: int) -> Tensor:
+        return self.rows[:count].clone() if self.copies else self.rows[:count]
+
+
+class UsesTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = Table(), nn.Linear(WIDTH, 2)
+        self.returns = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows = self.table(len(x))
+        return self.head(x + rows), rows if self.returns else None
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["with a graph", "without a graph"])
+def test_a_table_is_kept_while_its_rows_are_in_use_and_no_longer(trains: bool) -> None:
+    model, x = UsesTable(), torch.randn(3, WIDTH)
+    expected = model.table.rows[:3].detach().clone()
+    ss.fully_shard(model, fsdp_unit_modules=[Table])
+    unit = runtime_of(model).units[1]
+    seen = []
+    model.head.register_forward_pre_hook(lambda *_: seen.append(unit.state))
+    with torch.set_grad_enabled(trains):
+        output, _ = model(x)
+        if trains:
+            output.sum().backward()
+        assert unit.state is UnitState.SHARDED
+        model.returns = True
+        assert torch.equal(model(x)[1], expected)
+        assert unit.state is UnitState.GATHERED
+        model.returns, model.table.copies = False, True
+        model(x)
+    assert seen == [UnitState.GATHERED, UnitState.GATHERED, UnitState.SHARDED]

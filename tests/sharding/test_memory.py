@@ -5,12 +5,14 @@ deletion.
 import gc
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import sidestream as ss
+from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import (
@@ -113,6 +115,36 @@ def gradients_are_freed_once_cleared(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_cleared_gradients_take_no_memory_from_the_next_forward_on(world_size: int) -> None:
     run_on_ranks(gradients_are_freed_once_cleared, world_size)
+
+
+def a_gather_raises(rank: int, world_size: int, error: type[BaseException]) -> None:
+    job = Job()
+    model, _ = build(job)
+    runtime, tokens = runtime_of(model), batch(0, rank=rank, world_size=world_size)
+    expected = loss_of(model, tokens).item()
+    runtime.rest()
+    resident = runtime.pool.live_bytes
+    gather, attempts = Collectives.gather, []
+
+    def fails_once(self: Collectives, *args: Any) -> Any:
+        attempts.append(args)
+        if len(attempts) == 3:
+            raise error("in a gather")
+        return gather(self, *args)
+
+    for _ in range(2):
+        attempts.clear()
+        with mock.patch.object(Collectives, "gather", fails_once), pytest.raises(error):
+            loss_of(model, tokens)
+        runtime.rest()
+        assert runtime.pool.live_bytes == storage_bytes(model) == resident
+    assert loss_of(model, tokens).item() == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt], ids=lambda kind: kind.__name__)
+def test_a_gather_that_raises_keeps_no_memory(error: type[BaseException], world_size: int) -> None:
+    run_on_ranks(a_gather_raises, world_size, error)
 
 
 def traffic_as_planned(rank: int, world_size: int) -> None:

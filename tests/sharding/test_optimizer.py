@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import sidestream as ss
-from sidestream.sharding import optimizer as optimizer_module
+from sidestream.sharding import flat_runs
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import Block, Transformer, batch, full_params, loss_of
@@ -66,16 +66,24 @@ def test_same_bits_as_the_plain_optimizer_and_state_carries_over(
         torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
 
 
+class Counting(torch.optim.SGD):
+    """Notes what it sees in a step."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.counts = [len(group["params"]) for group in self.param_groups]
+
+
 def test_flat_parameters_are_few() -> None:
     model = Transformer()
     decay = [param for param in model.parameters() if param.dim() >= 2]
     rest = [param for param in model.parameters() if param.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-2
+    optimizer = Counting([{"params": decay}, {"params": rest}], lr=1e-2)
+    ss.fully_shard(model, optimizer, fsdp_unit_modules=[Block], elementwise=True)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [len(decay), len(rest)]
+    optimizer.step()
+    assert optimizer.counts == [4, 4], (
+        "one flat parameter per unit and group: matrices are laid out together"
     )
-    ss.fully_shard(model, optimizer, fsdp_unit_modules=[Block])
-    counts = [len(group["params"]) for group in optimizer.param_groups]
-    assert counts == [4, 4], "one flat parameter per unit and group: matrices are laid out together"
 
 
 def cut_runs(rank: int, world_size: int, path: str) -> None:
@@ -85,12 +93,11 @@ def cut_runs(rank: int, world_size: int, path: str) -> None:
         torch.manual_seed(0)
         model = Transformer()
         opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with mock.patch.object(optimizer_module, "CACHED_RUN_NUMEL", 1 if name == "cut" else 2**30):
+        with mock.patch.object(flat_runs, "CACHED_RUN_NUMEL", 1 if name == "cut" else 2**30):
             ss.fully_shard(model, opt, fsdp_unit_modules=[Block])
         units = runtime_of(model).units
         runs = [run for unit in units for run in unit.gradients.runs]
         tensors = sum(len(unit.spec.names) for unit in units)
-        assert len(runs) == len(opt.param_groups[0]["params"])
         assert len(runs) == (tensors if name == "cut" else len(units))
         assert name == "whole" or any(run.start == run.stop for run in runs), "no empty part"
         step_all(model, opt, range(2))
@@ -193,12 +200,12 @@ def test_a_plain_optimizer_that_is_never_bound_still_trains() -> None:
         assert torch.equal(value, dict(plain.named_parameters())[name]), name
 
 
-def test_parameters_added_after_sharding_are_refused_at_the_step() -> None:
+def test_foreign_parameters_added_after_sharding_are_refused_at_the_step() -> None:
     model = Transformer()
     _, optimizer = ss.fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loss_of(model, batch(0)).backward()
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    with pytest.raises(ValueError, match=r"expected the 1 flat parameters .* got 2"):
+    with pytest.raises(ValueError, match=r"a foreign one at param_groups\[1\]\['params'\]\[0\]"):
         optimizer.step()
 
 
@@ -212,6 +219,24 @@ def test_step_on_gradients_that_were_never_exchanged_is_refused() -> None:
     optimizer.zero_grad()
     loss_of(model, batch(0)).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_an_optimizer_bound_after_backward_steps_with_its_gradients(zero: int) -> None:
+    torch.manual_seed(0)
+    plain = Transformer()
+    sharded = copy.deepcopy(plain)
+    ss.fully_shard(sharded, fsdp_unit_modules=[Block], zero_dp_strategy=zero)
+    for model in (plain, sharded):
+        loss_of(model, batch(0)).backward()
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() <= 1]
+        optimizer = torch.optim.SGD([{"params": matrices}, {"params": others, "lr": 1.0}], lr=0.1)
+        if model is sharded:
+            ss.fully_shard_optimizer(optimizer)
+        optimizer.step()
+    for name, value in full_params(sharded).items():
+        assert torch.equal(value, dict(plain.named_parameters())[name]), name
 
 
 def test_two_optimizers_over_one_model() -> None:

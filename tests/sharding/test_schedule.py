@@ -29,10 +29,20 @@ CASES = {
 
 
 def make_plan(
-    zero: int, num_groups: int, prefetch: int, in_flight: int, *, sync: bool = True
+    zero: int,
+    num_groups: int,
+    prefetch: int,
+    in_flight: int,
+    *,
+    sync: bool = True,
+    reshard: bool | None = None,
 ) -> tuple[Step, ...]:
     groups = [
-        PlanGroup((index,), reshard_after_forward=zero == 3 and index > 0, is_root=index == 0)
+        PlanGroup(
+            (index,),
+            reshard_after_forward=zero == 3 and (index > 0 if reshard is None else reshard),
+            is_root=index == 0,
+        )
         for index in range(num_groups)
     ]
     order = tuple(reversed(range(num_groups)))
@@ -95,6 +105,11 @@ RUNTIME_CASES: dict[str, dict[str, Any]] = {
     "zero3": {"zero": 3},
     "zero3, prefetch 2": {"zero": 3, "options": {"prefetch": 2}},
     "zero3, prefetch 0": {"zero": 3, "options": {"prefetch": 0}},
+    "zero3, keep after forward": {"zero": 3, "options": {"reshard_after_forward": False}},
+    "zero3, reshard root": {"zero": 3, "options": {"reshard_after_forward": True}},
+    "zero3, gathers in line": {"zero": 3, "options": {"overlap_param_gather": False}},
+    "zero2, gathers in line": {"zero": 2, "options": {"overlap_param_gather": False}},
+    "zero2, reshard": {"zero": 2, "options": {"reshard_after_forward": True}},
     "zero2": {"zero": 2},
     "zero1": {"zero": 1},
     "zero0": {"zero": 0},
@@ -106,8 +121,14 @@ RUNTIME_CASES: dict[str, dict[str, Any]] = {
 def test_runtime_follows_the_plan(case: dict[str, Any], sync: bool) -> None:
     job = Job(**case)
     for trace in run_on_ranks(traced_step, 2, job, 2, sync):
-        prefetch = job.options.get("prefetch", 1)
-        plan = make_plan(job.zero or 0, 4, prefetch, DeferredLane.max_exchanges, sync=sync)
+        plan = make_plan(
+            job.zero or 0,
+            4,
+            job.options.get("prefetch", int(job.options.get("overlap_param_gather", True))),
+            DeferredLane.max_exchanges,
+            sync=sync,
+            reshard=job.options.get("reshard_after_forward"),
+        )
         expected = [(step.kind.value, step.unit) for step in plan if step.kind is not Kind.STEP]
         if job.zero == 0:
             # Nothing has to move where every rank keeps all.

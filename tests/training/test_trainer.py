@@ -5,6 +5,10 @@ import pytest
 import torch
 
 from sidestream.cli import main
+from sidestream.tests.ranks import run_on_ranks
+from sidestream.training import trainer
+from sidestream.training.options import TrainOptions
+from sidestream.training.ranks import Place
 from sidestream.training.result import parse_result
 
 TINY = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]
@@ -118,3 +122,19 @@ def test_other_data_does_not_resume(train, tmp_path):
     code, error = train("--checkpoint", tmp_path / "saved", "--resume", "--data", other)
     assert code == 2
     assert "data_sha256" in error
+
+
+def _fingerprint(rank, world_size, options, meeting):
+    place = Place(rank, world_size, rank, world_size, f"file://{meeting}")
+    return trainer.train(trainer.plan_run(options, world_size), place).params_sha256
+
+
+def test_fingerprint_is_of_all_ranks_parameters(text_file, tmp_path):
+    tiny = {"device": "cpu", "model": "tiny", "seq_len": 16, "batch": 8, "steps": 2}
+    fingerprints = []
+    for zero in range(4):
+        options = TrainOptions(**tiny, data=text_file, zero=zero)
+        meeting = str(tmp_path / str(zero))
+        fingerprints.append(run_on_ranks(_fingerprint, 2, options, meeting, backend=None)[0])
+    # The same bits at every level, and at ZeRO-0 rank 0 holds all of every parameter.
+    assert set(fingerprints) == {fingerprints[0]}

@@ -1,0 +1,24 @@
+"""Tensors compared by their bits: as numbers, NaN would differ from itself and -0 equal 0."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differing(one: Tensor, other: Tensor) -> Tensor:
+    """Where the bits of two tensors of one shape and dtype differ: bool [shape]."""
+    integer = _INTEGERS[one.dtype.itemsize]
+    return one.view(integer) != other.view(integer)
+
+
+def with_changes(main: Tensor, written: Tensor) -> Tensor:
+    """`main` [n] with those elements of `written` [n] that are not the cast of `main`: the others
+    keep the bits that a narrower `written` cannot hold.
+    """
+    if written.dtype == main.dtype:
+        return written
+    changed = differing(written, main.to(written.dtype))
+    return torch.where(changed, written.to(main.dtype), main)

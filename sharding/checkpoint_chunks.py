@@ -1,0 +1,70 @@
+"""How `torch.distributed.checkpoint` reads and writes one rank's part of a tensor: as boxes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..buffers.boxes import Box, interval_boxes
+
+# Only checkpoints need them at run time, and they take longer to import than all of sidestream.
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+class CheckpointChunks:
+    """Mixed into a tensor class: the protocol of checkpointable tensors over `local`, the elements
+    of a tensor of `shape` from `start` on.
+    """
+
+    local: Tensor
+    start: int
+    shape: torch.Size
+
+    def describe(self) -> str:
+        """The tensor in a few words, for messages."""
+        raise NotImplementedError
+
+    def _boxes(self) -> tuple[Box, ...]:
+        if self.shape.numel() == 0:
+            # No elements to write, yet a checkpoint must list the name and shape.
+            return (Box((0,) * len(self.shape), tuple(self.shape), 0, 0),)
+        return interval_boxes(tuple(self.shape), self.start, self.start + self.local.numel())
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        """One item per box (protocol of torch.distributed.checkpoint); replicas are equal items."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The boxes this rank holds (protocol of torch.distributed.checkpoint)."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+            for box in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The view of `local` in the shape of the box at `index.offset`.
+
+        Raises:
+            ValueError: this rank holds no box that starts there.
+        """
+        for box in self._boxes():
+            if index.offset is not None and box.offsets == tuple(index.offset):
+                return self.local[box.flat_start : box.flat_start + box.numel].view(box.sizes)
+        raise ValueError(f"{self.describe()}: expected the offset of one of its boxes, got {index}")

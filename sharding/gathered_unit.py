@@ -1,0 +1,176 @@
+"""A unit's parameters outside forward and backward: whole, plain, over memory of their own.
+
+The memory is nobody's but theirs, so what a graph or a view holds of it stays valid, and is freed
+with the last who does. Gradients go to the unit's full parameters, which the exchange takes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..buffers import FlatBuffer
+from .bits import differing
+from .collectives import Collectives
+from .unit import Unit, UnitState
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+_FAULTS = (
+    "",
+    "was written to, though write=False: pass write=True to keep what is written",
+    "was given other values on some ranks than on others: write the same on all, for example what "
+    "one rank broadcasts",
+    "was given data of another shape or dtype: it keeps both",
+    "was replaced by another object: write to it with copy_ or `.data =`",
+    "was given a gradient by hand: set p.grad outside",
+    "changed meanwhile, by an optimizer or by a load: do that outside",
+)
+_NAMED = 6
+"""Parameters that an error names."""
+_WRITTEN, _UNEQUAL, _RESHAPED, _REPLACED, _GRADIENT, _MOVED = range(1, len(_FAULTS))
+
+
+class GradientPath:
+    """Where gradients of whole parameters go. Alive as long as a graph or anybody holds one."""
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        self._runtime = runtime
+        self._unit = unit
+        self._leaves: list[weakref.ref[nn.Parameter]] = []
+
+    def add(self, leaf: nn.Parameter) -> None:
+        """Take the gradients of `leaf`, which stands for the unit's next parameter."""
+        index = len(self._leaves)
+        self._leaves.append(weakref.ref(leaf))
+
+        def gradient_came(leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            assert grad is not None
+            self._runtime.whole_gradient_came(self._unit, index, grad)
+
+        if leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(gradient_came)
+
+    def leaf(self, index: int) -> nn.Parameter | None:
+        """The whole parameter, if anybody holds it."""
+        return self._leaves[index]()
+
+
+class GatheredUnit:
+    """`unit` while its parameters are whole."""
+
+    @torch.no_grad()
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        """Gather (a collective), and put the whole parameters into the modules."""
+        self.unit = unit
+        self._collectives: Collectives = runtime.collectives
+        self._version = unit.main._version
+        self.flat = self._gather()
+        # Each has a version counter of its own: a write to one must not spoil graphs of the others.
+        self._homes = [view.data for view in FlatBuffer(self.flat, unit.spec.layout).views()]
+        self.params = [
+            nn.Parameter(home, requires_grad=sharded.requires_grad)
+            for home, sharded in zip(self._homes, unit.faces.sharded, strict=True)
+        ]
+        path = GradientPath(runtime, unit)
+        for param, full in zip(self.params, unit.faces.full, strict=True):
+            path.add(param)
+            vars(param).update(vars(full))  # marks that people leave on parameters
+        unit.faces.lend(self.params, path)
+
+    def _gather(self) -> Tensor:
+        own = self.unit.main.to(self.unit.spec.dtypes.compute, copy=True)
+        if own.numel() == self.unit.spec.layout.numel:
+            return own
+        return self._collect(own)
+
+    def _collect(self, own: Tensor) -> Tensor:
+        """Every rank's `own` slice [shard_numel], as one tensor (a collective)."""
+        layout = self.unit.spec.layout
+        flat = torch.empty(layout.numel, dtype=own.dtype, device=own.device)
+        what = f"gather of the whole parameters of unit '{self.unit.spec.name}'"
+        slices = FlatBuffer(flat, layout).shards()
+        for pending in self._collectives.gather(flat, slices, own, what):
+            pending.wait()
+        return flat
+
+    @torch.no_grad()
+    def faults(self, write: bool) -> list[int]:
+        """What is wrong with each parameter, as positions in `_FAULTS`; 0: nothing. A collective,
+        whose result still may differ between ranks.
+        """
+        found = [
+            max(self._settle(param, home), 0 if param.grad is None else _GRADIENT)
+            for param, home in zip(self.params, self._homes, strict=True)
+        ]
+        for index in self.unit.faces.replaced():
+            found[index] = _REPLACED
+        if self.unit.main._version != self._version:
+            found = [_MOVED] * len(found)
+        layout = self.unit.spec.layout
+        start, stop = layout.shard_range(self._collectives.rank)
+        # With writes: what would be kept of all ranks' values, beside those of this one.
+        reference = self._collect(self.flat[start:stop].clone()) if write else self._gather()
+        for index, view in enumerate(FlatBuffer(reference, layout).views()):
+            if differing(self._homes[index], view).any():
+                found[index] = max(found[index], _UNEQUAL if write else _WRITTEN)
+        return found
+
+    def write_back(self) -> None:
+        """Bring what was written to the main parameters. All ranks must do so."""
+        if self.unit.state is UnitState.GATHERING:
+            self.unit.finish_gather()  # it still reads them
+        self.unit.adopt_writes(self.flat)
+
+    def _settle(self, param: nn.Parameter, home: Tensor) -> int:
+        """Bring data that was assigned to `param` home."""
+        if param.shape != home.shape or param.dtype != home.dtype:
+            return _RESHAPED
+        if not param.is_set_to(home):
+            home.copy_(param.detach().clone())  # it may be a view of its home
+        return 0
+
+
+def check_whole(units: Sequence[GatheredUnit], collectives: Collectives, write: bool) -> None:
+    """Compare what the ranks hold (a collective).
+
+    Raises:
+        RuntimeError: on all ranks, with the names of the parameters that cannot go back as they
+            are.
+    """
+    names = [name for gathered in units for name in gathered.unit.spec.names]
+    codes = [code for gathered in units for code in gathered.faults(write)]
+    agreed = torch.tensor(codes, dtype=torch.int64, device=collectives.groups.device)
+    what = "comparison of the parameters inside gathered()"
+    collectives.all_reduce(agreed, dist.ReduceOp.MAX, what)
+    problems = [
+        f"'{name}' {_FAULTS[code]}"
+        for name, code in zip(names, agreed.tolist(), strict=True)
+        if code
+    ]
+    if problems:
+        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise RuntimeError(
+            "gathered: nothing was written back: parameter " + "; ".join(problems[:_NAMED]) + more
+        )
+
+
+def check_not_gathered(units: Sequence[Unit], caller: str) -> None:
+    """Refuse to go on inside `gathered`.
+
+    Raises:
+        RuntimeError: parameters are whole, beside which the sharded ones would change.
+    """
+    for unit in units:
+        if unit.faces.whole is not None:
+            raise RuntimeError(
+                f"{caller}: expected sharded parameters, those of unit '{unit.spec.name}' are "
+                "whole inside gathered(); leave the block first"
+            )

@@ -1,0 +1,188 @@
+"""Tests of examples/: each as its reader runs it, on one rank and on two, beside a plain twin."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sidestream.tests.ranks import run_on_ranks
+
+pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+TORCHRUN += ("--rdzv-endpoint", "127.0.0.1:0")  # a free port
+
+
+def _run(name: str, world_size: int, folder: Path) -> list[str]:
+    """Run an example, with `folder` as its argument and where it starts; return its lines."""
+    launcher = TORCHRUN if world_size > 1 else ()
+    path = EXAMPLES / f"{name}.py"
+    offline = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(path), str(folder / "out")],
+        cwd=folder,
+        env={**os.environ, **offline},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def _load(name: str) -> ModuleType:
+    """The example as a module, in a process where other packages may warn."""
+    warnings.simplefilter("ignore")
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _losses(lines: list[str]) -> list[float]:
+    """Of lines such as "step 1: loss 4.8"."""
+    return [float(line.split("loss ")[1]) for line in lines if line.startswith("step ")]
+
+
+def _check_close(got: Any, expected: dict[str, Tensor]) -> None:
+    state = got.state_dict() if isinstance(got, nn.Module) else got
+    assert sorted(state) == sorted(expected)
+    for name, value in expected.items():
+        # By norm: AdamW moves an element whose gradient is a rounding error by the learning rate.
+        assert (state[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+def _plain_steps(example: ModuleType, model: Any, world_size: int) -> list[float]:
+    """Train as the example does, with every rank's data in turn; returns rank 0's losses."""
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    losses = []
+    for step in range(example.STEPS):
+        for rank in range(world_size):
+            tokens = example.batch(step, rank)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            (loss / world_size).backward()
+            losses += [loss.item()] if rank == 0 else []
+        nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _check_llama(_rank: int, _size: int, world_size: int, lines: list[str], out: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    example = _load("transformers_llama")
+    twin = example.build_model()
+    torch.testing.assert_close(
+        _losses(lines), _plain_steps(example, twin, world_size), rtol=1e-5, atol=1e-6
+    )
+    loaded = LlamaForCausalLM.from_pretrained(out)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    _check_close(loaded, twin.state_dict())
+    tokens = loaded.generate(example.batch(0, 0)[:1, :4], max_new_tokens=4, do_sample=False)
+    assert lines[-1] == f"generated {tokens[0, 4:].tolist()}"
+
+
+def _check_peft(_rank: int, _size: int, world_size: int, lines: list[str], out: Path) -> None:
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    example = _load("peft_lora")
+    twin = example.build_model()
+    torch.testing.assert_close(
+        _losses(lines), _plain_steps(example, twin, world_size), rtol=1e-5, atol=1e-6
+    )
+    base = LlamaForCausalLM.from_pretrained(out / "base")
+    adapted = PeftModel.from_pretrained(base, out / "adapter")
+    _check_close(adapted, twin.state_dict())
+    merged = LlamaForCausalLM.from_pretrained(out / "merged")
+    expected = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in merged.state_dict().items())
+
+
+def _check_trainer(_rank: int, _size: int, world_size: int, lines: list[str], out: Path) -> None:
+    from transformers import LlamaForCausalLM, Trainer
+
+    example = _load("transformers_trainer")
+    arguments = example.arguments(str(out / "plain"))
+    arguments.per_device_train_batch_size *= world_size
+    arguments.save_strategy = "no"
+    plain = Trainer(example.build_model(), arguments, train_dataset=example.dataset())
+    plain.train()
+    expected = [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
+    (line,) = (line for line in lines if line.startswith("losses "))
+    losses = [float(loss) for loss in line.split()[1:]]
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    assert lines[-1] == "resumed after step 3: same bits True"
+    _check_close(LlamaForCausalLM.from_pretrained(out / "final"), plain.model.state_dict())
+
+
+def _check_lightning(_rank: int, _size: int, world_size: int, lines: list[str], out: Path) -> None:
+    example = _load("lightning_strategy")
+    batches, example.data = example.data, lambda size: batches(size * world_size)
+    # One rank of DDP: where ranks are told apart, Lightning shuffles, in the same order for any.
+    plain = example.fit(str(out / "plain"), "ddp")
+    loaded = example.Regression.load_from_checkpoint(out / "epoch=1.ckpt")
+    _check_close(loaded, plain.state_dict())
+    assert lines[-2] == "resumed after the first epoch: same bits True"
+    assert lines[-1].endswith("same bits True")
+
+
+def _check_safetensors(
+    _rank: int, _size: int, _world_size: int, lines: list[str], out: Path
+) -> None:
+    from safetensors.torch import load_model
+
+    example = _load("safetensors_files")
+    twin = example.build_model(0)
+    tokens = torch.arange(16)
+    nn.functional.cross_entropy(twin(tokens), tokens.flip(0)).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    loaded = example.build_model(1)
+    assert load_model(loaded, out / "model.safetensors") == (set(), [])
+    _check_close(loaded, twin.state_dict())
+    assert lines[-1] == "imported into another sharded model: same outputs True"
+
+
+def _check_quickstart(
+    _rank: int, _size: int, _world_size: int, lines: list[str], out: Path
+) -> None:
+    losses = _losses(lines)
+    assert losses[-1] < losses[0]
+    assert (out.parent / "checkpoints" / "quickstart").is_dir()
+
+
+CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
+    "lightning_strategy": (_check_lightning, ("lightning",)),
+    "peft_lora": (_check_peft, ("transformers", "peft")),
+    "quickstart": (_check_quickstart, ()),
+    "safetensors_files": (_check_safetensors, ("safetensors",)),
+    "transformers_llama": (_check_llama, ("transformers",)),
+    "transformers_trainer": (_check_trainer, ("transformers", "accelerate")),
+}
+
+
+def test_every_example_has_a_case() -> None:
+    assert sorted(CASES) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2], ids="world{}".format)
+@pytest.mark.parametrize("name", CASES)
+def test_example_does_what_plain_pytorch_does(name: str, world_size: int, tmp_path: Path) -> None:
+    check, packages = CASES[name]
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}, of the extra `examples`")
+    lines = _run(name, world_size, tmp_path)
+    run_on_ranks(check, 1, world_size, lines, tmp_path / "out", backend=None)
