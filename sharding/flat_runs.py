@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from .gradients import FlatRun
+from .messages import listed
 from .runtime import Runtime
 from .unit import Unit
-
-_NAMED = 4
-"""Parameters that an error names."""
 
 CACHED_RUN_NUMEL = 256 * 1024
 """On a CPU an optimizer passes over each parameter some ten times, so a flat parameter takes no
@@ -67,7 +65,7 @@ def locate_params(
                     "make the optimizer "
                     "from module.parameters() and pass both to fully_shard, or make it after "
                     "fully_shard. The "
-                    f"module has {len(names)} parameters: {', '.join(names[:_NAMED])}, ..."
+                    f"module has {len(names)} parameters: {listed(names)}"
                 )
             located[-1].append(location)
     return located
@@ -98,7 +96,7 @@ def replaced_owners(
         names = [runtime.units[place.unit].spec.names[place.index] for place in taken]
         raise ValueError(
             "optimizer: expected parameters that no other optimizer updates, got "
-            f"{', '.join(names[:_NAMED])}, which another one holds together with "
+            f"{listed(names)}, which another one holds together with "
             f"{len(split) - len(taken)} more and would lose without notice; give each "
             "parameter to one optimizer, or replace the other one as a whole"
         )

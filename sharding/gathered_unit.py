@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..buffers import FlatBuffer
 from .bits import differing
 from .collectives import Collectives
+from .messages import listed
 from .unit import Unit, UnitState
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ _FAULTS = (
     "was given a gradient by hand: set p.grad outside",
     "changed meanwhile, by an optimizer or by a load: do that outside",
 )
-_NAMED = 6
-"""Parameters that an error names."""
 _WRITTEN, _UNEQUAL, _RESHAPED, _REPLACED, _GRADIENT, _MOVED = range(1, len(_FAULTS))
 
 
@@ -156,9 +155,8 @@ def check_whole(units: Sequence[GatheredUnit], collectives: Collectives, write: 
         if code
     ]
     if problems:
-        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         raise RuntimeError(
-            "gathered: nothing was written back: parameter " + "; ".join(problems[:_NAMED]) + more
+            "gathered: nothing was written back: parameter " + listed(problems, "; ")
         )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .arguments import lacks_forward
+from .messages import listed
 from .precision import MixedPrecisionPolicy, resolve_dtypes
 from .sharded_tensor import ShardedTensor
 from .uncompiled import plain_name
@@ -26,8 +27,6 @@ from .unit_classes import class_names
 
 Signature = list[tuple[str, tuple[int, ...], str, bool]]
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
-_NAMED = 10
-"""Offenders that an error names."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,10 +83,7 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
         if (problem := _problem_of_any(buffer))
     ]
     if problems:
-        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        raise ValueError(
-            "fully_shard cannot take these parameters: " + "; ".join(problems[:_NAMED]) + more
-        )
+        raise ValueError("fully_shard cannot take these parameters: " + listed(problems, "; "))
     return list(entries.values())
 
 

@@ -9,8 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
-_NAMED = 4
-"""Parameters that the error names."""
+from .messages import listed
 
 # By id, since tensors compare elementwise; the reference tells when an id was given to another.
 _REPLACED: dict[int, tuple[weakref.ref[Tensor], str]] = {}
@@ -37,10 +36,9 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
         if id(param) in _REPLACED and _REPLACED[id(param)][0]() is param
     ]
     if names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise ValueError(
             "optimizer.step: expected parameters that a model uses, got "
-            f"{', '.join(names[:_NAMED])}{more}, which fully_shard has replaced by sharded ones: "
+            f"{listed(names)}, which fully_shard has replaced by sharded ones: "
             "pass the optimizer to fully_shard together with the module, or make it from "
             "module.parameters() afterwards and pass it to fully_shard_optimizer"
         )

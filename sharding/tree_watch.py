@@ -22,11 +22,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from .messages import listed
 from .sharded_tensor import ShardedTensor
 from .unit import Unit
-
-_NAMED = 6
-"""Parameters that an error names."""
 
 
 class TreeWatch:
@@ -86,7 +84,7 @@ class TreeWatch:
         if new:
             raise RuntimeError(
                 "module: expected the parameters that it had when fully_shard sharded it, got "
-                f"{_listed(new)} besides, which each rank would hold and train for itself; add or "
+                f"{_quoted(new)} besides, which each rank would hold and train for itself; add or "
                 "tie parameters before fully_shard, or take them out again"
             )
         self._learn(module)
@@ -112,7 +110,7 @@ class TreeWatch:
         if moved:
             raise RuntimeError(
                 "module: expected parameters under the names that they had when fully_shard "
-                f"sharded it, got {_listed(moved)} taken out or renamed, while the optimizer's "
+                f"sharded it, got {_quoted(moved)} taken out or renamed, while the optimizer's "
                 "state goes by these names; change the module before fully_shard, or save it "
                 "without the optimizer"
             )
@@ -147,6 +145,5 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, tuple[int, str], nn.Pa
                 yield name, (id(submodule._parameters), attribute), param
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(f"'{name}'" for name in names[:_NAMED]) + more
+def _quoted(names: Sequence[str]) -> str:
+    return listed([f"'{name}'" for name in names])
