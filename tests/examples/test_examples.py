@@ -173,12 +173,19 @@ CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
 }
 
 
+# Alone, the adapters are trained by their own tests.
+RUNS = [(name, 2) for name in CASES] + [
+    ("quickstart", 1),
+    ("peft_lora", 1),
+    ("transformers_llama", 1),
+]
+
+
 def test_every_example_has_a_case() -> None:
     assert sorted(CASES) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2], ids="world{}".format)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "world_size"), RUNS, ids=lambda value: str(value))
 def test_example_does_what_plain_pytorch_does(name: str, world_size: int, tmp_path: Path) -> None:
     check, packages = CASES[name]
     for package in packages:
