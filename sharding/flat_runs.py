@@ -62,10 +62,9 @@ def locate_params(
                 raise ValueError(
                     f"optimizer: expected only parameters of the module, got a foreign one at "
                     f"param_groups[{number}]['params'][{position}], shape {tuple(param.shape)}; "
-                    "make the optimizer "
-                    "from module.parameters() and pass both to fully_shard, or make it after "
-                    "fully_shard. The "
-                    f"module has {len(names)} parameters: {listed(names)}"
+                    "make the optimizer from module.parameters() and pass both to fully_shard, or "
+                    "make it after fully_shard. The module has "
+                    f"{len(names)} parameters: {listed(names)}"
                 )
             located[-1].append(location)
     return located
@@ -89,9 +88,11 @@ def replaced_owners(
         ValueError: one, still alive, would lose some of it and keep the rest.
     """
     wanted = {location for places in located for location in places}
-    if _split_by(wanted, optimizer, runtime):
+    held = _held_by_others(optimizer, runtime)
+    if _split_by(wanted, held):
         gc.collect()  # an optimizer that nobody uses may live on in a cycle with its scheduler
-    if split := _split_by(wanted, optimizer, runtime):
+        held = _held_by_others(optimizer, runtime)
+    if split := _split_by(wanted, held):
         taken = [place for place in split if place in wanted]
         names = [runtime.units[place.unit].spec.names[place.index] for place in taken]
         raise ValueError(
@@ -100,7 +101,6 @@ def replaced_owners(
             f"{len(split) - len(taken)} more and would lose without notice; give each "
             "parameter to one optimizer, or replace the other one as a whole"
         )
-    held = _held_by_others(optimizer, runtime)
     return [other for other, places in held.items() if places[0] in wanted]
 
 
@@ -118,12 +118,12 @@ def _held_by_others(
 
 
 def _split_by(
-    wanted: set[Location | None], optimizer: torch.optim.Optimizer, runtime: Runtime
+    wanted: set[Location | None], held: Mapping[torch.optim.Optimizer, list[Location]]
 ) -> list[Location]:
-    """What another optimizer holds that would lose some of it, but not all, to one that has
+    """What an optimizer of `held` has that would lose some of it, but not all, to one that has
     `wanted`.
     """
-    for places in _held_by_others(optimizer, runtime).values():
+    for places in held.values():
         if 0 < sum(place in wanted for place in places) < len(places):
             return places
     return []

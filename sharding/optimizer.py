@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -77,8 +78,28 @@ def is_bound(optimizer: torch.optim.Optimizer) -> bool:
     return optimizer in _BOUND
 
 
-class _Frame(dict[str, Any]):
-    """Keyword arguments of a step, which its frame alone holds: when it is gone, so is the step."""
+def _guarded(optimizer: torch.optim.Optimizer, leave: Callable[[], None]) -> Callable[..., Any]:
+    """`optimizer.step`, with `leave` after it whatever ended it; refers to `optimizer` weakly."""
+    inner, reference = vars(optimizer).get("step"), weakref.ref(optimizer)
+
+    @functools.wraps(inner or type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        current = reference()
+        assert current is not None
+        try:
+            if inner is not None:  # such as an LR scheduler's, which counts steps
+                return inner(*args, **kwargs)
+            return type(current).step(current, *args, **kwargs)
+        finally:
+            leave()
+
+    def unbound(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    del step.__wrapped__
+    step.__signature__ = inspect.signature(optimizer.step)  # type: ignore[attr-defined]
+    step.__func__ = unbound  # type: ignore[attr-defined] # what a later LR scheduler wraps
+    return step
 
 
 class _BoundOptimizer:
@@ -91,11 +112,11 @@ class _BoundOptimizer:
         self._flat_state: dict[Any, dict[str, Any]] = {}
         self._shown: list[list[Tensor]] = []
         self._shown_state: object = None
-        self._frame: weakref.ref[_Frame] | None = None
         self._inside = False
         self._is_replaced = False
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(lambda *_: self._leave())
+        optimizer.step = _guarded(optimizer, self._leave)  # type: ignore[method-assign]
         # Over flat parameters it is a store for each of them, and there are few.
         optimizer.zero_grad = functools.wraps(type(optimizer).zero_grad)(  # type: ignore[method-assign]
             functools.partial(self._zero_grad)
@@ -115,23 +136,20 @@ class _BoundOptimizer:
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         before.move_to_end(self._before.id)  # type: ignore[attr-defined]
         after.move_to_end(self._after.id, last=False)  # type: ignore[attr-defined]
-        self._leave()  # if an exception ended the step before
+        self._leave()  # a subclass calls the step of its base: hooks run again
 
     @uncompiled
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        frame = _Frame(kwargs)
-        reference = weakref.ref(self)
-        self._frame = weakref.ref(frame, lambda _: _leave_after_failure(reference))
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._enter()
         elif "closure" in kwargs:
-            frame["closure"] = self._outside(closure)
+            kwargs = {**kwargs, "closure": self._outside(closure)}
         else:
             args = (args[0], self._outside(closure), *args[2:])
-        return args, frame
+        return args, kwargs
 
     def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """`closure`, which runs backward and may clip, with the optimizer as it is outside."""
@@ -179,7 +197,7 @@ class _BoundOptimizer:
     @staticmethod
     def _show(optimizer: torch.optim.Optimizer, params: list[list[Tensor]]) -> None:
         for group, members in zip(optimizer.param_groups, params, strict=True):
-            group["params"] = members
+            group["params"] = list(members)  # people change these lists in place
 
     def _show_state(self, optimizer: torch.optim.Optimizer) -> None:
         reference = weakref.ref(self)
@@ -254,9 +272,10 @@ class _BoundOptimizer:
             [p for p, place in zip(group["params"], places, strict=True) if place is None]
             for group, places in zip(optimizer.param_groups, located, strict=True)
         ]
-        sharded = set(sharded_locations(runtime))
+        stepped = {id(runtime.units[key.unit].faces.sharded[key.index]) for key in keys}
         flat: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
-        flat.update({key: value for key, value in named.items() if id(key) not in sharded})
+        # What is in no group keeps its state, as in plain PyTorch: it may come back.
+        flat.update({key: value for key, value in named.items() if id(key) not in stepped})
         for position, unit in enumerate(runtime.units):
             for run in recut(unit, position, keys, optimizer):
                 flat_params[keys[Location(position, run.indices[0])].group].append(run.param)
@@ -273,12 +292,6 @@ class _BoundOptimizer:
 _BOUND: weakref.WeakKeyDictionary[torch.optim.Optimizer, _BoundOptimizer] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def _leave_after_failure(reference: weakref.ref[_BoundOptimizer]) -> None:
-    bound = reference()
-    if bound is not None:
-        bound._leave()
 
 
 @functools.cache

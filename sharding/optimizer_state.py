@@ -29,7 +29,10 @@ State = dict[str, Any]
 
 
 class ShardedState(collections.defaultdict[Any, State]):
-    """`optimizer.state` outside `step`, made when somebody first looks: a step costs nothing."""
+    """`optimizer.state` outside `step`, made when somebody first looks: a step costs nothing.
+
+    What it gave holds until the next step, after which another one is made.
+    """
 
     def __init__(self, make: Callable[[], Mapping[Any, State]]) -> None:
         super().__init__(dict)
@@ -44,7 +47,17 @@ class ShardedState(collections.defaultdict[Any, State]):
         """Make it now."""
         if self._make is not None:
             make, self._make = self._make, None
-            self.update(make())
+            super().update(make())
+
+    def copy(self) -> collections.defaultdict[Any, State]:  # type: ignore[override]
+        """As it is now, in a dictionary of its own."""
+        self.fill()
+        return collections.defaultdict(dict, self)
+
+    __copy__ = copy  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return collections.defaultdict, (dict,), None, None, iter(self.items())
 
 
 def _looking(name: str) -> Callable[..., Any]:
@@ -59,9 +72,9 @@ def _looking(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__iter__", "__len__", "__or__"),
-    *("__reduce__", "__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get"),
-    *("items", "keys", "pop", "popitem", "setdefault", "values"),
+    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__"),
+    *("__ne__", "__or__", "__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "get"),
+    *("items", "keys", "pop", "popitem", "setdefault", "update", "values"),
 ):
     setattr(ShardedState, _name, _looking(_name))
 

@@ -87,8 +87,8 @@ def _by_results(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 def _results_of_holders(x: ShardedTensor, own: Tensor) -> Tensor:
     """`own` [] of every rank that holds elements of `x`."""
     results = x.gather_parts(own.reshape(1))
-    holders = [rank for rank, (start, stop) in enumerate(x.intervals) if start < stop]
-    return results[holders, 0]
+    holders = (rank for rank, (start, stop) in enumerate(x.intervals) if start < stop)
+    return torch.stack([results[rank, 0] for rank in holders])
 
 
 def _equal(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -134,12 +134,12 @@ def _is_exact(x: ShardedTensor, order: float, dtype: torch.dtype) -> bool:
     return order >= 1 and x.dtype in _NORM_DTYPES and dtype in _NORM_DTYPES
 
 
-def _exact_norms(tensors: Sequence[ShardedTensor], order: float) -> Tensor:
-    """Norms [n], in the order of `tensors`, of all that share communicators at once."""
+def _exact_norms(tensors: Sequence[ShardedTensor], order: float) -> list[Tensor]:
+    """Norms, each [], in the order of `tensors`, of all that share communicators at once."""
     positions: dict[int, list[int]] = {}
     for position, x in enumerate(tensors):
         positions.setdefault(0 if x.is_whole else id(x.group), []).append(position)
-    norms = torch.empty(len(tensors), device=tensors[0].device)
+    norms: dict[int, Tensor] = {}
     for members in positions.values():
         like = tensors[members[0]]
 
@@ -149,8 +149,8 @@ def _exact_norms(tensors: Sequence[ShardedTensor], order: float) -> Tensor:
                     dist.all_reduce(tensor, op, group=like.communicator)
 
         owned = [[tensors[position].local] for position in members]
-        norms[members] = exact_norms(owned, order, like.device, reduce)
-    return norms
+        norms |= zip(members, exact_norms(owned, order, like.device, reduce), strict=True)
+    return [norms[position] for position in range(len(tensors))]
 
 
 def _foreach_max(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -103,16 +103,16 @@ class Runtime:
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
+        recompute = self._runs_backward()
+        if not recompute:
+            group.open_calls += 1  # first, as `post_forward` comes whatever is raised here
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
                 "fully_shard: expected a forward outside torch.func, got one inside a transform "
                 "such as grad or vmap, which cannot follow gathers; use autograd"
             )
-        recompute = self._runs_backward()
         if recompute:
             self._begin_backward_of(group)
-        else:
-            group.open_calls += 1
         for unit in group.units:
             self._start_gather(unit)
         if not recompute:
@@ -129,9 +129,10 @@ class Runtime:
         """The module of `group` has run, or an exception ended it, perhaps before `pre_forward`."""
         if self._backward is not None:
             return
-        group.open_calls = max(group.open_calls - 1, 0)
-        if group.open_calls > 0:
-            return
+        if group.open_calls:
+            group.open_calls -= 1
+            if group.open_calls:
+                return
         for unit in group.units:
             unit.show_sharded()
         self._note_lent(group, output)
@@ -375,7 +376,8 @@ class Runtime:
     def _retire(self, units: Sequence[Unit]) -> None:
         """`units` have done their work, unless a graph of gradients or an output may read them."""
         for unit in units:
-            unit.show_sharded()
+            if unit.faces.shows_full:
+                unit.show_sharded()
             kept = self._keeps_gathered or unit.spec.index in self._lent
             if unit.state is UnitState.GATHERED and not kept:
                 unit.release()

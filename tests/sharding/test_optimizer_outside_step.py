@@ -3,6 +3,7 @@ the same on every rank as on a plain model: clipping, scaling, schedules, resets
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +141,31 @@ def a_group_added_later(pair: Pair) -> None:
     pair.train(1, 2)
 
 
+def groups_edited_between_steps(pair: Pair) -> None:
+    pair.train(0)
+    taken = [optimizer.param_groups[0]["params"].pop(1) for _, optimizer in pair.both()]
+    pair.train(1, 2)
+    for (_, optimizer), param in zip(pair.both(), taken, strict=True):
+        optimizer.param_groups[0]["params"].append(param)
+    for model, _ in pair.both():
+        model.zero_grad()
+    pair.train(3, 4)
+
+
+def state_that_is_assigned_as_a_whole(pair: Pair) -> None:
+    pair.train(0)
+    plain, ours = list(pair.plain.parameters()), list(pair.sharded.parameters())
+    first = pair.plain_optimizer.state[plain[0]]
+    entries = {key: value if key == "step" else value * 2.0 for key, value in first.items()}
+    pair.plain_optimizer.state.update({plain[0]: copy.deepcopy(entries)})
+    pair.optimizer.state.update({ours[0]: copy.deepcopy(entries)})
+    pair.train(1)
+    pair.plain_optimizer.state |= {plain[0]: copy.deepcopy(entries)}
+    pair.optimizer.state |= {ours[0]: copy.deepcopy(entries)}
+    assert set(copy.copy(pair.optimizer.state)) == set(ours)
+    pair.train(2)
+
+
 def state_that_is_reset(pair: Pair) -> None:
     pair.train(0, 1)
     for _, optimizer in pair.both():
@@ -174,7 +200,7 @@ def a_loaded_state_dict(pair: Pair) -> None:
     pair.train(4)
 
 
-def a_schedule_made_after(pair: Pair) -> None:
+def a_schedule(pair: Pair) -> None:
     schedules = [
         torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for _, optimizer in pair.both()
     ]
@@ -198,10 +224,12 @@ SAME_AS_PLAIN = (
     total_norms_and_values,
     clipping_in_a_hook,
     a_group_added_later,
+    groups_edited_between_steps,
+    state_that_is_assigned_as_a_whole,
     state_that_is_reset,
     one_counter_that_is_reset,
     a_loaded_state_dict,
-    a_schedule_made_after,
+    a_schedule,
     gradients_cleared_to_zero,
 )
 
@@ -221,6 +249,20 @@ def like_plain(rank: int, world_size: int, make: Any) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_does_what_it_does_to_a_plain_optimizer(world_size: int, make: Any) -> None:
     run_on_ranks(like_plain, world_size, make, timeout_s=100)
+
+
+def test_schedules_made_before_and_after_step_without_a_warning() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model.parameters())
+    before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    ss.fully_shard(model, optimizer)
+    after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    before.step()
+    after.step()
+    assert optimizer.param_groups[0]["lr"] == 0.025
+    assert "closure" in inspect.signature(optimizer.step).parameters
 
 
 # ---- GradScaler
@@ -296,7 +338,7 @@ def test_a_step_sees_flat_parameters_and_its_closure_and_hooks_the_models() -> N
         model(torch.ones(1, 3)).sum().backward()
 
     optimizer.step(closure)
-    assert seen == [4] * 6
+    assert len(seen) >= 6 and set(seen) == {4}
     assert optimizer.counts == [4, 1, 1], "before its closure has run, a step has nothing to do"
 
 
@@ -319,12 +361,9 @@ def test_after_a_failed_step_the_groups_hold_the_models_parameters() -> None:
     ss.fully_shard(model, optimizer, elementwise=True)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.fails = True
-    try:
+    with pytest.raises(ZeroDivisionError) as held:
         optimizer.step()
-    except ZeroDivisionError:
-        pass
-    else:
-        raise AssertionError("the step did not fail")
+    assert held.tb is not None, "the frames of the step are alive"
     assert [id(param) for param in params_of(optimizer)] == [id(p) for p in model.parameters()]
     optimizer.fails = False
     before = model.weight.full_tensor()
