@@ -57,7 +57,7 @@ def save_checkpoint(
             is full; raised on every rank.
         TypeError: `extra`, or state of the module or the optimizer, holds other objects, which
             could not be read back safely; an argument of the wrong type.
-        ValueError: `optimizer` is not the one that `fully_shard` bound to `module`; ranks pass
+        ValueError: `optimizer` holds other parameters than `module`'s; ranks pass
             different checkpoints' names, or not all an optimizer.
         RuntimeError: ranks wrote to different file systems or folders; parameters were added after
             `fully_shard`, or taken out or renamed where there is an optimizer; another rank was
