@@ -80,7 +80,7 @@ class ParamFaces:
             current = parameters.get(attribute)
             if current is not sharded and current is not full:
                 self._hide_full()
-                raise _replaced(sharded, current)
+                self.require_unreplaced()
             parameters[attribute] = full
 
     def _hide_full(self) -> None:
@@ -127,9 +127,7 @@ class ParamFaces:
             RuntimeError: somebody replaced a parameter of a module.
         """
         assert not self.shows_full and self.whole is None
-        for parameters, attribute, sharded, _ in self._places:
-            if parameters.get(attribute) is not sharded:
-                raise _replaced(sharded, parameters.get(attribute))
+        self.require_unreplaced()
         self.whole = whole
         self.paths.append(weakref.ref(path))
         for slot in self._slots:
