@@ -160,6 +160,21 @@ def check_whole(units: Sequence[GatheredUnit], collectives: Collectives, write: 
         )
 
 
+def agree_on_paths(units: Sequence[Unit], collectives: Collectives) -> None:
+    """Find out for which of `units` no rank can send gradients through whole parameters any more
+    (a collective, if any were lent). Those are exchanged early again.
+    """
+    lent = [unit for unit in units if unit.faces.awaits_more]
+    if not lent:
+        return
+    found = [bool(unit.faces.open_paths()) for unit in lent]
+    agreed = torch.tensor(found, dtype=torch.int64, device=collectives.groups.device)
+    what = "agreement on gradients of whole parameters"
+    collectives.all_reduce(agreed, dist.ReduceOp.MAX, what)
+    for unit, may_come in zip(lent, agreed.tolist(), strict=True):
+        unit.faces.awaits_more = bool(may_come)
+
+
 def check_not_gathered(units: Sequence[Unit], caller: str) -> None:
     """Refuse to go on inside `gathered`.
 

@@ -55,6 +55,10 @@ class ParamFaces:
         self._slots = slots
         self.paths: list[weakref.ref[GradientPath]] = []
         """By which gradients of parameters that were lent come, as long as a graph holds one."""
+        self.awaits_more = False
+        """Whether some rank may have such a path. All ranks think the same: only that may decide
+        when they communicate.
+        """
         self._places: list[tuple[Any, Any, ShardedTensor, nn.Parameter]] = [
             (slot.parameters, slot.attribute, sharded[slot.index], full[slot.index])
             for slot in slots
@@ -129,6 +133,7 @@ class ParamFaces:
         assert not self.shows_full and self.whole is None
         self.require_unreplaced()
         self.whole = whole
+        self.awaits_more = True
         self.paths.append(weakref.ref(path))
         for slot in self._slots:
             slot.parameters[slot.attribute] = whole[slot.index]
