@@ -117,10 +117,11 @@ class GatheredUnit:
         start, stop = layout.shard_range(self._collectives.rank)
         # With writes: what would be kept of all ranks' values, beside those of this one.
         reference = self._collect(self.flat[start:stop].clone()) if write else self._gather()
-        for index, view in enumerate(FlatBuffer(reference, layout).views()):
-            if differing(self._homes[index], view).any():
-                found[index] = max(found[index], _UNEQUAL if write else _WRITTEN)
-        return found
+        views = FlatBuffer(reference, layout).views()
+        differs = [differing(*pair).any() for pair in zip(self._homes, views, strict=True)]
+        changed = torch.stack(differs).tolist()  # the host waits once, not for each of them
+        fault = _UNEQUAL if write else _WRITTEN
+        return [max(code, fault * flag) for code, flag in zip(found, changed, strict=True)]
 
     def write_back(self) -> None:
         """Bring what was written to the main parameters. All ranks must do so."""
