@@ -43,8 +43,6 @@ class BackwardPass:
     current: UnitGroup | None = None
     # Indices of units whose gradients are complete, in the order in which they became so.
     ready: dict[int, None] = field(default_factory=dict)
-    # Units of which more gradients may come than those of their full parameters.
-    _deferred: set[int] = field(default_factory=set)
     _spent: dict[int, tuple[UnitGroup, Unit]] = field(default_factory=dict)
     _next_in_order: int = 0
     _in_flight: deque[tuple[Unit, Exchange]] = field(default_factory=deque)
@@ -54,8 +52,8 @@ class BackwardPass:
 
     def unit_ready(self, unit: Unit) -> None:
         """All trainable parameters of `unit` have their gradients."""
-        if unit.spec.index in self._deferred or (unit.faces.paths and unit.faces.open_paths()):
-            return  # `finish` exchanges it
+        if unit.faces.awaits_more:
+            return  # `finish` exchanges it, on all ranks
         self.trace.add(Kind.BACKWARD, unit.spec.index)
         is_first = unit.spec.index not in self.ready
         self.ready[unit.spec.index] = None
@@ -65,10 +63,8 @@ class BackwardPass:
             self._launch(unit)
 
     def add_gradient(self, unit: Unit, index: int, grad: Tensor) -> None:
-        """Add to the gradient of parameter `index`, whose own path may bring more: so `unit` is
-        exchanged at the end.
-        """
-        self._deferred.add(unit.spec.index)
+        """Add to the gradient of parameter `index`, whose own path may bring more."""
+        assert unit.faces.awaits_more, "all ranks exchange the unit at the end"
         full = unit.faces.full[index]
         if full.requires_grad:
             with torch.no_grad():

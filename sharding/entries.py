@@ -16,7 +16,7 @@ from torch import nn
 from .arguments import kind_of, require_flag, require_module
 from .cached_params import let_rnns_be
 from .fully_shard import runtimes
-from .gathered_unit import GatheredUnit, check_not_gathered, check_whole
+from .gathered_unit import GatheredUnit, agree_on_paths, check_not_gathered, check_whole
 from .hooks import entry_of
 from .runtime import Runtime
 from .unit import Unit
@@ -36,7 +36,9 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[None]:
     end; elements whose bits did not change keep their main value. Every rank must write the same.
 
     A collective at both ends, of which the second compares the ranks' values. After an exception
-    inside nothing is written, and the sharded parameters are back. Parameters of units whose
+    inside nothing is written, and the sharded parameters are back; it should come on all ranks:
+    those without it wait for the others at the end of the block until the process group's timeout
+    has passed or the others have gone. Parameters of units whose
     forward or backward runs are whole already: they stay as they are, and writes count as others
     inside forward.
 
@@ -59,12 +61,19 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[None]:
         stack.callback(let_rnns_be, module)  # they would go on holding what was lent
         blocks = [(runtime, _lend(runtime, units, write, stack)) for runtime, units in found]
         yield
-        for runtime, units in blocks:
-            check_whole(units, runtime.collectives, write)
-        if write:
-            for _, units in blocks:
-                for block in units:
-                    block.write_back()
+        _check_and_write(blocks, write)
+        blocks.clear()  # whoever holds a whole parameter now, may go on doing so
+    for runtime, units in found:
+        agree_on_paths(units, runtime.collectives)
+
+
+def _check_and_write(blocks: list[tuple[Runtime, list[GatheredUnit]]], write: bool) -> None:
+    for runtime, units in blocks:
+        check_whole(units, runtime.collectives, write)
+    if write:
+        for _, units in blocks:
+            for block in units:
+                block.write_back()
 
 
 def _lend(

@@ -18,6 +18,7 @@ from ..buffers import FlatBuffer
 from .bits import differing
 from .collectives import Collectives
 from .messages import listed
+from .param_faces import bring_home
 from .unit import Unit, UnitState
 
 if TYPE_CHECKING:
@@ -73,10 +74,10 @@ class GatheredUnit:
         self._version = unit.main._version
         self.flat = self._gather()
         # Each has a version counter of its own: a write to one must not spoil graphs of the others.
-        self._homes = [view.data for view in FlatBuffer(self.flat, unit.spec.layout).views()]
+        self.homes = [view.data for view in FlatBuffer(self.flat, unit.spec.layout).views()]
         self.params = [
             nn.Parameter(home, requires_grad=sharded.requires_grad)
-            for home, sharded in zip(self._homes, unit.faces.sharded, strict=True)
+            for home, sharded in zip(self.homes, unit.faces.sharded, strict=True)
         ]
         path = GradientPath(runtime, unit)
         for param, full in zip(self.params, unit.faces.full, strict=True):
@@ -102,13 +103,10 @@ class GatheredUnit:
 
     @torch.no_grad()
     def faults(self, write: bool) -> list[int]:
-        """What is wrong with each parameter, as positions in `_FAULTS`; 0: nothing. A collective,
-        whose result still may differ between ranks.
+        """What is wrong with each parameter, whose data is at home, as positions in `_FAULTS`; 0:
+        nothing. A collective, whose result still may differ between ranks.
         """
-        found = [
-            max(self._settle(param, home), 0 if param.grad is None else _GRADIENT)
-            for param, home in zip(self.params, self._homes, strict=True)
-        ]
+        found = [0 if param.grad is None else _GRADIENT for param in self.params]
         for index in self.unit.faces.replaced():
             found[index] = _REPLACED
         if self.unit.main._version != self._version:
@@ -117,24 +115,17 @@ class GatheredUnit:
         start, stop = layout.shard_range(self._collectives.rank)
         # With writes: what would be kept of all ranks' values, beside those of this one.
         reference = self._collect(self.flat[start:stop].clone()) if write else self._gather()
-        for index, view in enumerate(FlatBuffer(reference, layout).views()):
-            if differing(self._homes[index], view).any():
-                found[index] = max(found[index], _UNEQUAL if write else _WRITTEN)
-        return found
+        views = FlatBuffer(reference, layout).views()
+        differs = [differing(*pair).any() for pair in zip(self.homes, views, strict=True)]
+        changed = torch.stack(differs).tolist()  # the host waits once, not for each of them
+        fault = _UNEQUAL if write else _WRITTEN
+        return [max(code, fault * flag) for code, flag in zip(found, changed, strict=True)]
 
     def write_back(self) -> None:
         """Bring what was written to the main parameters. All ranks must do so."""
         if self.unit.state is UnitState.GATHERING:
             self.unit.finish_gather()  # it still reads them
         self.unit.adopt_writes(self.flat)
-
-    def _settle(self, param: nn.Parameter, home: Tensor) -> int:
-        """Bring data that was assigned to `param` home."""
-        if param.shape != home.shape or param.dtype != home.dtype:
-            return _RESHAPED
-        if not param.is_set_to(home):
-            home.copy_(param.detach().clone())  # it may be a view of its home
-        return 0
 
 
 def check_whole(units: Sequence[GatheredUnit], collectives: Collectives, write: bool) -> None:
@@ -145,7 +136,12 @@ def check_whole(units: Sequence[GatheredUnit], collectives: Collectives, write: 
             are.
     """
     names = [name for gathered in units for name in gathered.unit.spec.names]
+    # Of all units at once: data may have been swapped between them.
+    params = [param for gathered in units for param in gathered.params]
+    misfits = bring_home(params, [home for gathered in units for home in gathered.homes])
     codes = [code for gathered in units for code in gathered.faults(write)]
+    for index in misfits:
+        codes[index] = max(codes[index], _RESHAPED)
     agreed = torch.tensor(codes, dtype=torch.int64, device=collectives.groups.device)
     what = "comparison of the parameters inside gathered()"
     collectives.all_reduce(agreed, dist.ReduceOp.MAX, what)
@@ -158,6 +154,21 @@ def check_whole(units: Sequence[GatheredUnit], collectives: Collectives, write: 
         raise RuntimeError(
             "gathered: nothing was written back: parameter " + listed(problems, "; ")
         )
+
+
+def agree_on_paths(units: Sequence[Unit], collectives: Collectives) -> None:
+    """Find out for which of `units` no rank can send gradients through whole parameters any more
+    (a collective, if any were lent). Those are exchanged early again.
+    """
+    lent = [unit for unit in units if unit.faces.awaits_more]
+    if not lent:
+        return
+    found = [bool(unit.faces.open_paths()) for unit in lent]
+    agreed = torch.tensor(found, dtype=torch.int64, device=collectives.groups.device)
+    what = "agreement on gradients of whole parameters"
+    collectives.all_reduce(agreed, dist.ReduceOp.MAX, what)
+    for unit, may_come in zip(lent, agreed.tolist(), strict=True):
+        unit.faces.awaits_more = bool(may_come)
 
 
 def check_not_gathered(units: Sequence[Unit], caller: str) -> None:

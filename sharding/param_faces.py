@@ -55,6 +55,10 @@ class ParamFaces:
         self._slots = slots
         self.paths: list[weakref.ref[GradientPath]] = []
         """By which gradients of parameters that were lent come, as long as a graph holds one."""
+        self.awaits_more = False
+        """Whether some rank may have such a path. All ranks think the same: only that may decide
+        when they communicate.
+        """
         self._places: list[tuple[Any, Any, ShardedTensor, nn.Parameter]] = [
             (slot.parameters, slot.attribute, sharded[slot.index], full[slot.index])
             for slot in slots
@@ -80,7 +84,7 @@ class ParamFaces:
             current = parameters.get(attribute)
             if current is not sharded and current is not full:
                 self._hide_full()
-                raise _replaced(sharded, current)
+                self.require_unreplaced()
             parameters[attribute] = full
 
     def _hide_full(self) -> None:
@@ -127,10 +131,9 @@ class ParamFaces:
             RuntimeError: somebody replaced a parameter of a module.
         """
         assert not self.shows_full and self.whole is None
-        for parameters, attribute, sharded, _ in self._places:
-            if parameters.get(attribute) is not sharded:
-                raise _replaced(sharded, parameters.get(attribute))
+        self.require_unreplaced()
         self.whole = whole
+        self.awaits_more = True
         self.paths.append(weakref.ref(path))
         for slot in self._slots:
             slot.parameters[slot.attribute] = whole[slot.index]
@@ -172,7 +175,8 @@ class ParamFaces:
             RuntimeError: the data of one was replaced by some of another shape or dtype.
         """
         if self.writes_data:
-            self._bring_home()
+            for index, given in bring_home(self.full, self._homes).items():
+                raise _other_data(self.sharded[index], self._homes[index], given)
             return True
         if not self._counts_writes:
             return False
@@ -181,15 +185,6 @@ class ParamFaces:
         written = versions != self._versions
         self._versions = versions
         return written
-
-    def _bring_home(self) -> None:
-        """Put data that was assigned to full parameters into the gathered buffer."""
-        for param, home, sharded in zip(self.full, self._homes, self.sharded, strict=True):
-            if param.data_ptr() != home.data_ptr():
-                given, param.data = param.data, home
-                if given.shape != home.shape or given.dtype != home.dtype:
-                    raise _other_data(sharded, home, given)
-                home.copy_(given)
 
     def forbid_old_graphs(self) -> None:
         """The values change: a backward through what autograd saved of them must fail, as it does
@@ -202,6 +197,35 @@ class ParamFaces:
         """Freeze and unfreeze the full faces as the sharded ones are."""
         for full, sharded in zip(self.full, self.sharded, strict=True):
             full.requires_grad_(sharded.requires_grad)
+
+
+def bring_home(
+    params: Sequence[nn.Parameter], homes: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Put data that was assigned to `params` into `homes`, the memory that they had before.
+
+    Returns, by position, what has another shape or dtype. If there is any, all get their homes
+    back as those are.
+    """
+    pairs = zip(params, homes, strict=True)
+    moved = [i for i, (param, home) in enumerate(pairs) if not param.is_set_to(home)]
+    given = {i: params[i].data for i in moved}
+    misfits = {
+        i: data
+        for i, data in given.items()
+        if data.shape != homes[i].shape or data.dtype != homes[i].dtype
+    }
+    # All copies first: what was given may lie in any of the homes, as where two were swapped.
+    copies = {} if misfits else {i: data.clone() for i, data in given.items()}
+    for i in moved:
+        params[i].data = homes[i]
+    for i, copy in copies.items():
+        homes[i].copy_(copy)
+    storages = {homes[i].untyped_storage()._cdata for i in copies}
+    # Through views of these a backward would read other values now, and two plain parameters with
+    # one memory would take each other's updates: it must fail.
+    increment_version([params[i] for i in copies if given[i].untyped_storage()._cdata in storages])
+    return misfits
 
 
 def _other_data(sharded: ShardedTensor, home: torch.Tensor, given: torch.Tensor) -> RuntimeError:

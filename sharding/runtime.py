@@ -20,7 +20,7 @@ from ..buffers import BufferPool
 from .backward_pass import BackwardPass
 from .collectives import Collectives
 from .exchange_order import ExchangeOrder
-from .gathered_unit import check_not_gathered
+from .gathered_unit import agree_on_paths, check_not_gathered
 from .lanes import Lane
 from .schedule import Kind, Trace
 from .structures import tensors_in
@@ -277,6 +277,7 @@ class Runtime:
         self._end_backward(keeps_gathered=backward.creates_graph)
         if backward.sync:
             self._exchange_order.follow(backward.ready)
+            agree_on_paths(self.units, self.collectives)
 
     def _end_backward(self, *, keeps_gathered: bool = False) -> None:
         self._backward = None
