@@ -7,7 +7,9 @@ parameters and buffers that share memory with a parameter, which would no longer
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,28 +22,54 @@ from .partition import ParamEntry
 _MODULE_STATE = frozenset(vars(nn.Module()))
 
 
-@dataclass(frozen=True, slots=True)
-class ListItems:
-    """A list, read and written like a dictionary of its positions."""
+class HeldContainer:
+    """A list or dictionary that a module holds, found by the path to it each time.
 
-    items: list[Any]
+    A reference to it would keep alive for ever what else is in it, such as a module.
+    """
 
-    def get(self, position: int) -> Any:
-        """The item at `position`, or None."""
-        return self.items[position] if position < len(self.items) else None
+    __slots__ = ("_last", "_module", "_path")
 
-    def __setitem__(self, position: int, value: Any) -> None:
-        self.items[position] = value
+    def __init__(self, module: nn.Module, path: tuple[Any, ...]) -> None:
+        """`path`: the attribute of `module`, then keys and positions."""
+        self._module = weakref.ref(module)
+        self._path = path
+        self._last: dict[Any, Any] = {}
+
+    def _find(self) -> Any:
+        """The container; what was put into it if it is gone."""
+        module = self._module()
+        try:
+            container: Any = vars(module)
+            for key in self._path:
+                container = container[key]
+        except (TypeError, LookupError):
+            return self._last
+        return container if isinstance(container, (list, MutableMapping)) else self._last
+
+    def get(self, key: Any) -> Any:
+        """What is at `key`, or None."""
+        try:
+            return self._find()[key]
+        except LookupError:
+            return None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._last[key] = value
+        with contextlib.suppress(IndexError):  # a list that lost it: `get` tells
+            self._find()[key] = value
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor was found; `container` is None where nothing can be put."""
+    """Where a tensor was found: the attribute of a module, then keys and positions."""
 
-    path: str
-    container: Any
-    key: Any
+    path: tuple[Any, ...]
     tensor: Tensor
+    is_writable: bool
+
+    def __str__(self) -> str:
+        return self.path[0] + "".join(f"[{key!r}]" for key in self.path[1:])
 
 
 def find_cached_params(module: nn.Module, entries: Sequence[ParamEntry]) -> None:
@@ -58,18 +86,19 @@ def find_cached_params(module: nn.Module, entries: Sequence[ParamEntry]) -> None
         for attribute, value in vars(submodule).items():
             if attribute in _MODULE_STATE:
                 continue
-            path = f"{name}.{attribute}" if name else attribute
-            for place in _places(value, path, None, attribute, set()):
+            for place in _places(value, (attribute,), set()):
                 entry = known.get(id(place.tensor))
                 if entry is None:
                     continue
-                if place.container is None:
+                if not place.is_writable:
+                    prefix = f"{name}." if name else ""
                     raise ValueError(
                         f"parameter '{entry.name}': expected to find it in registered attributes, "
-                        f"lists and dictionaries of modules, got it in {place.path}, where its "
+                        f"lists and dictionaries of modules, got it in {prefix}{place}, where its "
                         "sharded form cannot be put; look it up in forward, or keep a list"
                     )
-                entry.caches.append((place.container, place.key))
+                *path, key = place.path
+                entry.caches.append((HeldContainer(submodule, tuple(path)), key))
     _refuse_shared_memory(entries, dict(module.named_buffers()))
 
 
@@ -117,27 +146,25 @@ def _first_bytes(tensor: Tensor) -> Tensor:
 
 
 def _places(
-    value: object, path: str, container: object, key: object, seen: set[int]
+    value: object, path: tuple[Any, ...], seen: set[int], *, is_writable: bool = False
 ) -> Iterator[_Place]:
-    """Every tensor in `value`, which stands in `container` under `key`."""
+    """Every tensor in `value`, which stands at `path`, in what `is_writable`."""
     if isinstance(value, Tensor):
-        yield _Place(path, container, key, value)
+        yield _Place(path, value, is_writable)
         return
     if isinstance(value, (str, bytes)) or id(value) in seen:
         return
     items: Iterator[tuple[Any, Any]]
-    holder: object = None
     if isinstance(value, Mapping):
         items = iter(value.items())
-        holder = value if isinstance(value, MutableMapping) else None
     elif isinstance(value, (list, tuple, set, frozenset)):
         items = iter(enumerate(value))
-        holder = ListItems(value) if isinstance(value, list) else None
     else:
         return
     seen.add(id(value))
-    for place, item in items:
-        yield from _places(item, f"{path}[{place!r}]", holder, place, seen)
+    writable = isinstance(value, (list, MutableMapping))
+    for key, item in items:
+        yield from _places(item, (*path, key), seen, is_writable=writable)
 
 
 def let_rnns_be(module: nn.Module) -> None:

@@ -23,7 +23,6 @@ from .cached_params import find_cached_params
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
 from .flat_runs import Located, Location, locate_params, sharded_locations
-from .hidden_writes import refuse_writes_by_data
 from .optimizer import adopt, bind, is_bound, watch_all_steps
 from .optimizer_kinds import check_elementwise, describe_options
 from .partition import (
@@ -35,6 +34,7 @@ from .partition import (
 )
 from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups, require_mesh
+from .rank_dependent_writes import refuse_rank_dependent_writes
 from .runtime import Runtime
 from .sharded_tensor import ShardedTensor
 from .tree_watch import watches_of
@@ -125,7 +125,7 @@ def fully_shard(
     located = _locate(optimizer, plans, entries)
     groups = data_parallel_groups(device_mesh, dp_shard_dim)
     collectives = Collectives(groups)
-    refuse_writes_by_data(root, collectives.world_size)
+    refuse_rank_dependent_writes(root, collectives.world_size)
     options = {**config.described(), "optimizer": describe_options(optimizer)}
     table = table_of(groups.device)
     check_ranks_agree(collectives, tree_signature(root, entries), options, table)

@@ -7,53 +7,80 @@ what it calls by a name that can be followed, mentions. What is found too much c
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 _MARKS = frozenset({"data", "set_", "vector_to_parameters"})
 _NOT_FOLLOWED = frozenset({*sys.stdlib_module_names, "torch", "numpy", "einops"})
+_PARTIALS = (functools.partial, functools.partialmethod, functools.cached_property)
+_METHODS = (types.MethodType, classmethod, staticmethod)
+_MODULE_STATE = frozenset(vars(nn.Module()))
 
 
 def modules_that_use_data(module: nn.Module) -> list[nn.Module]:
     """The modules in `module` whose forward or forward hooks, or what these call, mention `.data`.
 
-    Python code only, and not what is called through a value, such as a function in a list.
+    Python code only. A name stands for whatever any module of `module`, or an object that one holds
+    as an attribute, calls by it.
     """
-    known: dict[tuple[types.CodeType, type], bool] = {}
+    known: dict[types.CodeType, bool] = {}
     found = []
+    attributes = _Attributes(module)
     for submodule in module.modules():
-        owner = type(submodule)
         for function in _entries(submodule):
-            key = function.__code__, owner
+            key = function.__code__
             if key not in known:
-                known[key] = _reaches_mark(function, owner)
+                known[key] = _reaches_mark(function, attributes)
             if known[key]:
                 found.append(submodule)
                 break
     return found
 
 
-def refuse_writes_by_data(module: nn.Module, world_size: int) -> None:
-    """Refuse modules that write their weights as a rank's own inputs say, where there are others.
+class _Attributes:
+    """What attributes of a name may be, on all modules of a tree and on the objects they hold."""
 
-    Raises:
-        ValueError: an embedding with `max_norm`.
-    """
-    if world_size == 1:
+    def __init__(self, module: nn.Module) -> None:
+        self._owners: dict[type, None] = {}
+        self._values: dict[str, list[object]] = {}
+        for submodule in module.modules():
+            self._owners[type(submodule)] = None
+            for name, value in vars(submodule).items():
+                if name not in _MODULE_STATE:
+                    for item in _items(value, set()):
+                        self._values.setdefault(name, []).append(item)
+                        if _is_followed(type(item)):
+                            self._owners[type(item)] = None
+        self._known: dict[str, list[object]] = {}
+
+    def __getitem__(self, name: str) -> list[object]:
+        if name not in self._known:
+            on_classes = (inspect.getattr_static(owner, name, None) for owner in self._owners)
+            self._known[name] = [*on_classes, *self._values.get(name, ())]
+        return self._known[name]
+
+
+def _items(value: object, seen: set[int]) -> Iterator[object]:
+    """`value`, or what it holds where it is a container."""
+    if id(value) in seen:
         return
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm:
-            raise ValueError(
-                f"parameter '{name}.weight': expected writes in forward to be the same on all "
-                f"ranks, got max_norm={submodule.max_norm}, which rescales the rows that a rank "
-                "looks up, so that ranks would differ; set max_norm to None and rescale the rows "
-                "after optimizer.step"
-            )
+    if isinstance(value, Mapping):
+        inside: Iterable[object] = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = value
+    else:
+        yield value
+        return
+    seen.add(id(value))
+    for item in inside:
+        yield from _items(item, seen)
 
 
 def _entries(module: nn.Module) -> Iterator[types.FunctionType]:
@@ -62,8 +89,8 @@ def _entries(module: nn.Module) -> Iterator[types.FunctionType]:
         yield from _functions_of(entry)
 
 
-def _reaches_mark(function: types.FunctionType, owner: type) -> bool:
-    """Whether `function`, a method of `owner` perhaps, or what it calls mentions a mark."""
+def _reaches_mark(function: types.FunctionType, attributes: _Attributes) -> bool:
+    """Whether `function`, or what it calls, mentions a mark."""
     seen: set[types.CodeType] = set()
     ahead = [function]
     while ahead:
@@ -74,7 +101,7 @@ def _reaches_mark(function: types.FunctionType, owner: type) -> bool:
         names = set(_names(current.__code__))
         if names & _MARKS:
             return True
-        for value in _values(current, owner, names):
+        for value in _values(current, attributes, names):
             ahead.extend(_functions_of(value))
     return False
 
@@ -83,15 +110,20 @@ def _functions_of(value: object) -> Iterator[types.FunctionType]:
     """The Python functions that calling, or reading, `value` runs."""
     if isinstance(value, property):
         value = value.fget
-    elif hasattr(value, "func"):
-        value = value.func  # a partial
-    elif not hasattr(value, "__func__") and not isinstance(value, (types.FunctionType, type)):
+    elif isinstance(value, _PARTIALS):
+        value = value.func
+    elif not isinstance(value, (*_METHODS, types.FunctionType, type)):
         value = inspect.getattr_static(type(value), "__call__", None)
-    function = getattr(value, "__func__", value)
+    function = value.__func__ if isinstance(value, _METHODS) else value
     if not isinstance(function, types.FunctionType):
         return
-    if (function.__module__ or "").partition(".")[0] not in _NOT_FOLLOWED:
+    if _is_followed(function):
         yield function
+
+
+def _is_followed(value: Any) -> bool:
+    """Whether a function or class is of a package whose code is read."""
+    return (value.__module__ or "").partition(".")[0] not in _NOT_FOLLOWED
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -101,11 +133,29 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _values(function: types.FunctionType, owner: type, names: Iterable[str]) -> Iterator[object]:
+def _values(
+    function: types.FunctionType, attributes: _Attributes, names: Iterable[str]
+) -> Iterator[object]:
     """What `names` may stand for inside `function`, and what it closes over."""
     for name in names:
-        yield function.__globals__.get(name)
-        yield inspect.getattr_static(owner, name, None)
+        yield from attributes[name]
+    for value in _outside(function, names):
+        yield value
+        # What is called on it: `utilities.average(...)`, `Average.update(...)`.
+        if isinstance(value, types.ModuleType):
+            yield from map(vars(value).get, names)
+        elif isinstance(value, type):
+            also = ("forward",) if issubclass(value, torch.autograd.Function) else ()
+            for name in (*names, *also):
+                yield inspect.getattr_static(value, name, None)
+        elif value is not None and not isinstance(value, types.FunctionType):
+            for name in names:
+                yield inspect.getattr_static(type(value), name, None)
+
+
+def _outside(function: types.FunctionType, names: Iterable[str]) -> Iterator[object]:
+    """The globals that `names` are in `function`, and what it closes over."""
+    yield from map(function.__globals__.get, names)
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

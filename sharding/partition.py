@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from . import replaced_params
 from .arguments import lacks_forward
 from .messages import listed
 from .precision import MixedPrecisionPolicy, resolve_dtypes
@@ -90,6 +91,11 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
 def _problem(param: nn.Parameter) -> str | None:
     if isinstance(param, ShardedTensor):
         return "is sharded already: call fully_shard once, on the outermost module"
+    if (other := replaced_params.name_of(param)) is not None:
+        return (
+            f"was '{other}' of a model that is sharded already, which does not use this tensor any "
+            "more: shard one module that holds both models, or give this one a copy"
+        )
     problem = _problem_of_any(param)
     if problem:
         return problem

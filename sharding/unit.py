@@ -29,6 +29,7 @@ from .grad_source import GradSource
 from .grad_watch import GradientWatch
 from .gradients import Exchange, FlatRun, UnitGradients
 from .lanes import DONE, Event, Lane
+from .messages import listed
 from .param_faces import ParamFaces, ParamSlot
 from .param_gradients import ParamGradients
 from .placements import Placement, Placements
@@ -317,10 +318,18 @@ class Unit:
         self._move(UnitState.GATHERING, UnitState.GATHERED)
 
     def release(self) -> None:
-        """The full parameters are not needed any more: back to rest."""
+        """The full parameters are not needed any more: back to rest.
+
+        Raises:
+            RuntimeError: somebody had torch pin their memory down, as `numpy()` does.
+        """
         self._move(UnitState.GATHERED, UnitState.SHARDED)
         if self._frees:
-            self._pool.shrink(self._storage, self._storage_bytes)
+            try:
+                self._pool.shrink(self._storage, self._storage_bytes)
+            except RuntimeError as error:
+                self.state = UnitState.GATHERED  # the next one raises too, nothing else is wrong
+                raise _not_freed(self.spec) from error
 
     @torch.no_grad()
     def adopt_writes(self, flat: Tensor | None = None) -> None:
@@ -371,3 +380,11 @@ class Unit:
         if freed:
             self._param_gradients.forget_views()
         return freed
+
+
+def _not_freed(spec: UnitSpec) -> RuntimeError:
+    return RuntimeError(
+        f"unit '{spec.name}': expected to free the full parameters ({listed(spec.names)}) after "
+        "their use, got memory that torch keeps for good, as p.detach().numpy() makes it; write "
+        "p.detach().clone().numpy() or p.tolist() in forward, and make the model anew"
+    )
