@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from .uncompiled import param_places
+
 _MARKS = frozenset({"data", "set_", "vector_to_parameters"})
 _NOT_FOLLOWED = frozenset({*sys.stdlib_module_names, "torch", "numpy", "einops"})
 
@@ -46,11 +48,11 @@ def refuse_writes_by_data(module: nn.Module, world_size: int) -> None:
     """
     if world_size == 1:
         return
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm:
+    for name, owner, _, _ in param_places(module):
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm:
             raise ValueError(
-                f"parameter '{name}.weight': expected writes in forward to be the same on all "
-                f"ranks, got max_norm={submodule.max_norm}, which rescales the rows that a rank "
+                f"parameter '{name}': expected writes in forward to be the same on all "
+                f"ranks, got max_norm={owner.max_norm}, which rescales the rows that a rank "
                 "looks up, so that ranks would differ; set max_norm to None and rescale the rows "
                 "after optimizer.step"
             )
