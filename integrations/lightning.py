@@ -23,13 +23,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ..sharding import (
-    ShardedTensor,
     full_state_dict,
     fully_shard_model,
     fully_shard_optimizer,
+    is_sharded,
     load_checkpoint,
     no_sync,
     register_forward_method,
@@ -77,7 +75,7 @@ class SidestreamStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """Shard the model, once, and bind the optimizers that it configures."""
         self.accelerator.setup(trainer)
-        if not _is_sharded(self.model):
+        if not is_sharded(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
             fully_shard_model(self.model, **self._sharding)
@@ -174,7 +172,3 @@ class SidestreamStrategy(DDPStrategy):
 def _shards_of(path: Path) -> Path:
     """The folder beside Lightning's file, also beside that which a link stands for."""
     return Path(f"{path.resolve()}.sidestream")
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(param, ShardedTensor) for param in model.parameters())

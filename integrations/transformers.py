@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from ..sharding import (
-    ShardedTensor,
     clip_grad_norm_,
     full_state_dict,
     fully_shard,
+    is_sharded,
     load_checkpoint,
     no_sync,
     save_checkpoint,
@@ -71,7 +71,7 @@ class SidestreamTrainerMixin:
         self, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         model = args[0] if args else kwargs.get("model")
-        if isinstance(model, nn.Module) and _is_sharded(model):
+        if isinstance(model, nn.Module) and is_sharded(model):
             raise ValueError(
                 "model: expected one that is not sharded yet, got a sharded one; pass the plain "
                 "model, and the options of fully_shard as sharding="
@@ -83,8 +83,9 @@ class SidestreamTrainerMixin:
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer as the Trainer does, and shard the model with it, once."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        if not _is_sharded(self.model):
-            options = {"fsdp_unit_modules": _unit_classes(self.model), **self._sharding}
+        if not is_sharded(self.model):
+            layers = getattr(self.model, "_no_split_modules", None) or None
+            options = {"fsdp_unit_modules": layers, **self._sharding}
             fully_shard(self.model, optimizer, **options)
             # Autocast, and the mark by which `accelerator.prepare` leaves the model as it is.
             self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
@@ -109,7 +110,7 @@ class SidestreamTrainerMixin:
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        if state_dict is None and _is_sharded(self.model):
+        if state_dict is None and is_sharded(self.model):
             state_dict = full_state_dict(self.model)
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
@@ -145,17 +146,6 @@ class SidestreamTrainer(SidestreamTrainerMixin, Trainer):
     arguments are the Trainer's. For another Trainer, such as Seq2SeqTrainer or those of trl:
     `class MyTrainer(SidestreamTrainerMixin, Seq2SeqTrainer): ...`.
     """
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(param, ShardedTensor) for param in model.parameters())
-
-
-def _unit_classes(model: nn.Module) -> list[type[nn.Module]] | None:
-    """The classes in `model` that bear a name of its `_no_split_modules`; None if there is none."""
-    names = getattr(model, "_no_split_modules", None) or ()
-    found = {type(part) for part in model.modules() if type(part).__name__ in names}
-    return sorted(found, key=lambda kind: kind.__qualname__) or None
 
 
 def _check_arguments(args: Any) -> None:

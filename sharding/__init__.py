@@ -3,7 +3,13 @@
 from .checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from .entries import gathered, register_forward_method
 from .errors import CommunicationError
-from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, no_sync
+from .fully_shard import (
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    is_sharded,
+    no_sync,
+)
 from .grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
 from .process_groups import shorten_flight_record
@@ -20,6 +26,7 @@ __all__ = [
     "fully_shard_model",
     "fully_shard_optimizer",
     "gathered",
+    "is_sharded",
     "load_checkpoint",
     "no_sync",
     "register_forward_method",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .partition import ParamEntry
+from .uncompiled import named_buffers, named_modules
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
 
@@ -80,7 +81,7 @@ def find_cached_params(module: nn.Module, entries: Sequence[ParamEntry]) -> None
             shares memory with another, or with a buffer.
     """
     known = {id(entry.param): entry for entry in entries}
-    for name, submodule in module.named_modules():
+    for name, submodule in named_modules(module):
         if isinstance(submodule, nn.RNNBase):
             continue  # it looks its weights up again
         for attribute, value in vars(submodule).items():
@@ -99,7 +100,7 @@ def find_cached_params(module: nn.Module, entries: Sequence[ParamEntry]) -> None
                     )
                 *path, key = place.path
                 entry.caches.append((HeldContainer(submodule, tuple(path)), key))
-    _refuse_shared_memory(entries, dict(module.named_buffers()))
+    _refuse_shared_memory(entries, dict(named_buffers(module)))
 
 
 def _refuse_shared_memory(entries: Sequence[ParamEntry], buffers: Mapping[str, Tensor]) -> None:

@@ -204,6 +204,13 @@ def fully_shard_optimizer(
     )
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `module`, or a part of it, shows sharded parameters, as it does outside its forward,
+    backward and `gathered`.
+    """
+    return any(isinstance(param, ShardedTensor) for param in module.parameters())
+
+
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Backwards inside only add to this rank's own gradient, in the main gradients' dtype; no

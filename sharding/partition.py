@@ -23,7 +23,7 @@ from .arguments import lacks_forward
 from .messages import listed
 from .precision import MixedPrecisionPolicy, resolve_dtypes
 from .sharded_tensor import ShardedTensor
-from .uncompiled import plain_name
+from .uncompiled import named_buffers, param_places, plain_name
 from .unit_classes import class_names
 
 Signature = list[tuple[str, tuple[int, ...], str, bool]]
@@ -64,23 +64,19 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
     """
     entries: dict[int, ParamEntry] = {}
     problems: list[str] = []
-    for module_name, submodule in module.named_modules():
-        for attribute, param in submodule._parameters.items():
-            if param is None:
+    for name, submodule, attribute, param in param_places(module):
+        if id(param) not in entries:
+            problem = _problem(param)
+            if problem:
+                problems.append(f"'{name}' {problem}")
                 continue
-            name = plain_name(f"{module_name}.{attribute}" if module_name else attribute)
-            if id(param) not in entries:
-                problem = _problem(param)
-                if problem:
-                    problems.append(f"'{name}' {problem}")
-                    continue
-                if not param.is_floating_point():
-                    continue
-                entries[id(param)] = ParamEntry(name, param)
-            entries[id(param)].places.append((submodule, attribute))
+            if not param.is_floating_point():
+                continue
+            entries[id(param)] = ParamEntry(name, param)
+        entries[id(param)].places.append((submodule, attribute))
     problems += [
         f"buffer '{name}' {problem}"
-        for name, buffer in module.named_buffers()
+        for name, buffer in named_buffers(module)
         if (problem := _problem_of_any(buffer))
     ]
     if problems:
@@ -192,13 +188,16 @@ def partition(
     for name, members in owned.items():
         if name and members and lacks_forward(matches[name]):
             raise ValueError(
-                f"fsdp_unit_modules: expected classes with a forward, got '{name}' of class "
-                f"{type(matches[name]).__name__}, which is never called; name the class of its "
-                "elements"
+                "fsdp_unit_modules: expected classes with a forward, got "
+                f"'{plain_name(name)}' of class {type(matches[name]).__name__}, which is never "
+                "called; name the class of its elements"
             )
     return [
         GroupPlan(
-            name, matches.get(name, module), _split(members, policy, bucket_bytes), is_root=not name
+            plain_name(name),
+            matches.get(name, module),
+            _split(members, policy, bucket_bytes),
+            is_root=not name,
         )
         for name, members in owned.items()
         if members or not name
@@ -250,9 +249,9 @@ def tree_signature(module: nn.Module, entries: Sequence[ParamEntry]) -> Signatur
         (entry.name, tuple(entry.param.shape), str(entry.param.dtype), entry.param.requires_grad)
         for entry in entries
     ]
-    whole = [(n, p) for n, p in module.named_parameters() if not p.is_floating_point()]
+    whole = [(plain_name(n), p) for n, p in module.named_parameters() if not p.is_floating_point()]
     others = [
         (name, tuple(tensor.shape), str(tensor.dtype), False)
-        for name, tensor in (*whole, *module.named_buffers())
+        for name, tensor in (*whole, *named_buffers(module))
     ]
     return params + others

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 
 from .messages import listed
 from .sharded_tensor import ShardedTensor
+from .uncompiled import param_places
 from .unit import Unit
 
 
@@ -76,10 +77,10 @@ class TreeWatch:
         module = self._root()
         assert module is not None, "nobody asks for a model that is gone"
         new = [
-            name
-            for name, slot, param in _parameters(module)
-            if slot not in self._slots
-            and (isinstance(param, ShardedTensor) or param.is_floating_point())
+            place.name
+            for place in param_places(module)
+            if (id(place.module._parameters), place.attribute) not in self._slots
+            and (isinstance(place.param, ShardedTensor) or place.param.is_floating_point())
         ]
         if new:
             raise RuntimeError(
@@ -98,7 +99,7 @@ class TreeWatch:
         """
         module = self._root()
         assert module is not None, "nobody asks for a model that is gone"
-        found = {name: param for name, _, param in _parameters(module)}
+        found = {place.name: place.param for place in param_places(module)}
         standing = {id(param) for param in found.values()}
         moved = []
         for unit in self._units:
@@ -134,15 +135,6 @@ def _watch_registrations() -> None:
 
     register_module_module_registration_hook(note)
     register_module_parameter_registration_hook(note)
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, tuple[int, str], nn.Parameter]]:
-    """Name, place and value of every parameter, in every place."""
-    for prefix, submodule in module.named_modules():
-        for attribute, param in submodule._parameters.items():
-            if param is not None:
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                yield name, (id(submodule._parameters), attribute), param
 
 
 def _quoted(names: Sequence[str]) -> str:

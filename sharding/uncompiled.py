@@ -1,14 +1,14 @@
 """What `torch.compile` leaves alone, hooks that talk to process groups and free memory, and what a
-model is without it.
+model is without it: itself, and names as they are without its wrappers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 # Private, since `torch.compiler.disable` imports dynamo, which takes longer than all of torch, and
 # wraps the function. A marked one costs nothing where nothing is compiled.
@@ -47,5 +47,35 @@ def without_compile(module: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """`name` of a parameter or buffer as it is without `torch.compile` on the way to it."""
-    return name.replace(f"{_WRAPPED}.", "")
+    """`name` of a module, parameter or buffer as it is without `torch.compile` on the way to it."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
+
+
+class ParamPlace(NamedTuple):
+    """A parameter that `module` holds as `attribute`; `name` is plain."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    param: nn.Parameter
+
+
+def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Plain names and the modules, each once, in the order of registration."""
+    for name, part in module.named_modules():
+        yield plain_name(name), part
+
+
+def param_places(module: nn.Module) -> Iterator[ParamPlace]:
+    """Every parameter in every place, in the order of registration."""
+    for prefix, part in named_modules(module):
+        for attribute, param in part._parameters.items():
+            if param is not None:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                yield ParamPlace(name, part, attribute, param)
+
+
+def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Plain names and the buffers, each once, in the order of registration."""
+    for name, buffer in module.named_buffers():
+        yield plain_name(name), buffer

@@ -21,10 +21,13 @@ LAYERS = {
     "kernels": (),
     "buffers": ("kernels",),
     "sharding": ("kernels", "buffers"),
-    "integrations": ("kernels", "buffers", "sharding"),
+    "integrations": ("sharding",),
     "training": ("kernels", "buffers", "sharding"),
-    "bench": ("kernels", "buffers", "sharding", "integrations", "training"),
+    "bench": ("kernels", "buffers", "sharding", "training"),
 }
+# Packages with a trainer or a model of their own: only the file of `integrations` that is named for
+# one imports it.
+ADAPTED = {"accelerate", "lightning", "peft", "pytorch_lightning", "transformers"}
 RANKLESS_LAYERS = ("kernels", "buffers")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -117,6 +120,20 @@ def imports_are_relative(source: Source) -> list[str]:
     ]
 
 
+def adapted_packages_are_imported_by_their_file(source: Source) -> list[str]:
+    complaints = []
+    for found in _imports(source):
+        package = found.module.split(".")[0]
+        own = source.path == f"integrations/{package}.py"
+        if not found.relative and package in ADAPTED and not own:
+            complaints.append(
+                f"line {found.line}: {package} is imported by integrations/{package}.py alone"
+            )
+        if found.layer == "integrations" != source.layer:
+            complaints.append(f"line {found.line}: nothing of ours imports integrations")
+    return complaints
+
+
 def private_names_stay_in_their_layer(source: Source) -> list[str]:
     return [
         f"line {found.line}: {found.module}.{found.name} is private to {found.layer}"
@@ -192,6 +209,7 @@ Rule = Callable[[Source], list[str]]
 RULES: tuple[Rule, ...] = (
     imports_point_down,
     imports_are_relative,
+    adapted_packages_are_imported_by_their_file,
     private_names_stay_in_their_layer,
     kernels_and_buffers_know_no_ranks,
     file_opens_with_a_docstring,
@@ -213,6 +231,21 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (imports_are_relative, "sharding/x.py", "import kernels"),
     (imports_are_relative, "sharding/x.py", "from buffers.layout import FlatLayout"),
     (imports_are_relative, "bench/x.py", "import sidestream as ss"),
+    (imports_point_down, "integrations/x.py", "from ..kernels import pack_"),
+    (imports_point_down, "bench/x.py", "from ..integrations import lightning"),
+    (adapted_packages_are_imported_by_their_file, "cli.py", "from .integrations import lightning"),
+    (adapted_packages_are_imported_by_their_file, "sharding/x.py", "import transformers.trainer"),
+    (adapted_packages_are_imported_by_their_file, "bench/x.py", "def f():\n    import peft"),
+    (
+        adapted_packages_are_imported_by_their_file,
+        "integrations/lightning.py",
+        "from transformers import Trainer",
+    ),
+    (
+        adapted_packages_are_imported_by_their_file,
+        "training/lightning.py",
+        "from lightning.pytorch import Trainer",
+    ),
     (private_names_stay_in_their_layer, "sharding/x.py", "from ..kernels.pack import _pack_kernel"),
     (private_names_stay_in_their_layer, "sharding/x.py", "from ..kernels._tables import table"),
     (kernels_and_buffers_know_no_ranks, "kernels/x.py", "import torch.distributed as dist"),
@@ -237,6 +270,12 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
 GOOD: tuple[tuple[Rule, str, str], ...] = (
     (imports_point_down, "bench/x.py", "from ..kernels import pack_\nfrom .timing import median"),
     (imports_point_down, "__init__.py", "from .sharding import fully_shard"),
+    (
+        adapted_packages_are_imported_by_their_file,
+        "integrations/lightning.py",
+        "from lightning.pytorch.strategies import DDPStrategy",
+    ),
+    (adapted_packages_are_imported_by_their_file, "integrations/x.py", "from . import lightning"),
     (private_names_stay_in_their_layer, "kernels/x.py", "from .pack import _pack_kernel"),
     (private_names_stay_in_their_layer, "sharding/x.py", "from .. import __version__"),
     (kernels_and_buffers_know_no_ranks, "sharding/x.py", "import torch.distributed as dist"),

@@ -82,13 +82,15 @@ def _data(batch_size: int = 4) -> Any:
     return torch.utils.data.DataLoader(data, batch_size)
 
 
-def _trainer(folder: Path, world_size: int, zero: int | None, **options: Any) -> Any:
+def _trainer(
+    folder: Path, world_size: int, zero: int | None, *, elementwise: bool = False, **options: Any
+) -> Any:
     """With SidestreamStrategy at ZeRO level `zero`, or with DDP for None."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from sidestream.integrations.lightning import SidestreamStrategy
 
-    sharding = {"zero_dp_strategy": zero, "fsdp_unit_modules": [Block]}
+    sharding = {"zero_dp_strategy": zero, "fsdp_unit_modules": [Block], "elementwise": elementwise}
     return lightning.Trainer(
         strategy="ddp" if zero is None else SidestreamStrategy(**sharding),
         accelerator="cpu",
@@ -178,6 +180,44 @@ def _autocasts(rank: int, world_size: int, folder: Path) -> None:
 
 def test_bf16_mixed_is_lightnings_own_autocast(tmp_path: Path) -> None:
     run_on_ranks(_autocasts, 2, tmp_path)
+
+
+class Watched(torch.optim.AdamW):
+    """Notes what it steps over; sidestream has to be told that it is elementwise."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self.stepped = [param for group in self.param_groups for param in group["params"]]
+        super().step()
+        return loss
+
+
+class Watching(Regression):
+    def configure_optimizers(self) -> Any:
+        return Watched(self.parameters(), lr=1e-2)
+
+
+def _steps_over_flat_parameters(rank: int, world_size: int, folder: Path) -> None:
+    as_if_launched(rank, world_size)
+    plain = Watching()
+    _trainer(folder / "plain", world_size, None).fit(plain, _data())
+    for zero in range(4):
+        unknown = Watching()
+        with pytest.raises(ValueError, match=r"Watched.*elementwise=True"):
+            _trainer(folder / "unknown", world_size, zero).fit(unknown, _data())
+        _check_equal(ss.full_state_dict(unknown), Regression().state_dict())
+        model = Watching()
+        trainer = _trainer(folder / f"{zero}", world_size, zero, elementwise=True)
+        trainer.fit(model, _data())
+        stepped = trainer.optimizers[0].stepped
+        assert all(type(param) is nn.Parameter and param.dim() == 1 for param in stepped)
+        assert len(stepped) == 3, "one for each unit: two blocks and the root"
+        _check_close(ss.full_state_dict(model), plain.state_dict())
+
+
+def test_optimizers_are_vouched_for_and_step_over_flat_parameters(tmp_path: Path) -> None:
+    run_on_ranks(_steps_over_flat_parameters, 2, tmp_path)
 
 
 def _keeps_one(rank: int, world_size: int, folder: Path) -> list[str]:

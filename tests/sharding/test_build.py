@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.lanes import DeferredLane, SerialLane
+from sidestream.sharding.ranges import PREFIX
 from sidestream.tests.ranks import run_on_ranks
 
 
@@ -93,12 +93,38 @@ def test_hooks_of_before_see_full_parameters_and_their_marks(zero: int) -> None:
     assert type(seen[0]) is nn.Parameter and seen[0].no_decay
 
 
+def kinds_beside_compute(rank: int, world_size: int, zero: int, options: dict[str, bool]) -> set:
+    """What has begun but is still to be waited for or to be completed while the model computes, by
+    the trace of a step after the first.
+    """
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ss.fully_shard(
+        model, optimizer, fsdp_unit_modules=[nn.Linear], zero_dp_strategy=zero, **options
+    )
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found, under_way = set(), set()
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+        if event.name in ("aten::addmm", "aten::mm"):
+            found |= {kind for kind, _ in under_way}
+        elif event.name.startswith(PREFIX):
+            verb, what = event.name.removeprefix(PREFIX).split(" ", 1)
+            kind, unit = what.split("'")[:2]
+            change = under_way.add if verb == "start" else under_way.discard
+            change((kind.removesuffix(" of unit "), unit))
+    return found
+
+
 @pytest.mark.parametrize("gathers", [True, False], ids=["gathers beside", "gathers in line"])
 @pytest.mark.parametrize("reduces", [True, False], ids=["reduces beside", "reduces in line"])
-def test_each_option_of_overlap_has_its_lane(gathers: bool, reduces: bool) -> None:
-    model = nn.Linear(3, 3)
-    ss.fully_shard(model, overlap_param_gather=gathers, overlap_grad_reduce=reduces)
-    runtime = runtime_of(model)
-    assert type(runtime._gather_lane) is (DeferredLane if gathers else SerialLane)
-    assert type(runtime._reduce_lane) is (DeferredLane if reduces else SerialLane)
-    assert runtime.prefetch == (1 if gathers else 0)
+def test_each_option_of_overlap_is_followed(gathers: bool, reduces: bool) -> None:
+    options = {"overlap_param_gather": gathers, "overlap_grad_reduce": reduces}
+    expected = {"gather"} if gathers else set()
+    expected |= {"gradient exchange"} if reduces else set()
+    for zero in (1, 3):
+        for found in run_on_ranks(kinds_beside_compute, 2, zero, options):
+            assert found == expected, zero

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sidestream as ss
-from sidestream.sharding import elementwise
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.twins import Twins, square_loss
 
@@ -85,8 +85,18 @@ def test_training_goes_on_over_conversions_that_change_nothing() -> None:
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_gpu_without_an_index_is_the_current_one(current: int) -> None:
+    with FakeTensorMode():
+        local = torch.empty(6, device="cuda:1")
+    tensor = ss.ShardedTensor(
+        local, shape=(2, 3), start=0, name="w", group=None, intervals=((0, 6),)
+    )
+    # What `tensor.to` calls; itself it asks for a GPU first.
+    convert = torch.ops.aten._to_copy
     with mock.patch.object(torch.cuda, "current_device", return_value=current):
-        found = elementwise._with_index(torch.device("cuda"))
-        assert found == torch.device("cuda", current)
-        assert elementwise._with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    assert elementwise._with_index(torch.device("cpu")) == torch.device("cpu", 0)
+        assert convert(tensor, device="cuda:1").device == torch.device("cuda", 1)
+        others = ["cuda:0", "cpu", *(["cuda"] if current == 0 else [])]
+        for device in others:
+            with pytest.raises(RuntimeError, match=rf"on cuda:1, got a conversion .* on {device}"):
+                convert(tensor, device=device)
+        if current == 1:
+            assert convert(tensor, device="cuda").device == torch.device("cuda", 1)
