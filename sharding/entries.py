@@ -17,6 +17,7 @@ from .arguments import kind_of, require_flag, require_module
 from .cached_params import let_rnns_be
 from .fully_shard import runtimes
 from .gathered_unit import GatheredUnit, agree_on_paths, check_not_gathered, check_whole
+from .hidden_writes import method_uses_data
 from .hooks import entry_of
 from .runtime import Runtime
 from .unit import Unit
@@ -164,6 +165,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     enter.is_entry = True  # type: ignore[attr-defined]
     setattr(module, name, enter)
+    if method_uses_data(module, function):
+        for _, units in _owners(module):
+            for unit in units:
+                unit.faces.writes_data = True
 
 
 def _method(module: nn.Module, name: str) -> Callable[..., Any]:

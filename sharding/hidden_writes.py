@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,12 @@ def modules_that_use_data(module: nn.Module) -> list[nn.Module]:
                 found.append(submodule)
                 break
     return found
+
+
+def method_uses_data(module: nn.Module, method: Callable[..., object]) -> bool:
+    """Whether `method` of `module`, or what it calls, mentions `.data`."""
+    attributes = _Attributes(module)
+    return any(_reaches_mark(function, attributes) for function in _functions_of(method))
 
 
 class _Attributes:

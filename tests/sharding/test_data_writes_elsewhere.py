@@ -161,3 +161,25 @@ def test_writes_by_code_outside_the_modules_class_last(
     way: Callable[[], Model], world_size: int
 ) -> None:
     run_on_ranks(train, world_size, way)
+
+
+class InRegistered(Codebook):
+    def encode(self, x: Tensor) -> Tensor:
+        self.decay()
+        return self(x)
+
+
+def encode(rank: int, world_size: int) -> None:
+    for zero in range(4):
+        model = InRegistered()
+        ss.fully_shard(model, zero_dp_strategy=zero)
+        ss.register_forward_method(model, "encode")
+        before = ss.full_state_dict(model)["code"]
+        for _ in range(2):
+            model.encode(torch.ones(2, 6)).sum().backward()
+        assert torch.equal(ss.full_state_dict(model)["code"], before / 4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_writes_by_a_registered_method_last(world_size: int) -> None:
+    run_on_ranks(encode, world_size)
