@@ -189,6 +189,7 @@ def test_compiled_blocks_and_models_train_the_same_bits_and_compile_once(
     run_on_ranks(_check_ways, world_size, backend, ways, zeros, timeout_s=TIMEOUT_S)
 
 
+WAYS_AT = {1: ("block.compile()",), 3: ("block.compile()", "torch.compile(model)")}
 POLICY = ss.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
 
 
@@ -198,7 +199,7 @@ def _check_bf16_and_checkpoints(rank: int, world_size: int) -> None:
     for zero in (1, 3):
         uncompiled = copy.deepcopy(plain)
         expected = _train(uncompiled, _shard(uncompiled, zero, **options), rank)
-        for way in ("block.compile()", "torch.compile(model)"):
+        for way in WAYS_AT[zero]:
             made = _compiled(plain, zero, way, before=False, backend="aot_eager", **options)
             assert _same_bits(_train(*made, rank), expected), (zero, way)
             assert _graphs_and_breaks() == GRAPHS_AND_BREAKS[way], (zero, way)
@@ -253,7 +254,7 @@ def _check_errors(rank: int, world_size: int) -> None:
     for zero in (1, 3):
         uncompiled = copy.deepcopy(plain)
         expected = _train(uncompiled, _shard(uncompiled, zero), rank)
-        for way in ("block.compile()", "torch.compile(model)"):
+        for way in WAYS_AT[zero]:
             model, optimizer = _compiled(plain, zero, way, before=False, backend="aot_eager")
             wrong = model.first.up.register_forward_pre_hook(lambda _module, args: args[0][:, :5])
             with pytest.raises(RuntimeError, match=r"(?i)shape|size"):
