@@ -44,6 +44,13 @@ STACK_DUMP_S = 0.5
 GROUP_SHARE = 0.8
 
 
+def preload(*modules: str) -> None:
+    """Have the fork server load `modules` too, so that ranks do not each do so; missing ones are
+    passed over. A test file calls it where it is imported, before the first test runs.
+    """
+    PRELOAD.extend(name for name in modules if name not in PRELOAD)
+
+
 class RanksFailed(Exception):
     """Ranks raised, died or overran; `failures` has their texts, `values` what others returned."""
 

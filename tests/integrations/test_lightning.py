@@ -14,6 +14,8 @@ from sidestream.tests.ranks import RanksFailed, run_on_ranks
 
 lightning = pytest.importorskip("lightning", reason="needs the extra `examples`")
 pytestmark = pytest.mark.slow
+# Of one rank the levels differ by whether parameters are freed alone.
+LEVELS = {1: (0, 3), 2: range(4), 3: range(4)}
 
 
 class Block(nn.Module):
@@ -122,7 +124,7 @@ def _trains_and_resumes(rank: int, world_size: int, folder: Path) -> None:
     trainer = _trainer(folder / "plain", world_size, None, **options)
     trainer.fit(plain, _data(), _data())
     expected = trainer.callback_metrics["val"]
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         model = Regression()
         trainer = _trainer(folder / f"{zero}", world_size, zero, **options)
         trainer.fit(model, _data(), _data())

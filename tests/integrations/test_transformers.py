@@ -17,6 +17,8 @@ pytest.importorskip("accelerate", reason="needs the extra `examples`")
 pytestmark = pytest.mark.slow
 
 STEPS, RESUMED = 6, 3
+# Of one rank the levels differ by whether parameters are freed alone.
+LEVELS = {1: (0, 3), 2: range(4), 3: range(4)}
 
 
 def _model() -> Any:
@@ -108,7 +110,7 @@ def _trains_and_resumes(rank: int, world_size: int, folder: Path) -> None:
     plain.train()
     saves = {"save_strategy": "steps", "save_steps": RESUMED}
     first: dict[str, Tensor] = {}
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         trainer = _trainer(folder / f"{zero}", _model(), zero, **saves)
         trainer.train()
         assert trainer.args.world_size == world_size
