@@ -142,7 +142,7 @@ def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
     def on_contribution() -> None:
         current = reference()
         assert current is not None
-        current.contribution_came()
+        current.enter_backward()
 
     all_members = [members for plan in plans for members in plan.units]
     for unit, members in zip(runtime.units, all_members, strict=True):

@@ -15,7 +15,7 @@ and the fix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -59,8 +59,10 @@ def dispatch(
 
     Raises:
         RuntimeError: the operator is not elementwise, draws random numbers, moves to another dtype
-            or device, or mixes layouts or shapes.
+            or device, mixes layouts or shapes, or reads a gradient that waits for its exchange.
     """
+    for x in _sharded_in(sharded_type, (*args, *kwargs.values())):
+        x.require_exchanged()
     rule = _rule(operator)
     return rule(sharded_type, operator, args, kwargs)
 
@@ -253,13 +255,12 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, index)
 
 
-def _first_sharded(sharded_type: type[ShardedTensor], values: Any) -> ShardedTensor | None:
+def _sharded_in(sharded_type: type[ShardedTensor], values: Any) -> Iterator[ShardedTensor]:
     for x in values:
         if isinstance(x, sharded_type):
-            return x
-        if isinstance(x, (list, tuple)) and (found := _first_sharded(sharded_type, x)) is not None:
-            return found
-    return None
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _sharded_in(sharded_type, x)
 
 
 def _refuse_random(
@@ -268,8 +269,7 @@ def _refuse_random(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> NoReturn:
-    like = _first_sharded(sharded_type, (*args, *kwargs.values()))
-    assert like is not None, "dispatched without a sharded tensor"
+    like = next(_sharded_in(sharded_type, (*args, *kwargs.values())))
     raise RuntimeError(
         f"{operator} on {like.describe()} would draw other numbers on each rank and for each world "
         "size: initialise the model before fully_shard, or fill it from a full tensor with copy_"
@@ -282,8 +282,7 @@ def _refuse(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> NoReturn:
-    like = _first_sharded(sharded_type, (*args, *kwargs.values()))
-    assert like is not None, "dispatched without a sharded tensor"
+    like = next(_sharded_in(sharded_type, (*args, *kwargs.values())))
     _refuse_tensor(like, operator)
 
 

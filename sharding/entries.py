@@ -16,7 +16,13 @@ from torch import nn
 from .arguments import kind_of, require_flag, require_module
 from .cached_params import let_rnns_be
 from .fully_shard import runtimes
-from .gathered_unit import GatheredUnit, agree_on_paths, check_not_gathered, check_whole
+from .gathered_unit import (
+    GatheredUnit,
+    agree_on_paths,
+    check_not_gathered,
+    check_same_units,
+    check_whole,
+)
 from .hidden_writes import method_uses_data
 from .hooks import entry_of
 from .runtime import Runtime
@@ -49,7 +55,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[None]:
         RuntimeError: at the end, on all ranks, with their names: parameters that were written to
             without `write`, with other values on some ranks, with another shape or dtype, or that
             were replaced; nothing is written then. At the start: `write` during a backward, or
-            inside a block over the same parameters without it.
+            inside a block over the same parameters without it; another part on some ranks.
     """
     require_module(module)
     require_flag("gathered: write", write)
@@ -60,6 +66,8 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[None]:
         )
     with contextlib.ExitStack() as stack:
         stack.callback(let_rnns_be, module)  # they would go on holding what was lent
+        for runtime, units in found:
+            check_same_units(units, runtime.collectives)
         blocks = [(runtime, _lend(runtime, units, write, stack)) for runtime, units in found]
         yield
         _check_and_write(blocks, write)
@@ -152,8 +160,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     method = _method(module, name)
     if getattr(method, "is_entry", False):
         return
-    function: Callable[..., Any] = getattr(method, "__func__", method)
     is_bound = getattr(method, "__self__", None) is module
+    function: Callable[..., Any] = getattr(method, "__func__", method) if is_bound else method
     reference = weakref.ref(module)  # the module refers to the wrapper
 
     @functools.wraps(function)

@@ -7,6 +7,7 @@ with the last who does. Gradients go to the unit's full parameters, which the ex
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -126,6 +127,22 @@ class GatheredUnit:
         if self.unit.state is UnitState.GATHERING:
             self.unit.finish_gather()  # it still reads them
         self.unit.adopt_writes(self.flat)
+
+
+def check_same_units(units: Sequence[Unit], collectives: Collectives) -> None:
+    """Compare what the ranks are about to gather (a collective).
+
+    Raises:
+        RuntimeError: not the same; on all ranks.
+    """
+    indices = [unit.spec.index for unit in units]
+    values = torch.tensor([zlib.crc32(repr(indices).encode()), len(units)], dtype=torch.int64)
+    if not collectives.all_equal(values, "comparison of the modules given to gathered()"):
+        raise RuntimeError(
+            "gathered: expected the same part of the model on all ranks, got units "
+            f"{listed([unit.spec.name for unit in units])} here and others elsewhere; pass the "
+            "same module everywhere"
+        )
 
 
 def check_whole(units: Sequence[GatheredUnit], collectives: Collectives, write: bool) -> None:

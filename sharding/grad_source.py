@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from .sharded_tensor import ShardedTensor
 
 
+class HoldsSum(Protocol):
+    """The gradients of a unit."""
+
+    @property
+    def has_unreduced_sum(self) -> bool:
+        """Whether some were accumulated under `no_sync` and not exchanged since."""
+
+
 class GradSource(Protocol):
     """Where a sharded parameter's gradient lives, once for all parameters of a unit."""
 

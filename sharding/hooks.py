@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,12 @@ from .structures import map_tensors, tensors_in
 from .tree_watch import TreeWatch
 from .uncompiled import uncompiled
 from .use_order import UnitGroup
+
+_NO_COPY = (
+    "a sharded module cannot be copied or pickled, since it holds one rank's part of its "
+    "parameters: make a plain one and load full_state_dict(module) into it, or save with "
+    "save_checkpoint"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +42,11 @@ class Entry:
         group, runtime = self.group, self.runtime
         if self.tree.changed or group.is_root:
             self.tree.check_before_forward()
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "fully_shard: expected a forward outside torch.func, got one inside a transform "
+                "such as grad or vmap, which cannot follow gathers; use autograd"
+            )
         if group.is_root:
             runtime.root_pre_forward()
         runtime.pre_forward(group)
@@ -66,6 +77,12 @@ class Entry:
     def perhaps_pre_backward(self, _grads: object) -> None:
         """The gradient of an output that is an input is there."""
         self.runtime.pre_backward(self.group, certain=False)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(_NO_COPY)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(_NO_COPY)
 
     def call(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`method(*args, **kwargs)`, as if it were the forward of `module`."""

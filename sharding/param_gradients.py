@@ -4,10 +4,11 @@ autograd's graphs.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
 from .sharded_tensor import ShardedTensor
 
@@ -37,31 +38,34 @@ class ParamGradients:
         unit = self._unit
         copy = unit.gradients.copy_of(index)
         if copy is not None:
-            return unit.sharded_view(copy[0], index, base=copy[1])
-        view = self._views.get(index)
-        if view is None:
+            view = unit.sharded_view(copy[0], index, base=copy[1])
+            view.shown_by = weakref.ref(unit.gradients)
+            return view
+        if index not in self._views:
             assert unit.gradients.main_grad is not None
             view = unit.sharded_view(unit.gradients.main_grad, index)
+            view.shown_by = weakref.ref(unit.gradients)
             self._views[index] = view
-        return view
+        return self._views[index]
 
     def get_grad(self, parameter: ShardedTensor) -> ShardedTensor | None:
         """The reduced gradient of one parameter, sharded like it; None when there is none."""
         index = self._indices[id(parameter)]
         return self._view(index) if self._unit.gradients.has_tensor(index) else None
 
-    def set_grad(self, parameter: ShardedTensor, value: Tensor | None) -> None:
+    def set_grad(self, parameter: ShardedTensor, value: ShardedTensor | None) -> None:
         """Clear (None) or overwrite the reduced gradient of one parameter."""
         index, gradients = self._indices[id(parameter)], self._unit.gradients
         if value is not None:
-            value = value.clone()  # it may be a view of what is cleared for it
+            value.require_exchanged()
+            local = value.local.clone()  # it may be a view of what is cleared for it
             self._unit.free_cleared_grads()  # others may be too, which are to be put back next
             with gradients.editing():
                 gradients.show_tensor(index)
-                self._view(index).copy_(value)
+                self._view(index).local.copy_(local)
         elif gradients.has_tensor(index):
             with gradients.editing():
-                gradients.clear_tensor(index, self._view(index))
+                gradients.clear_tensor(index, self._view(index).local)
 
     def requires_grad_changed(self) -> None:
         """A parameter was frozen or unfrozen, which counts from its next use on."""

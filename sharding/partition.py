@@ -97,11 +97,24 @@ def _problem(param: nn.Parameter) -> str | None:
         return problem
     if param.layout is not torch.strided:
         return f"has layout {param.layout}: expected a dense one; call to_dense() on it"
+    return _problem_of_gradient(param) or _problem_of_dtype(param)
+
+
+def _problem_of_gradient(param: nn.Parameter) -> str | None:
     if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
         return (
             "has gradient hooks, which autograd would not call on its sharded form: remove them, "
             "and change p.grad between backward and optimizer.step instead"
         )
+    if param.grad is not None:
+        return (
+            "has a gradient, which each rank computed for itself: clear it (zero_grad) before "
+            "fully_shard"
+        )
+    return None
+
+
+def _problem_of_dtype(param: nn.Parameter) -> str | None:
     if param.is_complex() and param.requires_grad:
         return (
             f"is complex, of dtype {param.dtype}: hold its real form, torch.view_as_real(p), as "

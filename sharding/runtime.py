@@ -7,7 +7,9 @@ exchanges is agreed between the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,6 +74,16 @@ class Runtime:
         self._keeps_gathered = False
         self._exchange_order = ExchangeOrder(len(self.units), collectives)
 
+    def __del__(self) -> None:
+        # After an exception something may be in flight: it uses memory that goes now, and the
+        # peers' halves of it wait.
+        with contextlib.suppress(Exception):
+            if not sys.is_finalizing():
+                if self._backward is not None:
+                    self._backward.finish_exchanges()
+                for unit in self.units:
+                    self._finish_gather(unit)
+
     @property
     def prefetch(self) -> int:
         """How many units ahead are gathered."""
@@ -106,11 +118,6 @@ class Runtime:
         recompute = self._runs_backward()
         if not recompute:
             group.open_calls += 1  # first, as `post_forward` comes whatever is raised here
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise RuntimeError(
-                "fully_shard: expected a forward outside torch.func, got one inside a transform "
-                "such as grad or vmap, which cannot follow gathers; use autograd"
-            )
         if recompute:
             self._begin_backward_of(group)
         for unit in group.units:
@@ -194,20 +201,14 @@ class Runtime:
 
     def unit_ready(self, unit: Unit) -> None:
         """All trainable parameters of `unit` have their gradients."""
-        backward = self._enter_backward()
+        backward = self.enter_backward()
         backward.unit_ready(unit)
         backward.spend(self._group_of[id(unit)])
         self._retire(backward.take_spent())
 
-    def contribution_came(self) -> None:
-        """The gradient of a parameter that a loss used directly is there: a backward runs, perhaps
-        through no module at all.
-        """
-        self._enter_backward()
-
     def whole_gradient_came(self, unit: Unit, index: int, grad: Tensor) -> None:
         """A parameter that `gathered` had lent got its gradient."""
-        self._enter_backward().add_gradient(unit, index, grad)
+        self.enter_backward().add_gradient(unit, index, grad)
 
     def inputs_done(self, group: UnitGroup) -> None:
         """The gradients of one call's inputs are there: nothing before them needs frozen
@@ -219,7 +220,7 @@ class Runtime:
             self._retire(self._backward.take_spent())
 
     def _begin_backward_of(self, group: UnitGroup, *, certain: bool = True) -> BackwardPass:
-        backward = self._enter_backward()
+        backward = self.enter_backward()
         backward.enter(group, certain=certain)
         # Units that are used once more after their gradients were complete: nothing else would
         # release them again.
@@ -237,7 +238,8 @@ class Runtime:
             return False
         return True
 
-    def _enter_backward(self) -> BackwardPass:
+    def enter_backward(self) -> BackwardPass:
+        """A backward runs, perhaps through no module at all; begins it if it is new."""
         if not self._runs_backward():
             if self.open_writes:
                 raise RuntimeError(

@@ -29,7 +29,7 @@ from .collectives import start_all_gather
 from .contributions import Contribution
 from .elementwise import dispatch
 from .errors import communicating
-from .grad_source import GradSource
+from .grad_source import GradSource, HoldsSum
 from .uncompiled import uncompiled
 from .without_storage import WithoutStorage
 
@@ -54,6 +54,8 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
     grad_source: GradSource | None
     _own_grad: ShardedTensor | None
     _is_guarded: bool = False
+    shown_by: Callable[[], HoldsSum | None] | None = None
+    """Of a gradient: a weak reference to what it is a view of."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -148,6 +150,28 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
         tensor.intervals = self.intervals
         return tensor
 
+    def _copy(self) -> ShardedTensor:
+        return self.with_local(self.local.clone())
+
+    @property
+    def awaits_exchange(self) -> bool:
+        """Whether it is a gradient of which this rank alone holds a sum, not to be seen."""
+        gradients = None if self.shown_by is None else self.shown_by()
+        return gradients is not None and gradients.has_unreduced_sum
+
+    def require_exchanged(self) -> None:
+        """Refuse to give values of a gradient that waits.
+
+        Raises:
+            RuntimeError: it was accumulated under `no_sync` and not exchanged since.
+        """
+        if self.awaits_exchange:
+            raise RuntimeError(
+                f"gradient of {self.describe()}: expected an exchanged one, got one that was "
+                "accumulated under no_sync, of which each rank holds its own sum; look at it, "
+                "scale or clip it after a backward outside no_sync, or clear it with None"
+            )
+
     def has_layout_of(self, other: ShardedTensor) -> bool:
         """Whether both hold the same interval of the same shape."""
         return (
@@ -176,6 +200,7 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
         Raises:
             RuntimeError: gradients are enabled and autograd recorded it, yet it is no parameter.
         """
+        self.require_exchanged()
         if self._is_recorded():
             return self._contribution(self.start, self.local.detach)
         return self.local
@@ -191,6 +216,7 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
             CommunicationError: the gather failed, for example because a rank died.
             RuntimeError: gradients are enabled and autograd recorded it, yet it is no parameter.
         """
+        self.require_exchanged()
         if self._is_recorded():
             return self._contribution(0, self.gather_full)
         return self.gather_full()

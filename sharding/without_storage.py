@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
+
 _WAY_OUT = (
     "since one rank's part alone is not the tensor: take whole tensors with "
     "full_state_dict(module), as in save_pretrained(folder, state_dict=full_state_dict(model)), "
@@ -19,6 +21,9 @@ class WithoutStorage:
 
     def describe(self) -> str:
         """The tensor in a few words, for messages."""
+        raise NotImplementedError
+
+    def _copy(self) -> Any:
         raise NotImplementedError
 
     def untyped_storage(self) -> NoReturn:
@@ -51,8 +56,11 @@ class WithoutStorage:
         """Refused: this rank has only some of the values."""
         raise RuntimeError(self._no_values("tolist"))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(f"{self.describe()} cannot be copied, {_WAY_OUT}")
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of this rank's part, such as of optimizer state; refused for parameters."""
+        if isinstance(self, torch.nn.Parameter):
+            raise TypeError(f"{self.describe()} cannot be copied, {_WAY_OUT}")
+        return self._copy()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.describe()} cannot be copied or pickled, {_WAY_OUT}")
