@@ -169,7 +169,8 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
             raise RuntimeError(
                 f"gradient of {self.describe()}: expected an exchanged one, got one that was "
                 "accumulated under no_sync, of which each rank holds its own sum; look at it, "
-                "scale or clip it after a backward outside no_sync, or clear it with None"
+                "scale or clip it after a backward outside no_sync, or clear it with "
+                "set_to_none=True"
             )
 
     def has_layout_of(self, other: ShardedTensor) -> bool:

@@ -66,6 +66,10 @@ class _Model(nn.Module):
     def double(x: Tensor) -> Tensor:
         return x * 2
 
+    @classmethod
+    def name_and(cls, x: Tensor) -> tuple[str, Tensor]:
+        return cls.__name__, x
+
 
 def _model() -> _Model:
     torch.manual_seed(0)
@@ -195,6 +199,8 @@ def test_registering_twice_changes_nothing_and_names_stay() -> None:
     assert method.__name__ == "encode"
     ss.register_forward_method(model, "double")
     assert torch.equal(model.double(torch.ones(2)), torch.full((2,), 2.0))
+    ss.register_forward_method(model, "name_and")
+    assert model.name_and(torch.ones(2))[0] == "_Model"
     assert "encode" not in model.state_dict()
 
 

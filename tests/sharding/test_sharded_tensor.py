@@ -186,7 +186,7 @@ def test_refused_with_the_name_and_the_fix_and_nothing_changed(name: str) -> Non
 
 
 def test_copies_and_pickles_are_refused_with_the_way_to_take_whole_tensors() -> None:
-    part, _ = _part(_full(0))
+    part, _ = _part(_full(0), requires_grad=True)
     for take in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"'weight'.*full_state_dict\(module\)"):
             take(part)
