@@ -82,8 +82,7 @@ def _guarded(optimizer: torch.optim.Optimizer, leave: Callable[[], None]) -> Cal
     """`optimizer.step`, with `leave` after it whatever ended it; refers to `optimizer` weakly."""
     inner, reference = vars(optimizer).get("step"), weakref.ref(optimizer)
 
-    @functools.wraps(inner or type(optimizer).step)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         current = reference()
         assert current is not None
         try:
@@ -93,8 +92,12 @@ def _guarded(optimizer: torch.optim.Optimizer, leave: Callable[[], None]) -> Cal
         finally:
             leave()
 
+    @functools.wraps(inner or type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
     def unbound(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
+        return run(*args, **kwargs)  # not by `step`, which refers to this
 
     del step.__wrapped__
     step.__signature__ = inspect.signature(optimizer.step)  # type: ignore[attr-defined]
