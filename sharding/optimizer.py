@@ -70,6 +70,7 @@ def bind(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
     watch_all_steps()
     bound = _BoundOptimizer(optimizer, runtime)
     bound.cut()
+    bound.hook(optimizer)
     _BOUND[optimizer] = bound
 
 
@@ -117,6 +118,9 @@ class _BoundOptimizer:
         self._shown_state: object = None
         self._inside = False
         self._is_replaced = False
+
+    def hook(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take part in the steps of `optimizer` from now on."""
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(lambda *_: self._leave())
         optimizer.step = _guarded(optimizer, self._leave)  # type: ignore[method-assign]

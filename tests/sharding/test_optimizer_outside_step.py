@@ -399,6 +399,17 @@ def test_an_optimizer_that_lost_its_parameters_to_another_is_refused() -> None:
     second.step()
 
 
+def test_an_optimizer_that_is_refused_stays_as_it_was() -> None:
+    model = nn.Linear(3, 2)
+    _, first = ss.fully_shard(model, sgd(model.parameters()))
+    part = sgd([model.bias])
+    with pytest.raises(ValueError, match="which another one holds together with 1 more"):
+        ss.fully_shard_optimizer(part)
+    assert not {"step", "zero_grad"} & set(vars(part))
+    assert not part._optimizer_step_pre_hooks
+    assert first is not None and params_of(part)[0] is model.bias
+
+
 def test_foreign_parameters_leave_the_step_undone() -> None:
     model = nn.Linear(3, 2)
     _, optimizer = ss.fully_shard(model, sgd(model.parameters()))
