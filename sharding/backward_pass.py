@@ -92,6 +92,11 @@ class BackwardPass:
         for _, exchange in self._ending:
             exchange.event.wait()
 
+    def abandon(self, deadline: float) -> None:
+        """Nobody asks for the exchanges: see `Event.abandon`."""
+        for _, exchange in (*self._in_flight, *self._ending):
+            exchange.event.abandon(deadline)
+
     def _launch_in_order(self, *, all_of_them: bool = False) -> None:
         # One order on every rank, whichever gradients exist: otherwise exchanges would pair up
         # wrongly.

@@ -18,6 +18,9 @@ advanced, or the caching allocator hands their memory to the compute stream too 
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -37,6 +40,11 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Order the caller's following compute after all of the work."""
+
+    def abandon(self, deadline: float) -> None:
+        """Nobody asks for the result, whose memory goes: wait for operations that peers have begun
+        too, until `deadline` (`time.monotonic`) at most.
+        """
 
 
 class Lane(Protocol):
@@ -71,6 +79,14 @@ class _Deferred:
     def wait(self) -> None:
         self.advance()
         self._finish_pending()
+
+    def abandon(self, deadline: float) -> None:
+        for operation in self._pending:
+            # No longer than that: an error that ends a process must not wait for dead peers.
+            rest = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            with contextlib.suppress(Exception):
+                operation.work.wait(rest)
+        self._pending = ()
 
     def _finish_pending(self) -> None:
         for operation in self._pending:
@@ -115,6 +131,9 @@ class _StreamEvent:
 
     def wait(self) -> None:
         self.advance()
+
+    def abandon(self, deadline: float) -> None:
+        """Nothing to do: the memory is the lane's own."""
 
 
 class StreamLane:

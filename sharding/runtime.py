@@ -7,9 +7,9 @@ exchanges is agreed between the ranks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from .uncompiled import uncompiled
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
 
+_ABANDONED_S = 5.0  # among the living, what is in flight takes milliseconds
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -75,14 +76,14 @@ class Runtime:
         self._exchange_order = ExchangeOrder(len(self.units), collectives)
 
     def __del__(self) -> None:
-        # After an exception something may be in flight: it uses memory that goes now, and the
-        # peers' halves of it wait.
-        with contextlib.suppress(Exception):
-            if not sys.is_finalizing():
-                if self._backward is not None:
-                    self._backward.finish_exchanges()
-                for unit in self.units:
-                    self._finish_gather(unit)
+        # After an exception something may be in flight: it uses memory that goes now, and gloo
+        # would match the peers' halves of it with what the next model sends.
+        if not sys.is_finalizing():
+            deadline = time.monotonic() + _ABANDONED_S
+            if self._backward is not None:
+                self._backward.abandon(deadline)
+            for unit in self.units:
+                unit.abandon(deadline)
 
     @property
     def prefetch(self) -> int:

@@ -317,6 +317,10 @@ class Unit:
         self._gather_event = DONE
         self._move(UnitState.GATHERING, UnitState.GATHERED)
 
+    def abandon(self, deadline: float) -> None:
+        """Nobody asks for the gather: see `Event.abandon`."""
+        self._gather_event.abandon(deadline)
+
     def release(self) -> None:
         """The full parameters are not needed any more: back to rest.
 

@@ -176,7 +176,6 @@ CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
 # Alone, the adapters are trained by their own tests.
 RUNS = [(name, 2) for name in CASES] + [
     ("quickstart", 1),
-    ("peft_lora", 1),
     ("transformers_llama", 1),
 ]
 

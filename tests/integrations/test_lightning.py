@@ -15,7 +15,7 @@ from sidestream.tests.ranks import RanksFailed, run_on_ranks
 lightning = pytest.importorskip("lightning", reason="needs the extra `examples`")
 pytestmark = pytest.mark.slow
 # Of one rank the levels differ by whether parameters are freed alone.
-LEVELS = {1: (0, 3), 2: range(4), 3: range(4)}
+LEVELS = {1: (3,), 2: range(4), 3: (1,)}
 
 
 class Block(nn.Module):
@@ -155,7 +155,7 @@ def _plays(rank: int, world_size: int, folder: Path) -> None:
     as_if_launched(rank, world_size)
     plain = Game()
     _trainer(folder / "plain", world_size, None).fit(plain, _data())
-    for zero in range(4):
+    for zero in (0, 3):
         game = Game()
         _trainer(folder / f"{zero}", world_size, zero).fit(game, _data())
         torch.testing.assert_close(game.seen, plain.seen, rtol=1e-5, atol=1e-6)
@@ -174,7 +174,7 @@ def _autocasts(rank: int, world_size: int, folder: Path) -> None:
     as_if_launched(rank, world_size)
     plain = Regression()
     _trainer(folder / "plain", world_size, None, precision="bf16-mixed").fit(plain, _data())
-    for zero in range(4):
+    for zero in (0, 3):
         model = Regression()
         _trainer(folder / f"{zero}", world_size, zero, precision="bf16-mixed").fit(model, _data())
         torch.testing.assert_close(model.seen, plain.seen, rtol=1e-5, atol=1e-6)
@@ -204,7 +204,7 @@ def _steps_over_flat_parameters(rank: int, world_size: int, folder: Path) -> Non
     as_if_launched(rank, world_size)
     plain = Watching()
     _trainer(folder / "plain", world_size, None).fit(plain, _data())
-    for zero in range(4):
+    for zero in (0, 3):
         unknown = Watching()
         with pytest.raises(ValueError, match=r"Watched.*elementwise=True"):
             _trainer(folder / "unknown", world_size, zero).fit(unknown, _data())

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, RESUMED = 6, 3
 # Of one rank the levels differ by whether parameters are freed alone.
-LEVELS = {1: (0, 3), 2: range(4), 3: range(4)}
+LEVELS = {1: (3,), 2: range(4), 3: (1,)}
 
 
 def _model() -> Any:
@@ -146,7 +146,7 @@ def _autocasts(rank: int, world_size: int, folder: Path) -> None:
     plain.train()
     fp32 = _trainer(folder, _model(), None, **options)
     fp32.train()
-    for zero in range(4):
+    for zero in (0, 3):
         trainer = _trainer(folder, _model(), zero, bf16=True, **options)
         trainer.train()
         # The same bf16 products, so far closer to each other than to fp32.
@@ -167,7 +167,7 @@ def _trains_adapters(rank: int, world_size: int, folder: Path) -> None:
     plain = _trainer(folder, _peft_model(), None, **options)
     plain.train()
     best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": RESUMED}
-    for zero in range(4):
+    for zero in (0, 3):
         trainer = _trainer(folder / f"{zero}", _peft_model(), zero, **options, **best)
         trainer.train()
         torch.testing.assert_close(_history(trainer), _history(plain), rtol=1e-5, atol=1e-6)
@@ -198,7 +198,7 @@ def _evaluates_first_and_trains_twice(rank: int, world_size: int, folder: Path) 
     plain = _trainer(folder, _model(), None, **options)
     plain.train()  # evaluated first, it would not be wrapped in DDP any more
     plain.train()
-    for zero in range(4):
+    for zero in (0, 3):
         trainer = _trainer(folder, _model(), zero, **options)
         before = trainer.evaluate()["eval_loss"]
         trainer.train()
