@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .errors import communicating, in_words
+from ..errors import communicating, in_words
 
 METADATA_FILE = ".metadata"
 _CHUNK_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 import sidestream
-from sidestream.sharding import checkpoint_folder
+from sidestream.sharding.checkpoint import folder as checkpoint_folder
 from sidestream.sharding.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.optimizer_state import named_state

@@ -21,21 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checkpoint_folder
-from .arguments import kind_of, require_module
-from .checkpoint_agreement import Alike
-from .checkpoint_match import match
-from .entries import check_sharded
-from .fully_shard import runtime_of
-from .optimizer_state import load_scalars, named_state, prepare_state
-from .sharded_tensor import ShardedTensor
-from .tree_watch import watches_of
-from .uncompiled import plain_name, uncompiled
+from ..arguments import kind_of, require_module
+from ..entries import check_sharded
+from ..fully_shard import runtime_of
+from ..optimizer_state import load_scalars, named_state, prepare_state
+from ..sharded_tensor import ShardedTensor
+from ..tree_watch import watches_of
+from ..uncompiled import plain_name, uncompiled
+from . import folder as checkpoint_folder
+from .agreement import Alike
+from .match import match
 
 # The reader is imported by the functions that need it: with it comes torch.distributed.checkpoint,
 # which takes longer to import than all of sidestream.
 if TYPE_CHECKING:
-    from .checkpoint_reader import CheckpointReader
+    from .reader import CheckpointReader
 
 
 @uncompiled
@@ -65,8 +65,8 @@ def save_checkpoint(
     """
     from torch.distributed import checkpoint as dcp
 
-    from .checkpoint_reader import require_plain, running_dcp
-    from .checkpoint_writer import CheckpointWriter
+    from .reader import require_plain, running_dcp
+    from .writer import CheckpointWriter
 
     rank = _rank()
     with Alike() as ranks:
@@ -114,7 +114,7 @@ def load_checkpoint(
         RuntimeError: its files are missing, cut short or damaged, and nothing is loaded. (A disk
             that fails later, while they are read again, leaves module and optimizer half loaded.)
     """
-    from .checkpoint_reader import CheckpointReader
+    from .reader import CheckpointReader
 
     with Alike() as ranks:
         both = _state_of(module, optimizer)

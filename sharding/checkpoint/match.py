@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .checkpoint_reader import CheckpointReader
+    from .reader import CheckpointReader
 
 _COUNTER = "step"  # how torch's optimizers name the entry that is never shaped like the parameter
 

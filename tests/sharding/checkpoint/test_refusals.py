@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 import sidestream as ss
-from sidestream.sharding.checkpoint_reader import CheckpointReader
+from sidestream.sharding.checkpoint.reader import CheckpointReader
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.optimizer_state import named_state
 from sidestream.tests.ranks import run_on_ranks

@@ -7,7 +7,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from .errors import communicating, in_words
+from ..errors import communicating, in_words
 
 # A subclass stands before its base.
 _SHAREABLE: tuple[type[Exception], ...] = (

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import sidestream as ss
-from sidestream.sharding import checkpoint_folder, checkpoint_reader
+from sidestream.sharding.checkpoint import folder as checkpoint_folder
+from sidestream.sharding.checkpoint import reader as checkpoint_reader
 from sidestream.tests.ranks import run_on_ranks
 
 LIMIT_BYTES = 50_000

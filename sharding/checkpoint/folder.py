@@ -14,7 +14,7 @@ import os
 import shutil
 from pathlib import Path
 
-from .arguments import kind_of
+from ..arguments import kind_of
 
 # As in `checkpoint`, what imports torch.distributed.checkpoint waits until it is needed.
 
@@ -48,7 +48,7 @@ def find(target: Path) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    from .checkpoint_reader import METADATA_FILE
+    from .reader import METADATA_FILE
 
     for folder in (target, _replaced_of(target)):
         if (folder / METADATA_FILE).is_file():
@@ -89,7 +89,7 @@ def require_whole(target: Path) -> None:
     Raises:
         RuntimeError: something is missing.
     """
-    from .checkpoint_reader import CheckpointReader
+    from .reader import CheckpointReader
 
     if lack := CheckpointReader(partial_of(target)).lack():
         raise RuntimeError(
@@ -123,7 +123,7 @@ def _replaced_of(target: Path) -> Path:
 
 def _make_room(target: Path) -> str | None:
     """Make `target`'s partial folder; returns what stands at `target` that is no checkpoint."""
-    from .checkpoint_reader import METADATA_FILE
+    from .reader import METADATA_FILE
 
     partial, replaced = partial_of(target), _replaced_of(target)
     if not target.exists() and replaced.exists():
