@@ -1,5 +1,7 @@
 """Checkpoints: what is saved, how it lies on disk, and what is checked before it is loaded."""
 
-from .save_load import full_state_dict, load_checkpoint, save_checkpoint
+from .load import load_checkpoint
+from .save import save_checkpoint
+from .state import full_state_dict
 
 __all__ = ["full_state_dict", "load_checkpoint", "save_checkpoint"]
