@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -219,12 +219,15 @@ def prepare_state(
     runtime: Runtime,
     optimizer: torch.optim.Optimizer,
     saved: Mapping[str, Mapping[str, Tensor | None]],
+    *,
+    kept: Collection[str] = (),
 ) -> None:
     """Make `optimizer`'s state have just the entries of a checkpoint, to be overwritten by its
     values.
 
     `saved` maps a parameter's name to its entries: a meta tensor for one with the parameter's
-    shape, whose dtype counts, and None for any other. A parameter that is absent loses its state.
+    shape, whose dtype counts, and None for any other. A parameter that is absent loses its state,
+    unless it is named in `kept`.
 
     Raises:
         ValueError: `optimizer` is not this model's.
@@ -232,7 +235,7 @@ def prepare_state(
     names = _names(runtime, optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if id(param) not in names:
+            if id(param) not in names or names[id(param)] in kept:
                 continue
             entries = saved.get(names[id(param)], {})
             if not entries:

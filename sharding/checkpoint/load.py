@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..arguments import kind_of
 from ..fully_shard import runtime_of
 from ..optimizer_state import load_scalars, named_state, prepare_state
-from ..sharded_tensor import ShardedTensor
 from ..uncompiled import plain_name, uncompiled
 from . import folder as checkpoint_folder
 from .agreement import Alike
-from .match import match
+from .match import FittingState, match
+from .opening import open_checkpoint, require_files
+from .read import Contents
 from .state import rank_here, state_of
-
-# The reader is imported by the functions that need it: with it comes torch.distributed.checkpoint,
-# which takes longer to import than all of sidestream.
-if TYPE_CHECKING:
-    from .reader import CheckpointReader
+from .stored import BadCheckpoint, Key, Stored
 
 
 @uncompiled
@@ -30,56 +31,103 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
 ) -> Any:
     """Load the checkpoint at `path` into `module` and `optimizer` (a collective over all ranks).
 
     The world size may differ from the one it was saved at. Returns the `extra` this rank saved,
     rank 0's if the world size differs, None if there is none; its tensors come back on the CPU.
+    With `strict=False`, what only one side has is left alone, and a warning lists it.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
         ValueError: its names, shapes or parameter groups are not those of `module` and `optimizer`:
-            every missing or unexpected name and wrong shape is listed, on all ranks, and nothing
-            is loaded. Or it holds objects that only unsafe unpickling could read. Or ranks pass
-            different checkpoints.
+            every missing or unexpected name and wrong shape is listed, on all ranks. Or a file is
+            missing, damaged or another checkpoint's, or holds objects that only unsafe unpickling
+            could read. Or ranks pass different checkpoints. Nothing is loaded.
         TypeError: an argument of the wrong type.
-        RuntimeError: its files are missing, cut short or damaged, and nothing is loaded. (A disk
-            that fails later, while they are read again, leaves module and optimizer half loaded.)
+        OSError: a disk failed. If it did so only when files that had been checked were read again,
+            module and optimizer are half loaded.
     """
-    from .reader import CheckpointReader
-
     with Alike() as ranks:
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict: expected True or False, got {kind_of(strict)}")
         both = state_of(module, optimizer)
-        state, optim = both["model"], both.get("optim")
-        runtime = None if optimizer is None else runtime_of(module)
-        reader = CheckpointReader(checkpoint_folder.find(checkpoint_folder.resolve(path)))
-        reader.require_whole()
-        ranks.tell("path", reader.fingerprint, str(reader.folder))
+        found = checkpoint_folder.find(checkpoint_folder.resolve(path))
+        defaults = None if optimizer is None else optimizer.defaults
+        with _refusing(found):
+            stored = open_checkpoint(found)
+            fitting = match(stored, both["model"], both.get("optim"), defaults, strict=strict)
+        ranks.tell("path", stored.fingerprint, str(found))
         ranks.tell("optimizer", "none" if optimizer is None else "one")
-        stored = match(reader, state, optim, None if optimizer is None else optimizer.defaults)
-        extra_key = _extra_key(reader)
-        values = reader.read([*stored.value_keys, *extra_key])
-        stored.require_same_groups(values)
-        tensors = {f"model.{name}": x for name, x in state.items() if isinstance(x, Tensor)}
-        reader.require_sound(tensors | {key: state[name] for key, name in stored.moments()})
-    if optimizer is not None and runtime is not None:
-        prepare_state(runtime, optimizer, stored.entries)
-        tensors |= _sharded_state(named_state(runtime, optimizer))
-    reader.read_into(tensors)
-    loaded = {**state, **values.get("model", {})}
-    module.load_state_dict({key: loaded[plain_name(key)] for key in module.state_dict()})
-    if optimizer is not None and runtime is not None:
-        load_scalars(runtime, optimizer, _placed(values["optim"], state))
-    return values["extra"][extra_key[0].removeprefix("extra.")][0] if extra_key else None
+        ranks.tell("strict", str(strict))
+    with Contents(stored) as contents:
+        with Alike(), _refusing(found):
+            require_files(stored, *_place())
+            values = contents.values([*fitting.value_keys, *_extra_key(stored)])
+            if strict:
+                fitting.require_same_groups(values)
+            tensors = _tensors(fitting, both["model"])
+            contents.require_sound(tensors)
+        if optimizer is not None:
+            tensors |= _with_moments(module, optimizer, fitting)
+        with Alike():
+            contents.fill(tensors)
+    _take_values(module, optimizer, both["model"], values)
+    if fitting.left_alone:
+        warnings.warn(
+            f"checkpoint {found}: left alone, as only one side has it: "
+            f"{'; '.join(fitting.left_alone)}",
+            stacklevel=2,
+        )
+    return next(iter(values["extra"].values()))[0] if "extra" in values else None
 
 
-def _sharded_state(optim: Mapping[str, Any]) -> dict[str, Tensor]:
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Say which checkpoint it is that is bad."""
+    try:
+        yield
+    except BadCheckpoint as error:
+        raise ValueError(
+            f"checkpoint {folder}: {' '.join(str(error).split())}; load another checkpoint. Nothing "
+            "was loaded"
+        ) from error
+
+
+def _tensors(fitting: FittingState, model: Mapping[str, Any]) -> dict[Key, Tensor]:
+    """What `fill` will fill, by key; a parameter stands for its moments, of the same layout."""
+    tensors = {f"model.{name}": model[name] for name in fitting.model_tensors}
+    return tensors | {key: model[name] for key, name in fitting.moments()}
+
+
+def _with_moments(
+    module: nn.Module, optimizer: torch.optim.Optimizer, fitting: FittingState
+) -> dict[Key, Tensor]:
+    """Make `optimizer` have the entries that are stored; returns those to fill."""
+    runtime = runtime_of(module)
+    prepare_state(runtime, optimizer, fitting.entries, kept=fitting.kept)
+    state = named_state(runtime, optimizer)["state"]
     return {
-        f"optim.state.{name}.{entry}": value
-        for name, entries in optim["state"].items()
-        for entry, value in entries.items()
-        if isinstance(value, ShardedTensor)
+        f"optim.state.{name}.{entry}": state[name][entry]
+        for name, entries in fitting.entries.items()
+        for entry, like in entries.items()
+        if like is not None
     }
+
+
+def _take_values(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    model: Mapping[str, Any],
+    values: dict[str, Any],
+) -> None:
+    loaded = {**model, **values.get("model", {})}
+    module.load_state_dict({key: loaded[plain_name(key)] for key in module.state_dict()})
+    if optimizer is not None:
+        optim = values.get("optim", {"param_groups": []})
+        load_scalars(runtime_of(module), optimizer, _placed(optim, model))
 
 
 def _placed(optim: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,16 +136,21 @@ def _placed(optim: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     for group in optim["param_groups"]:
         if not (group.get("capturable") or group.get("fused")):
             continue
-        for name in group["params"]:
+        for name in group.get("params", ()):
             for entry, value in states.get(name, {}).items():
                 if isinstance(value, Tensor):
                     states[name][entry] = value.to(model[name].device)
     return optim
 
 
-def _extra_key(reader: CheckpointReader) -> list[str]:
+def _extra_key(stored: Stored) -> list[Key]:
     """The key of the extra that this rank gets, if any was saved."""
-    keys = reader.keys_under("extra")
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    own = f"extra.{rank_here() if len(keys) == world_size else 0}"
+    keys = stored.keys_under("extra")
+    rank, world_size = _place()
+    own = f"extra.{rank if len(keys) == world_size else 0}"
     return [own] if own in keys else []
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    return rank_here(), dist.get_world_size() if dist.is_initialized() else 1

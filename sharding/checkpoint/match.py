@@ -8,32 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .reader import CheckpointReader
+from .stored import BadCheckpoint, Key, Stored
 
 _COUNTER = "step"  # how torch's optimizers name the entry that is never shaped like the parameter
 
+Entries = dict[str, dict[str, Tensor | None]]
+
 
 @dataclass(frozen=True, slots=True)
-class StoredState:
+class FittingState:
     """What to read of a checkpoint that fits.
 
-    `value_keys` are read whole; `entries` says for each parameter which entries of state it has: a
-    meta tensor for one with the parameter's shape, None for any other. `groups` are the names in
-    each parameter group of the optimizer to load into.
+    `model_tensors` are names of parameters and buffers. `value_keys` are read whole. `entries` says
+    for each parameter which entries of state it has: a meta tensor for one with the parameter's
+    shape, None for any other. `groups` are the names in each parameter group of the optimizer to
+    load into. `kept` are parameters whose state stays as it is, and `left_alone` says what was only
+    found on one side.
     """
 
     folder: str
-    value_keys: tuple[str, ...]
-    entries: dict[str, dict[str, Tensor | None]]
+    model_tensors: tuple[str, ...]
+    value_keys: tuple[Key, ...]
+    entries: Entries
     groups: tuple[tuple[str, ...], ...]
+    kept: frozenset[str]
+    left_alone: tuple[str, ...]
 
-    def moments(self) -> Iterator[tuple[str, str]]:
+    def moments(self) -> Iterator[tuple[Key, str]]:
         """Every entry of state with its parameter's shape: its key, and the parameter's name."""
         for name, entries in self.entries.items():
             for entry, like in entries.items():
@@ -62,48 +68,63 @@ class _Problems:
     unexpected: list[str] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
+    def one_sided(self) -> list[str]:
         lines = [f"missing: {', '.join(self.missing)}"] if self.missing else []
-        lines += [f"unexpected: {', '.join(self.unexpected)}"] if self.unexpected else []
-        return lines + self.shapes
+        return lines + ([f"unexpected: {', '.join(self.unexpected)}"] if self.unexpected else [])
 
-    def compare(self, key: str, expected: torch.Size, got: torch.Size | None) -> None:
+    def compare(self, key: Key, expected: torch.Size, got: torch.Size | None) -> None:
         if got != expected:
             found = "no tensor" if got is None else f"{tuple(got)}"
             self.shapes.append(f"shape of {key}: expected {tuple(expected)}, got {found}")
 
 
 def match(
-    reader: CheckpointReader,
+    stored: Stored,
     model: Mapping[str, Any],
     optim: Mapping[str, Any] | None,
     defaults: Mapping[str, Any] | None,
-) -> StoredState:
+    *,
+    strict: bool,
+) -> FittingState:
     """Compare the checkpoint with the state dict `model` and the named optimizer state `optim`.
 
     `defaults` are the options of the optimizer's class.
 
     Raises:
-        ValueError: they differ; it lists every missing and unexpected name and wrong shape.
+        ValueError: they differ; it lists every missing and unexpected name and wrong shape. Without
+            `strict`, only wrong shapes are refused.
     """
     problems = _Problems()
-    value_keys = _match_model(reader, model, problems)
-    entries: dict[str, dict[str, Tensor | None]] = {}
+    model_tensors, value_keys = _match_model(stored, model, problems)
+    entries: Entries = {}
     groups: tuple[tuple[str, ...], ...] = ()
     if optim is not None and defaults is not None:
         groups = tuple(tuple(group["params"]) for group in optim["param_groups"])
-        value_keys += _match_groups(reader, len(groups), defaults, problems)
-        shapes = {name: value.shape for name, value in model.items() if isinstance(value, Tensor)}
-        entries = _match_state(reader, {name: shapes[name] for g in groups for name in g}, problems)
+        value_keys += _match_groups(stored, len(groups), defaults, problems)
+        shapes = {name: model[name].shape for names in groups for name in names}
+        found = _find_state(stored, shapes, problems)
+        if stored.digests is None:
+            _require_alike(found, groups)
+        entries = _match_state(stored, found, shapes, problems)
         value_keys += [
-            f"optim.state.{name}.{entry}"
-            for name, stored in entries.items()
-            for entry, like in stored.items()
+            found[name][entry]
+            for name, known in entries.items()
+            for entry, like in known.items()
             if like is None
         ]
-    if lines := problems.lines():
-        raise _misfit(str(reader.folder), lines)
-    return StoredState(str(reader.folder), tuple(value_keys), entries, groups)
+    one_sided = problems.one_sided()
+    if lines := (one_sided if strict else []) + problems.shapes:
+        raise _misfit(str(stored.folder), lines)
+    known_params = set(model_tensors) if stored.keys_under("optim") else set()
+    return FittingState(
+        folder=str(stored.folder),
+        model_tensors=tuple(model_tensors),
+        value_keys=tuple(value_keys),
+        entries=entries,
+        groups=groups,
+        kept=frozenset(name for names in groups for name in names) - known_params,
+        left_alone=tuple(one_sided),
+    )
 
 
 def _misfit(folder: str, lines: list[str]) -> ValueError:
@@ -114,28 +135,32 @@ def _misfit(folder: str, lines: list[str]) -> ValueError:
 
 
 def _match_model(
-    reader: CheckpointReader, model: Mapping[str, Any], problems: _Problems
-) -> list[str]:
-    """Returns the keys of what is no tensor (extra state of modules, which may be nested)."""
-    stored: dict[str, list[str]] = {}
-    for key in reader.keys_under("model"):
-        stored.setdefault(str(reader.path_of(key)[1]), []).append(key)
-    problems.unexpected += [key for name in stored.keys() - model.keys() for key in stored[name]]
-    value_keys: list[str] = []
+    stored: Stored, model: Mapping[str, Any], problems: _Problems
+) -> tuple[list[str], list[Key]]:
+    """Returns the names of tensors that are stored, and the keys of what is no tensor (extra state
+    of modules, which may be nested).
+    """
+    keys: dict[str, list[Key]] = {}
+    for key in stored.keys_under("model"):
+        keys.setdefault(".".join(map(str, stored.paths[key][1:2])), []).append(key)
+    problems.unexpected += [key for name in keys.keys() - model.keys() for key in keys[name]]
+    tensors: list[str] = []
+    value_keys: list[Key] = []
     for name, value in model.items():
-        if name not in stored:
+        if name not in keys:
             if not (isinstance(value, Mapping) and not value):  # an empty one leaves no key
                 problems.missing.append(f"model.{name}")
         elif isinstance(value, Tensor):
-            problems.compare(f"model.{name}", value.shape, reader.shape_of(stored[name][0]))
+            tensors.append(name)
+            problems.compare(f"model.{name}", value.shape, stored.shape_of(f"model.{name}"))
         else:
-            value_keys += stored[name]
-    return value_keys
+            value_keys += keys[name]
+    return tensors, value_keys
 
 
 def _match_groups(
-    reader: CheckpointReader, num_groups: int, defaults: Mapping[str, Any], problems: _Problems
-) -> list[str]:
+    stored: Stored, num_groups: int, defaults: Mapping[str, Any], problems: _Problems
+) -> list[Key]:
     # Options that are numbers tell optimizers apart; flags come and go with versions of PyTorch.
     needed = ["params"]
     needed += [
@@ -143,43 +168,78 @@ def _match_groups(
         for option, value in defaults.items()
         if isinstance(value, (int, float, tuple)) and not isinstance(value, bool)
     ]
-    keys = reader.keys_under("optim", "param_groups")
-    stored = {reader.path_of(key)[2:4] for key in keys}
+    keys = stored.keys_under("optim", "param_groups")
+    known = {stored.paths[key][2:4] for key in keys}
     for number in range(num_groups):
         for option in needed:
-            if (number, option) not in stored:
+            if (number, option) not in known:
                 problems.missing.append(f"optim.param_groups.{number}.{option}")
     for key in keys:
-        number_in_key = reader.path_of(key)[2]
-        if not isinstance(number_in_key, int) or number_in_key >= num_groups:
+        number_in_key = stored.paths[key][2:3]
+        if number_in_key not in [(number,) for number in range(num_groups)]:
             problems.unexpected.append(key)
     return keys
 
 
-def _match_state(
-    reader: CheckpointReader, shapes: Mapping[str, torch.Size], problems: _Problems
-) -> dict[str, dict[str, Tensor | None]]:
-    """Returns `StoredState.entries`."""
-    stored: dict[str, dict[str, str]] = {name: {} for name in shapes}
-    for key in reader.keys_under("optim", "state"):
-        path = [str(part) for part in reader.path_of(key)[2:]]
+def _find_state(
+    stored: Stored, shapes: Mapping[str, torch.Size], problems: _Problems
+) -> dict[str, dict[str, Key]]:
+    """The key of every entry of state, by parameter and entry."""
+    found: dict[str, dict[str, Key]] = {name: {} for name in shapes}
+    for key in stored.keys_under("optim", "state"):
+        path = [str(part) for part in stored.paths[key][2:]]
         if len(path) == len(("name", "entry")) and path[0] in shapes:
-            stored[path[0]][path[1]] = key
+            found[path[0]][path[1]] = key
         else:
             problems.unexpected.append(key)
+    return found
+
+
+def _require_alike(
+    found: Mapping[str, Mapping[str, Key]], groups: tuple[tuple[str, ...], ...]
+) -> None:
+    """Nothing but the other parameters tells a name of an entry that is damaged or gone.
+
+    Raises:
+        BadCheckpoint: parameters of one group that have state have other entries each.
+    """
+    for names in groups:
+        stepped = {name: set(found[name]) for name in names if found[name]}
+        for name, entries in stepped.items():
+            most = max(stepped.values(), key=list(stepped.values()).count)
+            if entries != most:
+                raise BadCheckpoint(
+                    f"optim.state.{name}: expected the entries {sorted(most)} of the other "
+                    f"parameters in its group, got {sorted(entries)}"
+                )
+
+
+def _match_state(
+    stored: Stored,
+    found: Mapping[str, Mapping[str, Key]],
+    shapes: Mapping[str, torch.Size],
+    problems: _Problems,
+) -> Entries:
+    """Returns `FittingState.entries`."""
     # A 0-d parameter's moments look like counters: what an entry is, the other parameters tell.
     counters = {_COUNTER} | {
         entry
-        for name, keys in stored.items()
+        for name, keys in found.items()
         for entry, key in keys.items()
-        if reader.shape_of(key) in (None, ()) and shapes[name] != ()
+        if stored.shape_of(key) in (None, ()) and shapes[name] != ()
     }
-    entries: dict[str, dict[str, Tensor | None]] = {}
-    for name, shape in shapes.items():
-        for entry, key in stored[name].items():
-            like = None
-            if entry not in counters:
-                problems.compare(key, shape, reader.shape_of(key))
-                like = torch.empty(shape, dtype=reader.dtype_of(key), device="meta")
+    entries: Entries = {}
+    for name, keys in found.items():
+        for entry, key in keys.items():
+            shape, like = stored.shape_of(key), None
+            if entry in counters:
+                if shape is not None and shape.numel() != 1:
+                    problems.shapes.append(
+                        f"shape of {key}: expected one value, got {tuple(shape)}"
+                    )
+            else:
+                problems.compare(key, shapes[name], shape)
+                if shape is not None:
+                    like = torch.empty(shape, dtype=stored.tensors[key].dtype, device="meta")
             entries.setdefault(name, {})[entry] = like
     return entries

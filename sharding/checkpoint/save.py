@@ -69,12 +69,17 @@ def save_checkpoint(
             if rank == 0:
                 checkpoint_folder.prepare(target)
         written = {**(state if rank == 0 else _sharded_only(state)), "extra": {str(rank): (extra,)}}
+        if rank == 0:
+            written["sidestream"] = {"format_version": 2}
         with running_dcp(f"writing {target}"):
             partial = checkpoint_folder.partial_of(target)
             dcp.save(written, storage_writer=CheckpointWriter(partial))
         with Alike():
             if rank == 0:
-                checkpoint_folder.require_whole(target)
+                from .files import digest_of
+                from .manifest import write_manifest
+
+                write_manifest(partial, {p.name: digest_of(p) for p in partial.iterdir()})
                 checkpoint_folder.publish(target)
     finally:
         # Every rank: where they do not share the folder, each has its own.

@@ -1,0 +1,212 @@
+"""Reads `.metadata` of torch.distributed.checkpoint, a pickle, without running anything it names.
+
+The unpickler gives stand-ins for the classes that metadata consists of, chosen from a table by
+module and name. Nothing is imported and nothing of torch is called: a stand-in keeps what it is
+given, and all that is taken out of it has its type checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from .files import read_whole
+from .stored import (
+    BadCheckpoint,
+    Chunk,
+    Ints,
+    Key,
+    KeyPath,
+    Place,
+    Stored,
+    StoredTensor,
+    require_plain_name,
+)
+
+METADATA_FILE = ".metadata"
+
+T = TypeVar("T")
+
+
+class _Record:
+    """Keeps the state of an object; what it was made with does not matter."""
+
+    __slots__ = ("state",)
+    state: Any
+
+    def __new__(cls, *_: object) -> _Record:
+        record = object.__new__(cls)
+        record.state = {}
+        return record
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class _Metadata(_Record):
+    __slots__ = ()
+
+
+class _Tensor(_Record):
+    __slots__ = ()
+
+
+class _Bytes(_Record):
+    __slots__ = ()
+
+
+class _Properties(_Record):
+    __slots__ = ()
+
+
+class _Chunk(_Record):
+    __slots__ = ()
+
+
+class _Index(_Record):
+    __slots__ = ()
+
+
+class _Storage(_Record):
+    __slots__ = ()
+
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_KNOWN: dict[tuple[str, str], object] = {
+    (_DCP, "Metadata"): _Metadata,
+    (_DCP, "TensorStorageMetadata"): _Tensor,
+    (_DCP, "BytesStorageMetadata"): _Bytes,
+    (_DCP, "TensorProperties"): _Properties,
+    (_DCP, "ChunkStorageMetadata"): _Chunk,
+    (_DCP, "MetadataIndex"): _Index,
+    (_DCP, "StorageMeta"): _Record,
+    (_DCP, "_MEM_FORMAT_ENCODING"): _Record,
+    (_OLD, "TensorProperties"): _Properties,
+    (_OLD, "MEM_FORMAT_ENCODING"): _Record,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Storage,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _Record,
+    ("collections", "OrderedDict"): dict,
+    **{
+        (module, name): _Record
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+    **{
+        ("torch", str(dtype).removeprefix("torch.")): dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype)
+    },
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for `module.name`."""
+        if (module, name) not in _KNOWN:
+            raise BadCheckpoint(f"it names {module}.{name}, which metadata has no need of")
+        return _KNOWN[module, name]
+
+
+def read_dcp_metadata(folder: Path) -> Stored:
+    """Read and check the metadata in `folder`.
+
+    Raises:
+        BadCheckpoint: it is damaged, contradicts itself or names what metadata has no need of.
+        OSError: it cannot be read.
+    """
+    content = read_whole(folder / METADATA_FILE)
+    try:
+        metadata = _require(_Metadata, _Unpickler(io.BytesIO(content)).load()).state
+        return _stored(folder, metadata, hashlib.sha256(content).hexdigest())
+    # A damaged pickle can make the unpickler raise anything, MemoryError and RecursionError too.
+    except Exception as error:
+        reason = (
+            str(error) if isinstance(error, BadCheckpoint) else f"{type(error).__name__} {error}"
+        )
+        raise BadCheckpoint(
+            f"expected metadata of torch.distributed.checkpoint in {METADATA_FILE}, got something "
+            f"else: {reason}"
+        ) from error
+
+
+def _stored(folder: Path, metadata: Mapping[str, Any], fingerprint: str) -> Stored:
+    places = _places(metadata["storage_data"])
+    tensors: dict[Key, StoredTensor] = {}
+    values: dict[Key, Place] = {}
+    for key, entry in _require(dict, metadata["state_dict_metadata"]).items():
+        if isinstance(entry, _Bytes):
+            values[_require(str, key)] = places.pop((key, None))
+        else:
+            tensors[_require(str, key)] = _tensor(key, _require(_Tensor, entry).state, places)
+    if places:
+        raise BadCheckpoint(f"expected what is stored to be in the index, got {next(iter(places))}")
+    paths = metadata.get("planner_data") or {}
+    return Stored(
+        folder=folder,
+        fingerprint=fingerprint,
+        tensors=tensors,
+        values=values,
+        paths={key: _path(key, paths) for key in (*tensors, *values)},
+        digests=None,
+    )
+
+
+def _places(storage_data: object) -> dict[tuple[Key, Ints | None], Place]:
+    """Where things are stored, by key and the offset of their chunk."""
+    found: dict[tuple[Key, Ints | None], Place] = {}
+    for index, info in _require(dict, storage_data).items():
+        at, stored = _require(_Index, index).state, _require(_Storage, info).state
+        offset = at.get("offset")
+        key = _require(str, at["fqn"]), None if offset is None else _ints(offset)
+        if key in found:
+            raise BadCheckpoint(f"expected every chunk once, got {key} twice")
+        if stored.get("transform_descriptors"):
+            raise BadCheckpoint(f"{key} is compressed or the like; save it without extensions")
+        found[key] = Place(
+            require_plain_name(stored["relative_path"]),
+            *_ints((stored["offset"], stored["length"])),
+        )
+    return found
+
+
+def _tensor(
+    key: Key, state: Mapping[str, Any], places: dict[tuple[Key, Ints | None], Place]
+) -> StoredTensor:
+    boxes = [_require(_Chunk, chunk).state for chunk in _require(list, state["chunks"])]
+    boxes = [(_ints(box["offsets"]), _ints(box["sizes"])) for box in boxes]
+    dtype = _require(
+        torch.dtype, _require(tuple, _require(_Properties, state["properties"]).state)[0]
+    )
+    chunks = tuple(Chunk(offsets, sizes, places.pop((key, offsets))) for offsets, sizes in boxes)
+    return StoredTensor(_ints(state["size"]), dtype, chunks)
+
+
+def _path(key: Key, paths: object) -> KeyPath:
+    path = _require(dict, paths).get(key, (key,))
+    if (
+        not isinstance(path, tuple)
+        or any(type(part) not in (str, int) for part in path)
+        or ".".join(map(str, path)) != key
+    ):
+        raise BadCheckpoint(f"'{key}': expected its path, got {path!r:.80}")
+    return path
+
+
+def _ints(values: object) -> Ints:
+    if not isinstance(values, tuple) or any(type(v) is not int or v < 0 for v in values):
+        raise BadCheckpoint(f"expected counts, got {values!r:.80}")
+    return values
+
+
+def _require(kind: type[T], found: object) -> T:
+    if not isinstance(found, kind):
+        raise BadCheckpoint(f"expected {kind.__name__.strip('_')}, got {type(found).__name__}")
+    return found

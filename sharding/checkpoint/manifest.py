@@ -1,0 +1,180 @@
+"""`sidestream.json`: what a checkpoint holds, readable without pickle, and the sum of every file.
+
+    {"sha256": "<of the text below>", "checkpoint":
+    {"digests": {file: [bytes, sha256]}, "format_version": 2,
+     "tensors": {key: {"chunks": [[offsets, sizes, file, start, bytes], ...], "dtype", "path",
+                       "shape"}},
+     "values": {key: {"path", "place": [file, start, bytes]}}}
+    }
+
+It is written last, so a checkpoint without it is not whole. The sums find damage and files of
+another checkpoint, not malice: whoever can write to the folder can write them anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .dcp_metadata import read_dcp_metadata
+from .files import read_whole, require_sizes
+from .stored import (
+    BadCheckpoint,
+    Chunk,
+    Digest,
+    Ints,
+    KeyPath,
+    Place,
+    Stored,
+    StoredTensor,
+    require_plain_name,
+)
+
+MANIFEST_FILE = "sidestream.json"
+FORMAT_VERSION = 2
+_HEAD = '{"sha256": "%s", "checkpoint":\n'
+_TAIL = "\n}\n"
+_MAX_INT = 2**63 - 1
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
+    """Write the manifest of the checkpoint in `folder`, all of whose files are in `digests`.
+
+    Raises:
+        BadCheckpoint: a file is missing or has another size, or what is stored is not right.
+        OSError: it cannot be written.
+    """
+    require_sizes(folder, digests.items())
+    stored = replace(read_dcp_metadata(folder), digests=digests)
+    content = {
+        "digests": {name: [d.num_bytes, d.sha256] for name, d in digests.items()},
+        "format_version": FORMAT_VERSION,
+        "tensors": {
+            key: {
+                "chunks": [
+                    [chunk.offsets, chunk.sizes, *_listed(chunk.place)] for chunk in tensor.chunks
+                ],
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "path": stored.paths[key],
+                "shape": tensor.shape,
+            }
+            for key, tensor in stored.tensors.items()
+        },
+        "values": {
+            key: {"path": stored.paths[key], "place": _listed(place)}
+            for key, place in stored.values.items()
+        },
+    }
+    body = json.dumps(content, sort_keys=True, allow_nan=False)
+    with open(folder / MANIFEST_FILE, "x", encoding="ascii") as file:
+        file.write(_HEAD % _sum_of(body) + body + _TAIL)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Stored:
+    """Read and check the manifest in `folder`.
+
+    Raises:
+        BadCheckpoint: it is not as it was written, or contradicts itself.
+        OSError: it cannot be read.
+    """
+    text = read_whole(folder / MANIFEST_FILE).decode("ascii", errors="replace")
+    head, body = text[: len(_HEAD % _sum_of(""))], text[len(_HEAD % _sum_of("")) : -len(_TAIL)]
+    if head != _HEAD % _sum_of(body) or not text.endswith(_TAIL):
+        raise BadCheckpoint(f"expected {MANIFEST_FILE} as it was written, got damaged text")
+    try:
+        content = json.loads(body, object_pairs_hook=_without_repeats, parse_constant=_refuse)
+        if content["format_version"] != FORMAT_VERSION:
+            raise BadCheckpoint(
+                f"expected format_version {FORMAT_VERSION}, got {content['format_version']!r}; "
+                "load it with the release of sidestream that wrote it"
+            )
+        return _stored(folder, content, _sum_of(body))
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{MANIFEST_FILE}: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadCheckpoint(
+            f"{MANIFEST_FILE}: expected the fields of format {FORMAT_VERSION}, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _stored(folder: Path, content: Mapping[str, Any], fingerprint: str) -> Stored:
+    entries = {**content["tensors"], **content["values"]}
+    if len(entries) != len(content["tensors"]) + len(content["values"]):
+        raise BadCheckpoint("expected every key once, got one for a tensor and for a value")
+    return Stored(
+        folder=folder,
+        fingerprint=fingerprint,
+        tensors={key: _tensor(entry) for key, entry in content["tensors"].items()},
+        values={key: _place(*entry["place"]) for key, entry in content["values"].items()},
+        paths={key: _path(entry["path"]) for key, entry in entries.items()},
+        digests={
+            require_plain_name(name): _digest(num_bytes, sha256)
+            for name, (num_bytes, sha256) in content["digests"].items()
+        },
+    )
+
+
+def _tensor(entry: Mapping[str, Any]) -> StoredTensor:
+    chunks = (
+        Chunk(_ints(offsets), _ints(sizes), _place(*place))
+        for offsets, sizes, *place in entry["chunks"]
+    )
+    return StoredTensor(_ints(entry["shape"]), _DTYPES[entry["dtype"]], tuple(chunks))
+
+
+def _place(file: object, start: object, num_bytes: object) -> Place:
+    return Place(require_plain_name(file), *_ints([start, num_bytes]))
+
+
+def _digest(num_bytes: object, sha256: object) -> Digest:
+    if not isinstance(sha256, str):
+        raise BadCheckpoint(f"expected a sum, got {sha256!r:.80}")
+    return Digest(_ints([num_bytes])[0], sha256)
+
+
+def _listed(place: Place) -> list[str | int]:
+    return [place.file, place.start, place.num_bytes]
+
+
+def _ints(values: object) -> Ints:
+    if not isinstance(values, list) or not all(
+        type(value) is int and 0 <= value <= _MAX_INT for value in values
+    ):
+        raise BadCheckpoint(f"expected counts, got {values!r:.80}")
+    return tuple(values)
+
+
+def _path(parts: object) -> KeyPath:
+    if not isinstance(parts, list) or not all(type(part) in (str, int) for part in parts):
+        raise BadCheckpoint(f"expected the path of a key, got {parts!r:.80}")
+    return tuple(parts)
+
+
+def _sum_of(body: str) -> str:
+    return hashlib.sha256(body.encode("ascii", errors="replace")).hexdigest()
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise BadCheckpoint("expected every name once, got one twice")
+    return result
+
+
+def _refuse(constant: str) -> None:
+    raise BadCheckpoint(f"expected numbers, got {constant}")

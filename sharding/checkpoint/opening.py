@@ -1,0 +1,56 @@
+"""Opens what is in a checkpoint's folder: by our manifest, or as a plain one of DCP without it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .dcp_metadata import METADATA_FILE, read_dcp_metadata
+from .files import open_regular, require_digests
+from .manifest import MANIFEST_FILE, read_manifest
+from .stored import BadCheckpoint, Stored
+
+MARK = "sidestream"
+"""The key that tells other readers, and us where the manifest is gone, who wrote a checkpoint."""
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether there is the index of a checkpoint in `folder`."""
+    return any(os.path.lexists(folder / name) for name in (MANIFEST_FILE, METADATA_FILE))
+
+
+def open_checkpoint(folder: Path) -> Stored:
+    """What the checkpoint in `folder` holds; its files have not been looked at.
+
+    Raises:
+        BadCheckpoint: its index is damaged or contradicts itself, or is not the one it needs.
+        OSError: it cannot be read.
+    """
+    if os.path.lexists(folder / MANIFEST_FILE):
+        return read_manifest(folder)
+    stored = read_dcp_metadata(folder)
+    if stored.keys_under(MARK):
+        raise BadCheckpoint(f"expected {MANIFEST_FILE} beside {METADATA_FILE}, got none")
+    return stored
+
+
+def require_files(stored: Stored, rank: int, world_size: int) -> None:
+    """Check that the files are those that were written: this rank's share of them where that takes
+    time.
+
+    Raises:
+        BadCheckpoint: one is missing, too short, damaged, or of another checkpoint.
+        OSError: one cannot be read.
+    """
+    if stored.digests is not None:
+        by_size = sorted(stored.digests.items(), key=lambda item: (-item[1].num_bytes, item[0]))
+        require_digests(stored.folder, by_size[rank::world_size])
+        return
+    ends: dict[str, int] = {}
+    for _, place in stored.places():
+        ends[place.file] = max(place.start + place.num_bytes, ends.get(place.file, 0))
+    for name, end in sorted(ends.items()):
+        with open_regular(stored.folder / name) as file:
+            found = os.fstat(file.fileno()).st_size
+        if found < end:
+            raise BadCheckpoint(f"expected {name} of at least {end} bytes, got {found}")
