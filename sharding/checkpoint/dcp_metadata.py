@@ -154,7 +154,7 @@ def _stored(folder: Path, metadata: Mapping[str, Any], fingerprint: str) -> Stor
         fingerprint=fingerprint,
         tensors=tensors,
         values=values,
-        paths={key: _path(key, paths) for key in (*tensors, *values)},
+        paths={key: _path(key, paths) for key in metadata["state_dict_metadata"]},
         digests=None,
     )
 

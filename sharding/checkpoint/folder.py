@@ -4,8 +4,8 @@
     .<name>.partial    beside it, what is being written; renamed once it is complete
     .<name>.replaced   the one before, until the new one has its name; read after a crash meanwhile
 
-`target` is always what `resolve` made of the user's path. Every rank may read; rank 0 alone makes,
-checks and renames.
+`target` is always what `resolve` made of the user's path. Every rank may read; the first of a
+model's ranks alone makes, checks and renames.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import shutil
 from pathlib import Path
 
 from ..arguments import kind_of
-
-# As in `checkpoint`, what imports torch.distributed.checkpoint waits until it is needed.
+from .opening import is_checkpoint
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -48,10 +47,8 @@ def find(target: Path) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    from .reader import METADATA_FILE
-
     for folder in (target, _replaced_of(target)):
-        if (folder / METADATA_FILE).is_file():
+        if is_checkpoint(folder):
             return folder
     found = (
         "a folder without one" if target.is_dir() else "a file" if target.exists() else "nothing"
@@ -62,8 +59,8 @@ def find(target: Path) -> Path:
     )
 
 
-def prepare(target: Path) -> None:
-    """Make the folder to write to, and finish or undo what a crash left.
+def prepare(target: Path, rank: int) -> None:
+    """Make the folder to write to, as `rank`, and finish or undo what a crash left.
 
     Raises:
         FileExistsError: what is at `target` is no checkpoint.
@@ -73,29 +70,13 @@ def prepare(target: Path) -> None:
         obstacle = _make_room(target)
     except OSError as error:
         raise OSError(
-            f"path: expected a place where rank 0 can make a folder, got {target}, where it cannot "
-            f"({error}); give a path that this user can write to"
+            f"path: expected a place where rank {rank} can make a folder, got {target}, where "
+            f"it cannot ({error}); give a path that this user can write to"
         ) from error
     if obstacle is not None:
         raise FileExistsError(
             f"path: expected a checkpoint to replace or nothing at {target}, got {obstacle}; "
             "give another path"
-        )
-
-
-def require_whole(target: Path) -> None:
-    """Check that rank 0 finds what all ranks have written.
-
-    Raises:
-        RuntimeError: something is missing.
-    """
-    from .reader import CheckpointReader
-
-    if lack := CheckpointReader(partial_of(target)).lack():
-        raise RuntimeError(
-            f"path: expected a folder that all ranks write to, got {target}, where rank 0 does not "
-            f"find what another one wrote ({lack}); give every rank the same path, on a file "
-            "system that they share. Nothing was saved"
         )
 
 
@@ -123,14 +104,12 @@ def _replaced_of(target: Path) -> Path:
 
 def _make_room(target: Path) -> str | None:
     """Make `target`'s partial folder; returns what stands at `target` that is no checkpoint."""
-    from .reader import METADATA_FILE
-
     partial, replaced = partial_of(target), _replaced_of(target)
     if not target.exists() and replaced.exists():
         replaced.rename(target)
     if target.exists() and not target.is_dir():
         return "a file"
-    if target.exists() and not (target / METADATA_FILE).exists() and any(target.iterdir()):
+    if target.exists() and not is_checkpoint(target) and any(target.iterdir()):
         return "other files"
     target.parent.mkdir(parents=True, exist_ok=True)
     if partial.exists():

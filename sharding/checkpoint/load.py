@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..arguments import kind_of
@@ -21,8 +20,9 @@ from . import folder as checkpoint_folder
 from .agreement import Alike
 from .match import FittingState, match
 from .opening import open_checkpoint, require_files
+from .ranks import Ranks, ranks_of
 from .read import Contents
-from .state import rank_here, state_of
+from .state import state_of
 from .stored import BadCheckpoint, Key, Stored
 
 
@@ -34,11 +34,12 @@ def load_checkpoint(
     *,
     strict: bool = True,
 ) -> Any:
-    """Load the checkpoint at `path` into `module` and `optimizer` (a collective over all ranks).
+    """Load the checkpoint at `path` into `module` and `optimizer`.
 
-    The world size may differ from the one it was saved at. Returns the `extra` this rank saved,
-    rank 0's if the world size differs, None if there is none; its tensors come back on the CPU.
-    With `strict=False`, what only one side has is left alone, and a warning lists it.
+    A collective over the ranks that `module` is sharded over, or all of the job for a plain one.
+    Their number may differ from that when it was saved. Returns the `extra` that this rank saved,
+    the first one's if their number differs, None if there is none; its tensors come back on the
+    CPU. With `strict=False`, what only one side has is left alone, and a warning lists it.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
@@ -50,7 +51,8 @@ def load_checkpoint(
         OSError: a disk failed. If it did so only when files that had been checked were read again,
             module and optimizer are half loaded.
     """
-    with Alike() as ranks:
+    ranks = ranks_of(module)
+    with Alike(ranks) as together:
         if not isinstance(strict, bool):
             raise TypeError(f"strict: expected True or False, got {kind_of(strict)}")
         both = state_of(module, optimizer)
@@ -59,20 +61,20 @@ def load_checkpoint(
         with _refusing(found):
             stored = open_checkpoint(found)
             fitting = match(stored, both["model"], both.get("optim"), defaults, strict=strict)
-        ranks.tell("path", stored.fingerprint, str(found))
-        ranks.tell("optimizer", "none" if optimizer is None else "one")
-        ranks.tell("strict", str(strict))
+        together.tell("path", stored.fingerprint, str(found))
+        together.tell("optimizer", "none" if optimizer is None else "one")
+        together.tell("strict", str(strict))
     with Contents(stored) as contents:
-        with Alike(), _refusing(found):
-            require_files(stored, *_place())
-            values = contents.values([*fitting.value_keys, *_extra_key(stored)])
+        with Alike(ranks), _refusing(found):
+            require_files(stored, ranks.place, len(ranks.numbers))
+            values = contents.values([*fitting.value_keys, *_extra_key(stored, ranks)])
             if strict:
                 fitting.require_same_groups(values)
             tensors = _tensors(fitting, both["model"])
             contents.require_sound(tensors)
         if optimizer is not None:
             tensors |= _with_moments(module, optimizer, fitting)
-        with Alike():
+        with Alike(ranks):
             contents.fill(tensors)
     _take_values(module, optimizer, both["model"], values)
     if fitting.left_alone:
@@ -91,8 +93,8 @@ def _refusing(folder: Path) -> Iterator[None]:
         yield
     except BadCheckpoint as error:
         raise ValueError(
-            f"checkpoint {folder}: {' '.join(str(error).split())}; load another checkpoint. Nothing "
-            "was loaded"
+            f"checkpoint {folder}: {' '.join(str(error).split())}; load another checkpoint. "
+            "Nothing was loaded"
         ) from error
 
 
@@ -143,14 +145,8 @@ def _placed(optim: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     return optim
 
 
-def _extra_key(stored: Stored) -> list[Key]:
+def _extra_key(stored: Stored, ranks: Ranks) -> list[Key]:
     """The key of the extra that this rank gets, if any was saved."""
     keys = stored.keys_under("extra")
-    rank, world_size = _place()
-    own = f"extra.{rank if len(keys) == world_size else 0}"
+    own = f"extra.{ranks.place if len(keys) == len(ranks.numbers) else 0}"
     return [own] if own in keys else []
-
-
-def _place() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
-    return rank_here(), dist.get_world_size() if dist.is_initialized() else 1

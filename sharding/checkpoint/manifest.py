@@ -1,10 +1,11 @@
 """`sidestream.json`: what a checkpoint holds, readable without pickle, and the sum of every file.
 
     {"sha256": "<of the text below>", "checkpoint":
-    {"digests": {file: [bytes, sha256]}, "format_version": 2,
-     "tensors": {key: {"chunks": [[offsets, sizes, file, start, bytes], ...], "dtype", "path",
-                       "shape"}},
-     "values": {key: {"path", "place": [file, start, bytes]}}}
+    {"format_version": 2,
+     "paths": {key: [its path in the nested state dict that was saved]},
+     "tensors": {key: {"dtype", "shape", "chunks": [[offsets, sizes, file, start, bytes], ...]}},
+     "values": {key: [file, start, bytes]},
+     "digests": {file: [bytes, sha256]}}
     }
 
 It is written last, so a checkpoint without it is not whole. The sums find damage and files of
@@ -39,6 +40,10 @@ from .stored import (
 
 MANIFEST_FILE = "sidestream.json"
 FORMAT_VERSION = 2
+MARK = "sidestream"
+"""A key of what is saved: it tells other readers who wrote a checkpoint, and us where its manifest
+is gone.
+"""
 _HEAD = '{"sha256": "%s", "checkpoint":\n'
 _TAIL = "\n}\n"
 _MAX_INT = 2**63 - 1
@@ -59,25 +64,22 @@ def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
     require_sizes(folder, digests.items())
     stored = replace(read_dcp_metadata(folder), digests=digests)
     content = {
-        "digests": {name: [d.num_bytes, d.sha256] for name, d in digests.items()},
         "format_version": FORMAT_VERSION,
+        "paths": stored.paths,
         "tensors": {
             key: {
                 "chunks": [
                     [chunk.offsets, chunk.sizes, *_listed(chunk.place)] for chunk in tensor.chunks
                 ],
                 "dtype": str(tensor.dtype).removeprefix("torch."),
-                "path": stored.paths[key],
                 "shape": tensor.shape,
             }
             for key, tensor in stored.tensors.items()
         },
-        "values": {
-            key: {"path": stored.paths[key], "place": _listed(place)}
-            for key, place in stored.values.items()
-        },
+        "values": {key: _listed(place) for key, place in stored.values.items()},
+        "digests": {name: [d.num_bytes, d.sha256] for name, d in digests.items()},
     }
-    body = json.dumps(content, sort_keys=True, allow_nan=False)
+    body = json.dumps(content, allow_nan=False)
     with open(folder / MANIFEST_FILE, "x", encoding="ascii") as file:
         file.write(_HEAD % _sum_of(body) + body + _TAIL)
         file.flush()
@@ -113,15 +115,15 @@ def read_manifest(folder: Path) -> Stored:
 
 
 def _stored(folder: Path, content: Mapping[str, Any], fingerprint: str) -> Stored:
-    entries = {**content["tensors"], **content["values"]}
-    if len(entries) != len(content["tensors"]) + len(content["values"]):
-        raise BadCheckpoint("expected every key once, got one for a tensor and for a value")
+    keys, paths = [*content["tensors"], *content["values"]], content["paths"]
+    if sorted(keys) != sorted(paths):
+        raise BadCheckpoint("expected every key once, and its path")
     return Stored(
         folder=folder,
         fingerprint=fingerprint,
         tensors={key: _tensor(entry) for key, entry in content["tensors"].items()},
-        values={key: _place(*entry["place"]) for key, entry in content["values"].items()},
-        paths={key: _path(entry["path"]) for key, entry in entries.items()},
+        values={key: _place(*place) for key, place in content["values"].items()},
+        paths={key: _path(path) for key, path in paths.items()},
         digests={
             require_plain_name(name): _digest(num_bytes, sha256)
             for name, (num_bytes, sha256) in content["digests"].items()

@@ -7,11 +7,8 @@ from pathlib import Path
 
 from .dcp_metadata import METADATA_FILE, read_dcp_metadata
 from .files import open_regular, require_digests
-from .manifest import MANIFEST_FILE, read_manifest
+from .manifest import MANIFEST_FILE, MARK, read_manifest
 from .stored import BadCheckpoint, Stored
-
-MARK = "sidestream"
-"""The key that tells other readers, and us where the manifest is gone, who wrote a checkpoint."""
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -244,7 +245,9 @@ def _load(content: bytes) -> Any:
     """What torch.save wrote, if it can be read without running code."""
     if not content.startswith(_ZIP):  # older formats take other ways through torch.load
         raise zipfile.BadZipFile
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it has doubts about pickles that it then refuses
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def _compare_checksums(content: bytes | bytearray) -> None:

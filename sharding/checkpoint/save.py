@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -23,7 +24,13 @@ from torch import Tensor, nn
 from ..uncompiled import uncompiled
 from . import folder as checkpoint_folder
 from .agreement import Alike
-from .state import rank_here, state_of
+from .files import digest_of
+from .manifest import FORMAT_VERSION, MARK, write_manifest
+from .ranks import Ranks, claim, ranks_of
+from .state import state_of
+from .stored import BadCheckpoint, Digest
+
+_DEPTH_OF_NAMES = 2  # model.<name> and optim.state may be empty
 
 
 @uncompiled
@@ -33,70 +40,125 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     extra: Any = None,
 ) -> None:
-    """Write `module`, `optimizer` and `extra` to the folder `path` (a collective over all ranks).
+    """Write `module`, `optimizer` and `extra` to the folder `path`.
+
+    A collective over the ranks that `module` is sharded over, or all of the job for a plain one.
 
     A checkpoint that is at `path` already is replaced, its folder as a whole, once the new one is
     complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Of what
-    every rank holds whole, such as buffers, rank 0's values are saved. Ranks share one file system.
+    every rank holds whole, such as buffers, the first one's values are saved. Ranks share one file
+    system. Models on different ranks, such as pipeline stages, have paths of their own, which may
+    be sub-folders of one folder.
 
     Raises:
         FileExistsError: `path` is a file, or a folder that holds something else than a checkpoint.
-        OSError: rank 0 cannot write there, which is raised before any rank writes, or a rank's disk
-            is full; raised on every rank.
+        OSError: the first rank cannot write there, which is raised before any rank writes, or a
+            rank's disk is full; raised on every rank.
         TypeError: `extra`, or state of the module or the optimizer, holds other objects, which
             could not be read back safely; an argument of the wrong type.
         ValueError: `optimizer` holds other parameters than `module`'s; ranks pass
-            different checkpoints' names, or not all an optimizer.
+            different checkpoints' names, or not all an optimizer; a model on other ranks of this
+            job is saved to `path`; parts of `module` are sharded over different ranks.
         RuntimeError: ranks wrote to different file systems or folders; parameters were added after
             `fully_shard`, or taken out or renamed where there is an optimizer; another rank was
             interrupted. Whatever is raised, what was at `path` stays.
     """
     from torch.distributed import checkpoint as dcp
 
-    from .reader import require_plain, running_dcp
+    from .plain_values import require_plain
+    from .running_dcp import running_dcp
     from .writer import CheckpointWriter
 
-    rank = rank_here()
-    with Alike() as ranks:
+    ranks = ranks_of(module)
+    with Alike(ranks) as together:
         target, state = checkpoint_folder.resolve(path), state_of(module, optimizer)
         require_plain("extra", extra)
         for key, value in _values(state):
             require_plain(key, value)
-        ranks.tell("path", target.name, str(target))
-        ranks.tell("optimizer", "none" if optimizer is None else "one")
+        together.tell("path", target.name, str(target))
+        together.tell("optimizer", "none" if optimizer is None else "one")
+        if ranks.leads:
+            claim(target, ranks)
     try:
-        with Alike():
-            if rank == 0:
-                checkpoint_folder.prepare(target)
-        written = {**(state if rank == 0 else _sharded_only(state)), "extra": {str(rank): (extra,)}}
-        if rank == 0:
-            written["sidestream"] = {"format_version": 2}
-        with running_dcp(f"writing {target}"):
-            partial = checkpoint_folder.partial_of(target)
-            dcp.save(written, storage_writer=CheckpointWriter(partial))
-        with Alike():
-            if rank == 0:
-                from .files import digest_of
-                from .manifest import write_manifest
-
-                write_manifest(partial, {p.name: digest_of(p) for p in partial.iterdir()})
+        with Alike(ranks):
+            if ranks.leads:
+                checkpoint_folder.prepare(target, ranks.number)
+        written = {
+            **_row_major(state if ranks.leads else _sharded_only(state)),
+            "extra": {str(ranks.place): (extra,)},
+        }
+        if ranks.leads:
+            written[MARK] = {"format_version": FORMAT_VERSION}
+        with running_dcp(f"writing {target}", ranks):
+            dcp.save(
+                written,
+                storage_writer=CheckpointWriter(checkpoint_folder.partial_of(target)),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+        with Alike(ranks):
+            if ranks.leads:
+                partial = checkpoint_folder.partial_of(target)
+                digests = {p.name: digest_of(p) for p in partial.iterdir()}
+                _seal(target, digests, ranks)
                 checkpoint_folder.publish(target)
     finally:
         # Every rank: where they do not share the folder, each has its own.
         checkpoint_folder.discard_partial(target)
 
 
-def _values(state: Any, key: str = "") -> Iterator[tuple[str, object]]:
+def _seal(target: Path, digests: Mapping[str, Digest], ranks: Ranks) -> None:
+    """Write the manifest of what all ranks have written for `target`.
+
+    Raises:
+        RuntimeError: something is missing.
+    """
+    try:
+        write_manifest(checkpoint_folder.partial_of(target), digests)
+    except BadCheckpoint as error:
+        raise RuntimeError(
+            f"path: expected a folder that all ranks write to, got {target}, where rank "
+            f"{ranks.number} does not find what another one wrote ({error}); give every rank the "
+            "same path, on a file system that they share. Nothing was saved"
+        ) from error
+
+
+def _values(state: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
     """Key and value of all in the nested `state` that is stored as a pickle, as DCP takes it apart.
 
     Numbers and the like, which always can be, are left out.
+
+    Raises:
+        TypeError: it would not come back as it is.
     """
     if isinstance(state, (Mapping, list)):
+        if isinstance(state, Mapping):
+            _require_kept(state, key, depth)
         parts = state.items() if isinstance(state, Mapping) else enumerate(state)
         for part, value in parts:
-            yield from _values(value, f"{key}.{part}" if key else f"{part}")
+            yield from _values(value, f"{key}.{part}" if key else f"{part}", depth + 1)
     elif not isinstance(state, Tensor) and type(state) not in (bool, int, float, str, NoneType):
         yield key, state
+
+
+def _require_kept(state: Mapping[Any, Any], key: str, depth: int) -> None:
+    # Checkpoints name values by their path: an empty dict leaves none, and keys become text.
+    odd = [part for part in state if not isinstance(part, str)]
+    if odd or (not state and depth > _DEPTH_OF_NAMES):
+        found = f"the key {odd[0]!r}" if odd else "an empty one"
+        raise TypeError(
+            f"{key}: expected dicts with text as keys, none of them empty, since others would not "
+            f"come back as they are, got {found}; return a tuple around it, such as (state,)"
+        )
+
+
+def _row_major(state: Any) -> Any:
+    """`state` with plain tensors laid out as a checkpoint holds them."""
+    if isinstance(state, Mapping):
+        return {key: _row_major(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_row_major(value) for value in state]
+    return state.contiguous() if type(state) is Tensor else state
 
 
 def _sharded_only(state: Mapping[str, Any]) -> dict[str, Any]:

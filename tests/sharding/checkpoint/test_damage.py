@@ -159,10 +159,9 @@ def test_a_truncated_file(case: Case, tmp_path: Path) -> None:
         assert damaged(case, name, content[: rng.randrange(len(content))], tmp_path) != "loaded"
 
 
+@pytest.mark.parametrize("case", ["ours"], indirect=True)
 def test_another_files_content_in_place_of_a_file(case: Case, tmp_path: Path) -> None:
-    """What a later step or another rank wrote, whole in itself."""
-    if case.extra is None:
-        pytest.skip("a plain checkpoint has no sums: nothing tells its files from others'")
+    """What a later step or another rank wrote, whole in itself; a plain checkpoint has no sums."""
     later = case.folder.with_name("before")
     for name in sorted(os.listdir(case.folder)):
         told = damaged(case, name, (later / name).read_bytes(), tmp_path)
@@ -248,12 +247,15 @@ def with_planted_value(case: Case, pickled: bytes, folder: Path) -> Path:
     return folder
 
 
+LR = "optim.param_groups.0.lr"
+
+
 def forged(case: Case, forge: Callable[[dict[str, Any]], Any], tmp_path: Path) -> str:
     """What loading tells when the manifest's content is forged, its sum right again."""
     text = (case.folder / "sidestream.json").read_text()
     content = json.loads(text)["checkpoint"]
     changed = forge(content)
-    body = changed if isinstance(changed, str) else json.dumps(content, sort_keys=True)
+    body = changed if isinstance(changed, str) else json.dumps(content)
     total = hashlib.sha256(body.encode()).hexdigest()
     new = f'{{"sha256": "{total}", "checkpoint":\n{body}\n}}\n'
     return damaged(case, "sidestream.json", new.encode(), tmp_path)
@@ -271,7 +273,7 @@ def _move(content: dict[str, Any], file: str) -> None:
 
 def _rename(content: dict[str, Any], old: str, new: str) -> None:
     content["tensors"][new] = content["tensors"].pop(old)
-    content["tensors"][new]["path"][-1] = new.rpartition(".")[2]
+    content["paths"][new] = [*content["paths"].pop(old)[:-1], new.removeprefix("model.")]
 
 
 FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -295,7 +297,10 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "absolute": (lambda c: _move(c, "/etc/hostname"), "in the checkpoint's own folder"),
     "no name": (lambda c: _move(c, ""), "the name of a file"),
     "a zero byte": (lambda c: _move(c, "a\0b"), "the name of a file"),
-    "another dtype": (lambda c: c["tensors"]["model.first.weight"].update(dtype="int3"), "int3"),
+    "another dtype": (
+        lambda c: c["tensors"]["model.first.weight"].update(dtype="float33"),
+        "float33",
+    ),
     "a wider dtype": (
         lambda c: c["tensors"]["model.first.weight"].update(dtype="float64"),
         "got damaged bytes",
@@ -307,27 +312,20 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "deep": (lambda c: "[" * 100_000 + "]" * 100_000, "RecursionError"),
     "a name twice": (lambda c: '{"a": 1, "a": 2}', "every name once"),
     "no finite number": (lambda c: '{"format_version": NaN}', "expected numbers"),
-    "a misspelled entry": (
-        lambda c: _rename(c, "optim.state.norm.bias.exp_avg", "optim.state.norm.bias.exp_aug"),
-        "",
-    ),
     "a name too many": (
         lambda c: _rename(c, "model.first.bias", "model.first.bios"),
         "missing: model.first.bias",
     ),
     "a long list": (
-        lambda c: c["values"]["optim.param_groups.0.lr"].update(
-            path=["optim", "param_groups", 2**40, "lr"]
-        ),
+        lambda c: c["paths"].update({LR: ["optim", "param_groups", 2**40, "lr"]}),
         "missing: optim.param_groups.0.lr",
     ),
 }
 
 
+@pytest.mark.parametrize("case", ["ours"], indirect=True)
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_forged_manifest(case: Case, forgery: str, tmp_path: Path) -> None:
-    if case.extra is None:
-        pytest.skip("a plain checkpoint has no manifest")
     forge, message = FORGERIES[forgery]
     told = forged(case, forge, tmp_path)
     assert message in told and told != "loaded", told
@@ -339,7 +337,7 @@ ODD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "link to a device": (lambda file: file.symlink_to("/dev/zero"), "got a device"),
     "link to nothing": (lambda file: file.symlink_to("nowhere"), "got none"),
     "link to itself": (lambda file: file.symlink_to(file), ""),
-    "nothing": (lambda file: None, "got none"),
+    "nothing": (lambda file: None, "got "),
 }
 
 
@@ -354,4 +352,4 @@ def test_what_is_no_file_is_refused_and_never_waited_for(
         (folder / name).unlink()
         make_odd(folder / name)
         told = case.try_to_load(folder)
-        assert told != "loaded" and (message in told or "index" in kind), (name, told)
+        assert told != "loaded" and message in told, (name, told)

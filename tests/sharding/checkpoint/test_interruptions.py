@@ -16,7 +16,8 @@ from torch.distributed import checkpoint as dcp
 
 import sidestream as ss
 from sidestream.sharding.checkpoint import folder as checkpoint_folder
-from sidestream.sharding.checkpoint import reader as checkpoint_reader
+from sidestream.sharding.checkpoint import plain_values
+from sidestream.sharding.checkpoint.read import Contents
 from sidestream.tests.ranks import run_on_ranks
 
 LIMIT_BYTES = 50_000
@@ -62,7 +63,7 @@ def interrupt(*_: Any, **__: Any) -> None:
 
 
 INTERRUPTED: dict[str, Callable[[], Any]] = {
-    "while looking": lambda: mock.patch.object(checkpoint_reader, "require_plain", interrupt),
+    "while looking": lambda: mock.patch.object(plain_values, "require_plain", interrupt),
     "while writing": lambda: mock.patch.object(dcp.FileSystemWriter, "write_data", interrupt),
     "while publishing": lambda: mock.patch.object(checkpoint_folder, "publish", interrupt),
 }
@@ -95,20 +96,10 @@ def test_an_interruption_of_one_rank_stays_one_and_the_others_are_told(
     assert os.listdir(tmp_path) == ["c"]
 
 
-def is_interrupted_while_loading(rank: int, world_size: int, folder: str, alone: bool) -> None:
+def is_interrupted_while_loading(rank: int, world_size: int, folder: str, method: str) -> None:
     model, optimizer = make()
     ss.save_checkpoint(folder, model, optimizer, extra=rank)
-    read = dcp.FileSystemReader.read_data
-    calls = 0
-
-    def read_data(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == (1 if alone else 2):  # first come the values that each rank reads by itself
-            interrupt()
-        return read(*args, **kwargs)
-
-    patch = mock.patch.object(dcp.FileSystemReader, "read_data", read_data)
+    patch = mock.patch.object(Contents, method, interrupt)
     with (
         patch if rank == world_size - 1 else mock.MagicMock(),
         pytest.raises(BaseException) as caught,
@@ -122,7 +113,7 @@ def is_interrupted_while_loading(rank: int, world_size: int, folder: str, alone:
     assert ss.load_checkpoint(folder, model, optimizer) == rank
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "together"])
-def test_an_interruption_while_loading_stays_one(alone: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["values", "fill"])
+def test_an_interruption_while_loading_stays_one(method: str, tmp_path: Path) -> None:
     for world_size in (1, 2):
-        run_on_ranks(is_interrupted_while_loading, world_size, str(tmp_path / "c"), alone)
+        run_on_ranks(is_interrupted_while_loading, world_size, str(tmp_path / "c"), method)
