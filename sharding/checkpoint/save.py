@@ -13,6 +13,7 @@ and without `torch.compile`. `checkpoint_folder` says where they lie, and how on
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from ..uncompiled import uncompiled
 from . import folder as checkpoint_folder
 from .agreement import Alike
+from .manifest import write_manifest
 from .ranks import claim, ranks_of
 from .state import state_of
 
@@ -81,16 +83,21 @@ def save_checkpoint(
             **(state if ranks.leads else _sharded_only(state)),
             "extra": {str(ranks.place): (extra,)},
         }
+        partial = checkpoint_folder.partial_of(target)
+        writer = CheckpointWriter(partial)
         with running_dcp(f"writing {target}", ranks):
             dcp.save(
                 written,
-                storage_writer=CheckpointWriter(checkpoint_folder.partial_of(target)),
+                storage_writer=writer,
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
+        with Alike(ranks) as together:
+            together.give(writer.digests)
         with Alike(ranks):
             if ranks.leads:
                 checkpoint_folder.require_whole(target, ranks.number)
+                write_manifest(partial, dict(ChainMap(*together.given)))
                 checkpoint_folder.publish(target)
     finally:
         # Every rank: where they do not share the folder, each has its own.
