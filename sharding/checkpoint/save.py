@@ -13,6 +13,7 @@ and without `torch.compile`. `checkpoint_folder` says where they lie, and how on
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from ..uncompiled import uncompiled
 from . import folder as checkpoint_folder
 from .agreement import Alike
-from .files import digest_of
 from .manifest import FORMAT_VERSION, MARK, write_manifest
 from .ranks import Ranks, claim, ranks_of
 from .state import state_of
@@ -89,18 +89,20 @@ def save_checkpoint(
         }
         if ranks.leads:
             written[MARK] = {"format_version": FORMAT_VERSION}
+        partial = checkpoint_folder.partial_of(target)
+        writer = CheckpointWriter(partial)
         with running_dcp(f"writing {target}", ranks):
             dcp.save(
                 written,
-                storage_writer=CheckpointWriter(checkpoint_folder.partial_of(target)),
+                storage_writer=writer,
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
+        with Alike(ranks) as together:
+            together.give(writer.digests)
         with Alike(ranks):
             if ranks.leads:
-                partial = checkpoint_folder.partial_of(target)
-                digests = {p.name: digest_of(p) for p in partial.iterdir()}
-                _seal(target, digests, ranks)
+                _seal(target, dict(ChainMap(*together.given)), ranks)
                 checkpoint_folder.publish(target)
     finally:
         # Every rank: where they do not share the folder, each has its own.

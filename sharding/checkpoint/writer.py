@@ -1,12 +1,19 @@
-"""Writes a checkpoint's files, and says in plain words why a disk took no more."""
+"""Writes a checkpoint's files with their checksums, and says plainly why a disk took no more."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from .digests import DigestedFile
+from .stored import Digest
 
 _ARCHIVE_SOURCE = "inline_container"
 """Names the part of torch that writes archives in its errors. What such an error tells is that the
@@ -14,11 +21,33 @@ archive came out shorter than it should; the reason that the system gave is lost
 """
 
 
+class _DigestingFileSystem(FileSystem):
+    """Has `digests` of the files that were written, by their names."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, Digest] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a new file, as the protocol of DCP asks for it."""
+        assert mode == "wb", "a writer does not read"
+        with DigestedFile(path) as file:
+            yield file
+        self.digests[Path(path).name] = file.digest()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file, as the protocol of DCP asks for it."""
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
 class CheckpointWriter(dcp.FileSystemWriter):
-    """Writes to `folder`, one file a rank."""
+    """Writes to `folder`, one file a rank. `digests` are those of this rank's files, by name."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        self.fs = _DigestingFileSystem()
+        self.digests = self.fs.digests
         self._folder = folder
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
