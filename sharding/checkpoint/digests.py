@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
+import zlib
 from typing import TYPE_CHECKING
 
 from .stored import Digest
@@ -23,15 +23,15 @@ class DigestedFile(io.BufferedWriter):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "x"))
         self._num_bytes = 0
-        self._hash = hashlib.sha256()
+        self._crc32 = 0
 
     def write(self, content: ReadableBuffer) -> int:
         """Append `content`."""
-        self._hash.update(content)
+        self._crc32 = zlib.crc32(content, self._crc32)
         written = super().write(content)
         self._num_bytes += written
         return written
 
     def digest(self) -> Digest:
         """Size and checksum of what was written."""
-        return Digest(self._num_bytes, self._hash.hexdigest())
+        return Digest(self._num_bytes, self._crc32)

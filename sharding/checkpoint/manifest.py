@@ -5,7 +5,7 @@
      "paths": {key: [its path in the nested state dict that was saved]},
      "tensors": {key: {"dtype", "shape", "chunks": [[offsets, sizes, file, start, bytes], ...]}},
      "values": {key: [file, start, bytes]},
-     "digests": {file: [bytes, sha256]}}
+     "digests": {file: [bytes, CRC-32]}}
     }
 
 It is written last, so a checkpoint without it is not whole. The sums find damage and files of
@@ -77,7 +77,7 @@ def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
             for key, tensor in stored.tensors.items()
         },
         "values": {key: _listed(place) for key, place in stored.values.items()},
-        "digests": {name: [d.num_bytes, d.sha256] for name, d in digests.items()},
+        "digests": {name: [d.num_bytes, d.crc32] for name, d in digests.items()},
     }
     body = json.dumps(content, allow_nan=False)
     with open(folder / MANIFEST_FILE, "x", encoding="ascii") as file:
@@ -125,8 +125,8 @@ def _stored(folder: Path, content: Mapping[str, Any], fingerprint: str) -> Store
         values={key: _place(*place) for key, place in content["values"].items()},
         paths={key: _path(path) for key, path in paths.items()},
         digests={
-            require_plain_name(name): _digest(num_bytes, sha256)
-            for name, (num_bytes, sha256) in content["digests"].items()
+            require_plain_name(name): Digest(*_ints([num_bytes, crc32]))
+            for name, (num_bytes, crc32) in content["digests"].items()
         },
     )
 
@@ -141,12 +141,6 @@ def _tensor(entry: Mapping[str, Any]) -> StoredTensor:
 
 def _place(file: object, start: object, num_bytes: object) -> Place:
     return Place(require_plain_name(file), *_ints([start, num_bytes]))
-
-
-def _digest(num_bytes: object, sha256: object) -> Digest:
-    if not isinstance(sha256, str):
-        raise BadCheckpoint(f"expected a sum, got {sha256!r:.80}")
-    return Digest(_ints([num_bytes])[0], sha256)
 
 
 def _listed(place: Place) -> list[str | int]:

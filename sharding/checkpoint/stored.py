@@ -52,10 +52,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Size and SHA-256 of a whole file."""
+    """Size and CRC-32 of a whole file. (SHA-256 takes twice the time, and whoever could forge the
+    one could write the other anew.)
+    """
 
     num_bytes: int
-    sha256: str
+    crc32: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The checksums that a checkpoint holds of its files."""
 
-import hashlib
 import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ def test_every_file_is_listed_with_its_size_and_checksum(world_size: int, tmp_pa
     assert ".metadata" in files and len(files) == 1 + world_size
     for name, listed in files.items():
         content = (tmp_path / "c" / name).read_bytes()
-        assert listed == [len(content), hashlib.sha256(content).hexdigest()]
+        assert listed == [len(content), zlib.crc32(content)]
 
 
 def test_a_digested_file_follows_no_link(tmp_path: Path) -> None:
