@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..entries import runtimes_over
+from .folder import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,9 @@ def claim(target: Path, ranks: Ranks) -> None:
     if owner != str(ranks):
         raise ValueError(
             f"path: expected a checkpoint that no other model of this job is saved to, got "
-            f"{target} for the model on {ranks}, where the one on {owner} is saved; give every "
-            "model or pipeline stage a path of its own, such as sub-folders step-10/stage0 and "
-            "step-10/stage1"
+            f"{shown(target)} for the model on {ranks}, where the one on {owner} is saved; give "
+            "every model or pipeline stage a path of its own, such as sub-folders step-10/stage0 "
+            "and step-10/stage1"
         )
 
 

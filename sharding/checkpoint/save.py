@@ -44,10 +44,11 @@ def save_checkpoint(
     complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Of what
     every rank holds whole, such as buffers, the first one's values are saved. Ranks share one file
     system. Models on different ranks, such as pipeline stages, have paths of their own, which may
-    be sub-folders of one folder.
+    be sub-folders of one folder. `~` in `path` is the user's home.
 
     Raises:
-        FileExistsError: `path` is a file, or a folder that holds something else than a checkpoint.
+        FileExistsError: `path` is a file, a folder that holds something else than a checkpoint, a
+            link to such, or inside another checkpoint.
         OSError: the first rank cannot write there, which is raised before any rank writes, or a
             rank's disk is full; raised on every rank.
         TypeError: `extra`, or state of the module or the optimizer, holds other objects, which
@@ -67,11 +68,12 @@ def save_checkpoint(
 
     ranks = ranks_of(module)
     with Alike(ranks) as together:
-        target, state = checkpoint_folder.resolve(path), state_of(module, optimizer)
+        target = checkpoint_folder.resolve_for_writing(path)
+        state = state_of(module, optimizer)
         require_plain("extra", extra)
         for key, value in _values(state):
             require_plain(key, value)
-        together.tell("path", target.name, str(target))
+        together.tell("path", target.name, checkpoint_folder.shown(target))
         together.tell("optimizer", "none" if optimizer is None else "one")
         if ranks.leads:
             claim(target, ranks)
@@ -85,7 +87,7 @@ def save_checkpoint(
         }
         partial = checkpoint_folder.partial_of(target)
         writer = CheckpointWriter(partial)
-        with running_dcp(f"writing {target}", ranks):
+        with running_dcp(f"writing {checkpoint_folder.shown(target)}", ranks):
             dcp.save(
                 written,
                 storage_writer=writer,
