@@ -15,6 +15,7 @@ from ..sharded_tensor import ShardedTensor
 from ..uncompiled import plain_name, uncompiled
 from . import folder as checkpoint_folder
 from .agreement import Alike
+from .background import wait_for_save
 from .match import match
 from .ranks import Ranks, ranks_of
 from .state import state_of
@@ -52,6 +53,7 @@ def load_checkpoint(
 
     ranks = ranks_of(module)
     with Alike(ranks) as together:
+        wait_for_save()
         both = state_of(module, optimizer)
         state, optim = both["model"], both.get("optim")
         runtime = None if optimizer is None else runtime_of(module)
