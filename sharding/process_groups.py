@@ -16,9 +16,9 @@ from torch.distributed.distributed_c10d import _world
 from .arguments import kind_of
 from .errors import communicating
 
-_SECOND: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
+_Beside = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
+_SECOND: _Beside = weakref.WeakKeyDictionary()
+_BACKGROUND: _Beside = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,17 @@ def data_parallel_groups(mesh: DeviceMesh | None, axis_name: str | None) -> Data
     return DataParallelGroups(
         dist.get_rank(group), len(ranks), device, group, _second_communicator(group, ranks)
     )
+
+
+def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group over the ranks of `group` for a thread beside training; made once."""
+    known = _BACKGROUND.get(group)
+    if known is None:
+        with communicating("meeting of all ranks before an asynchronous save"):
+            _count_names_alike(group)
+        ranks = dist.get_process_group_ranks(group)
+        known = _BACKGROUND[group] = _beside(group, ranks, "gloo", "sidestream_background")
+    return known
 
 
 def _second_communicator(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:

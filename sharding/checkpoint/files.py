@@ -16,6 +16,11 @@ _PIECE_BYTES = 1 << 20
 _MAX_THREADS = 8
 
 
+def shown(path: Path) -> str:
+    """`path` for a message, with escapes where it could not be printed."""
+    return str(path) if str(path).isprintable() else ascii(str(path))
+
+
 def open_regular(path: Path) -> io.FileIO:
     """Open `path`, or the file that it links to, for reading.
 

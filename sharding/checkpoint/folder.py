@@ -5,34 +5,53 @@
     .<name>.replaced   the one before, until the new one has its name; read after a crash meanwhile
 
 `target` is always what `resolve` made of the user's path. Every rank may read; the first of a
-model's ranks alone makes, checks and renames.
+model's ranks alone makes, checks and renames. No link is followed below `target`'s parent, and none
+at its own place unless it leads to a checkpoint: what is written and removed lies in these folders.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
 
 from ..arguments import kind_of
-from .opening import is_checkpoint
+from .files import shown
+from .manifest import MANIFEST_FILE
+from .opening import indices_of
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of the checkpoint that the user calls `path`.
+    """The absolute path of the checkpoint that the user calls `path`; `~` is the user's home.
 
     Raises:
         TypeError: it is no path.
         ValueError: it cannot be one, or is that of a folder without a name.
     """
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path: expected text or a pathlib.Path, got {kind_of(path)}")
     try:
-        target = Path(path).resolve() if os.fspath(path) else Path("/")
-    except ValueError as error:  # a zero byte
+        target = Path(path).expanduser().resolve() if os.fspath(path) else Path("/")
+    except (ValueError, RuntimeError, OSError) as error:  # a zero byte, no home, links in a circle
         raise ValueError(f"path: expected the path of a folder, got {path!r}: {error}") from error
     if not target.name:
         raise ValueError(f"path: expected a folder with a name, got {path!r}; name the checkpoint")
+    return target
+
+
+def resolve_for_writing(path: str | os.PathLike[str]) -> Path:
+    """`resolve(path)`, where that replaces nothing but a checkpoint through a link.
+
+    Raises:
+        FileExistsError: it is a link to something else.
+    """
+    target, given = resolve(path), Path(path).expanduser()
+    if given.is_symlink() and _found(target) is None:
+        raise FileExistsError(
+            f"path: expected a checkpoint to replace or nothing at {shown(given)}, got a link to "
+            f"{shown(target)}, which is no checkpoint; remove the link, or give another path"
+        )
     return target
 
 
@@ -47,75 +66,125 @@ def find(target: Path) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    for folder in (target, _replaced_of(target)):
-        if is_checkpoint(folder):
-            return folder
+    if (folder := _found(target)) is not None:
+        return folder
+    if indices_of(target):
+        return target  # whoever opens it will say what is wrong with it
     found = (
         "a folder without one" if target.is_dir() else "a file" if target.exists() else "nothing"
     )
     raise FileNotFoundError(
-        f"path: expected a checkpoint at {target}, got {found}; give the folder that "
+        f"path: expected a checkpoint at {shown(target)}, got {found}; give the folder that "
         "save_checkpoint wrote"
     )
+
+
+def _found(target: Path) -> Path | None:
+    return next(filter(_is_checkpoint, (target, _replaced_of(target))), None)
 
 
 def prepare(target: Path, rank: int) -> None:
     """Make the folder to write to, as `rank`, and finish or undo what a crash left.
 
     Raises:
-        FileExistsError: what is at `target` is no checkpoint.
+        FileExistsError: what is at `target` is no checkpoint, or more, or `target` lies in one.
         OSError: the folder cannot be made.
     """
+    partial, replaced = partial_of(target), _replaced_of(target)
     try:
-        obstacle = _make_room(target)
+        if not os.path.lexists(target) and _is_checkpoint(replaced):
+            replaced.rename(target)
+        require_room(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove(partial)
+        partial.mkdir()
+    except FileExistsError:
+        raise
     except OSError as error:
         raise OSError(
-            f"path: expected a place where rank {rank} can make a folder, got {target}, where "
-            f"it cannot ({error}); give a path that this user can write to"
+            f"path: expected a place where rank {rank} can make a folder, got {shown(target)}, "
+            f"where it cannot ({error}); give a path that this user can write to"
         ) from error
-    if obstacle is not None:
+
+
+def require_room(target: Path) -> None:
+    """Check that a checkpoint at `target` replaces nothing but another.
+
+    Raises:
+        FileExistsError: something else would go with it, or it would go with another.
+    """
+    around = next((folder for folder in target.parents if (folder / MANIFEST_FILE).is_file()), None)
+    if around is not None:
         raise FileExistsError(
-            f"path: expected a checkpoint to replace or nothing at {target}, got {obstacle}; "
-            "give another path"
+            f"path: expected a folder outside other checkpoints, got {shown(target)} inside that "
+            f"at {shown(around)}, which is replaced as a whole; give every model a folder of its "
+            f"own, such as {shown(around / 'generator')} and {shown(around / 'critic')}, and none "
+            "the one around them"
+        )
+    if (obstacle := _obstacle(target)) is not None:
+        raise FileExistsError(
+            f"path: expected a checkpoint to replace or nothing at {shown(target)}, got {obstacle}"
         )
 
 
 def publish(target: Path) -> None:
-    """Put what was written in its place, and remove the checkpoint that was there."""
+    """Put what was written in its place, and remove the checkpoint that was there.
+
+    Raises:
+        FileExistsError: something else is there by now.
+    """
     partial, replaced = partial_of(target), _replaced_of(target)
     _sync(partial)
+    require_room(target)
+    _remove(replaced)
     if target.exists():
-        if replaced.exists():
-            shutil.rmtree(replaced)
         target.rename(replaced)
     partial.rename(target)
     _sync(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced, ignore_errors=True)
 
 
 def discard_partial(target: Path) -> None:
     """Remove what was written and not published, if anything was."""
-    shutil.rmtree(partial_of(target), ignore_errors=True)
+    _remove(partial_of(target), ignore_errors=True)
 
 
 def _replaced_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.replaced")
 
 
-def _make_room(target: Path) -> str | None:
-    """Make `target`'s partial folder; returns what stands at `target` that is no checkpoint."""
-    partial, replaced = partial_of(target), _replaced_of(target)
-    if not target.exists() and replaced.exists():
-        replaced.rename(target)
-    if target.exists() and not target.is_dir():
-        return "a file"
-    if target.exists() and not is_checkpoint(target) and any(target.iterdir()):
-        return "other files"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` itself, no link to one, is a checkpoint's."""
+    return not folder.is_symlink() and any(path.is_file() for path in indices_of(folder))
+
+
+def _obstacle(target: Path) -> str | None:
+    """What is at `target` and would be lost, and the way out; None where that is nothing."""
+    if target.is_symlink():
+        return "a link; remove it, or give another path"
+    if not target.exists():
+        return None
+    if not target.is_dir():
+        return "a file; give another path"
+    folders = [part for part in target.iterdir() if part.is_dir() and not part.is_symlink()]
+    inside = next((part for part in sorted(folders) if _is_checkpoint(part)), None)
+    if inside is not None:
+        return (
+            f"a folder around other checkpoints, such as {shown(inside)}; give a sub-folder beside "
+            "them"
+        )
+    if folders or (not _is_checkpoint(target) and any(target.iterdir())):
+        return "other files; give another path"
     return None
+
+
+def _remove(path: Path, *, ignore_errors: bool = False) -> None:
+    """Remove the folder, file or link at `path`, if there is one; what a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+        return
+    with contextlib.suppress(OSError if ignore_errors else FileNotFoundError):
+        path.unlink()
 
 
 def _sync(folder: Path) -> None:

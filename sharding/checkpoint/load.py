@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import kind_of
+from ..arguments import require_flag
 from ..fully_shard import runtime_of
 from ..optimizer_state import load_scalars, named_state, prepare_state
 from ..uncompiled import plain_name, uncompiled
 from . import folder as checkpoint_folder
 from .agreement import Alike
+from .background import wait_for_save
+from .files import shown
 from .match import FittingState, match
 from .opening import open_checkpoint, require_files
 from .ranks import Ranks, ranks_of
@@ -53,15 +55,15 @@ def load_checkpoint(
     """
     ranks = ranks_of(module)
     with Alike(ranks) as together:
-        if not isinstance(strict, bool):
-            raise TypeError(f"strict: expected True or False, got {kind_of(strict)}")
+        wait_for_save()
+        require_flag("strict", strict)
         both = state_of(module, optimizer)
         found = checkpoint_folder.find(checkpoint_folder.resolve(path))
         defaults = None if optimizer is None else optimizer.defaults
         with _refusing(found):
             stored = open_checkpoint(found)
             fitting = match(stored, both["model"], both.get("optim"), defaults, strict=strict)
-        together.tell("path", stored.fingerprint, str(found))
+        together.tell("path", stored.fingerprint, shown(found))
         together.tell("optimizer", "none" if optimizer is None else "one")
         together.tell("strict", str(strict))
     with Contents(stored) as contents:
@@ -79,7 +81,7 @@ def load_checkpoint(
     _take_values(module, optimizer, both["model"], values)
     if fitting.left_alone:
         warnings.warn(
-            f"checkpoint {found}: left alone, as only one side has it: "
+            f"checkpoint {shown(found)}: left alone, as only one side has it: "
             f"{'; '.join(fitting.left_alone)}",
             stacklevel=2,
         )
@@ -93,8 +95,8 @@ def _refusing(folder: Path) -> Iterator[None]:
         yield
     except BadCheckpoint as error:
         raise ValueError(
-            f"checkpoint {folder}: {' '.join(str(error).split())}; load another checkpoint. "
-            "Nothing was loaded"
+            f"checkpoint {shown(folder)}: {' '.join(str(error).split())}; load "
+            "another checkpoint. Nothing was loaded"
         ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .files import shown
 from .stored import BadCheckpoint, Key, Stored
 
 _COUNTER = "step"  # how torch's optimizers name the entry that is never shaped like the parameter
@@ -114,10 +115,10 @@ def match(
         ]
     one_sided = problems.one_sided()
     if lines := (one_sided if strict else []) + problems.shapes:
-        raise _misfit(str(stored.folder), lines)
+        raise _misfit(shown(stored.folder), lines)
     known_params = set(model_tensors) if stored.keys_under("optim") else set()
     return FittingState(
-        folder=str(stored.folder),
+        folder=shown(stored.folder),
         model_tensors=tuple(model_tensors),
         value_keys=tuple(value_keys),
         entries=entries,

@@ -11,9 +11,10 @@ from .manifest import MANIFEST_FILE, MARK, read_manifest
 from .stored import BadCheckpoint, Stored
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether there is the index of a checkpoint in `folder`."""
-    return any(os.path.lexists(folder / name) for name in (MANIFEST_FILE, METADATA_FILE))
+def indices_of(folder: Path) -> list[Path]:
+    """What has the name of a checkpoint's index in `folder`, whatever it is."""
+    paths = (folder / name for name in (MANIFEST_FILE, METADATA_FILE))
+    return [path for path in paths if os.path.lexists(path)]
 
 
 def open_checkpoint(folder: Path) -> Stored:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..entries import runtimes_over
+from ..process_groups import background_group
+from .folder import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,14 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this rank makes folders, writes what all hold whole, and publishes."""
         return self.place == 0
+
+    def apart(self) -> Ranks:
+        """The same ranks over a group that a thread may use while this one goes on (a collective).
+
+        Raises:
+            CommunicationError: a rank died meanwhile.
+        """
+        return self if self.group is None else replace(self, group=background_group(self.group))
 
     def __str__(self) -> str:
         return f"rank{'s' if len(self.numbers) > 1 else ''} {in_ranges(self.numbers)}"
@@ -85,9 +95,9 @@ def claim(target: Path, ranks: Ranks) -> None:
     if owner != str(ranks):
         raise ValueError(
             f"path: expected a checkpoint that no other model of this job is saved to, got "
-            f"{target} for the model on {ranks}, where the one on {owner} is saved; give every "
-            "model or pipeline stage a path of its own, such as sub-folders step-10/stage0 and "
-            "step-10/stage1"
+            f"{shown(target)} for the model on {ranks}, where the one on {owner} is saved; give "
+            "every model or pipeline stage a path of its own, such as sub-folders step-10/stage0 "
+            "and step-10/stage1"
         )
 
 

@@ -22,14 +22,15 @@ def running_dcp(what: str, ranks: Ranks) -> Iterator[None]:
             miss; on a rank that was interrupted, KeyboardInterrupt or the like.
         CommunicationError: a rank died meanwhile.
     """
-    with warnings.catch_warnings():
+    if ranks.group is None:
+        # For good: in a thread, to restore the filters could undo what another one does to them.
         warnings.filterwarnings("ignore", message="torch.distributed is ")
-        try:
-            with communicating(what):
-                yield
-        except dcp.CheckpointException as error:
-            failures = {place: kept[0] for place, kept in error.failures.items()}
-            raise _ordinary(what, failures, ranks) from error
+    try:
+        with communicating(what):
+            yield
+    except dcp.CheckpointException as error:
+        failures = {place: kept[0] for place, kept in error.failures.items()}
+        raise _ordinary(what, failures, ranks) from error
 
 
 def _ordinary(what: str, failures: Mapping[int, BaseException], ranks: Ranks) -> BaseException:

@@ -12,19 +12,24 @@ and without `torch.compile`. `checkpoint_folder` says where they lie, and how on
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
+from ..arguments import require_flag
 from ..uncompiled import uncompiled
 from . import folder as checkpoint_folder
 from .agreement import Alike
+from .background import copied, end_save_before, start
+from .files import shown
 from .manifest import FORMAT_VERSION, MARK, write_manifest
 from .ranks import Ranks, claim, ranks_of
 from .state import state_of
@@ -33,13 +38,35 @@ from .stored import BadCheckpoint, Digest
 _DEPTH_OF_NAMES = 2  # model.<name> and optim.state may be empty
 
 
+@overload
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = ...,
+    extra: Any = ...,
+    *,
+    asynchronous: Literal[False] = ...,
+) -> None: ...
+@overload
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = ...,
+    extra: Any = ...,
+    *,
+    asynchronous: Literal[True],
+) -> Future[None]: ...
+
+
 @uncompiled
 def save_checkpoint(
     path: str | os.PathLike[str],
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     extra: Any = None,
-) -> None:
+    *,
+    asynchronous: bool = False,
+) -> Future[None] | None:
     """Write `module`, `optimizer` and `extra` to the folder `path`.
 
     A collective over the ranks that `module` is sharded over, or all of the job for a plain one.
@@ -48,10 +75,18 @@ def save_checkpoint(
     complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Of what
     every rank holds whole, such as buffers, the first one's values are saved. Ranks share one file
     system. Models on different ranks, such as pipeline stages, have paths of their own, which may
-    be sub-folders of one folder.
+    be sub-folders of one folder. `~` in `path` is the user's home.
+
+    With `asynchronous` it returns a future when all that can be refused was refused and a copy of
+    what this rank writes was made in the CPU's memory: a step meanwhile changes nothing. A thread
+    writes, checks and publishes, over a gloo group of its own, and `future.result()` raises on
+    every rank what went wrong. The next save or load waits for it, and so does the interpreter's
+    exit; wait for it yourself before `destroy_process_group`. A failure that nobody asked for is
+    raised by the next save, or logged at exit.
 
     Raises:
-        FileExistsError: `path` is a file, or a folder that holds something else than a checkpoint.
+        FileExistsError: `path` is a file, a folder that holds something else than a checkpoint, a
+            link to such, or inside another checkpoint.
         OSError: the first rank cannot write there, which is raised before any rank writes, or a
             rank's disk is full; raised on every rank.
         TypeError: `extra`, or state of the module or the optimizer, holds other objects, which
@@ -61,39 +96,64 @@ def save_checkpoint(
             job is saved to `path`; parts of `module` are sharded over different ranks.
         RuntimeError: ranks wrote to different file systems or folders; parameters were added after
             `fully_shard`, or taken out or renamed where there is an optimizer; another rank was
-            interrupted. Whatever is raised, what was at `path` stays.
+            interrupted; the asynchronous save before failed and nobody asked. Whatever is raised,
+            what was at `path` stays.
     """
-    from torch.distributed import checkpoint as dcp
-
     from .plain_values import require_plain
-    from .running_dcp import running_dcp
-    from .writer import CheckpointWriter
 
     ranks = ranks_of(module)
     with Alike(ranks) as together:
-        target, state = checkpoint_folder.resolve(path), state_of(module, optimizer)
+        require_flag("asynchronous", asynchronous)
+        end_save_before()
+        target = checkpoint_folder.resolve_for_writing(path)
+        state = state_of(module, optimizer)
         require_plain("extra", extra)
         for key, value in _values(state):
             require_plain(key, value)
-        together.tell("path", target.name, str(target))
+        together.tell("path", target.name, shown(target))
         together.tell("optimizer", "none" if optimizer is None else "one")
-        if ranks.leads:
-            claim(target, ranks)
-    try:
-        with Alike(ranks):
-            if ranks.leads:
-                checkpoint_folder.prepare(target, ranks.number)
+        together.tell("asynchronous", str(asynchronous))
         written = {
             **_row_major(state if ranks.leads else _sharded_only(state)),
             "extra": {str(ranks.place): (extra,)},
         }
         if ranks.leads:
             written[MARK] = {"format_version": FORMAT_VERSION}
-        partial = checkpoint_folder.partial_of(target)
-        writer = CheckpointWriter(partial)
-        with running_dcp(f"writing {target}", ranks):
+        if asynchronous:
+            written = copied(written)
+        if ranks.leads:
+            claim(target, ranks)
+    writers = ranks.apart() if asynchronous else ranks
+    _prepare(target, ranks)
+    if asynchronous:
+        return start(functools.partial(_write, target, written, writers), shown(target))
+    _write(target, written, writers)
+    return None
+
+
+def _prepare(target: Path, ranks: Ranks) -> None:
+    try:
+        with Alike(ranks):
+            if ranks.leads:
+                checkpoint_folder.prepare(target, ranks.number)
+    except BaseException:
+        checkpoint_folder.discard_partial(target)
+        raise
+
+
+def _write(target: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    """Write `state` to the folder that was prepared, check and publish it (a collective)."""
+    from torch.distributed import checkpoint as dcp
+
+    from .running_dcp import running_dcp
+    from .writer import CheckpointWriter
+
+    partial = checkpoint_folder.partial_of(target)
+    writer = CheckpointWriter(partial)
+    try:
+        with running_dcp(f"writing {shown(target)}", ranks):
             dcp.save(
-                written,
+                state,
                 storage_writer=writer,
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
@@ -119,7 +179,7 @@ def _seal(target: Path, digests: Mapping[str, Digest], ranks: Ranks) -> None:
         write_manifest(checkpoint_folder.partial_of(target), digests)
     except BadCheckpoint as error:
         raise RuntimeError(
-            f"path: expected a folder that all ranks write to, got {target}, where rank "
+            f"path: expected a folder that all ranks write to, got {shown(target)}, where rank "
             f"{ranks.number} does not find what another one wrote ({error}); give every rank the "
             "same path, on a file system that they share. Nothing was saved"
         ) from error
