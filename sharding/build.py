@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,6 +71,7 @@ def build_runtime(
     install_root_hooks(module, runtime, output_dtype=config.policy.output_dtype)
     for submodule in module.modules():
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)
+        submodule.register_load_state_dict_pre_hook(_take_own_parts)
     return runtime
 
 
@@ -83,6 +85,16 @@ def _refuse_assignment(
             "put other tensors in the place of its sharded parameters; leave assign out, and the "
             "values are copied into them"
         )
+
+
+@torch.no_grad()
+def _take_own_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Cut what is sharded otherwise, by us or as a DTensor, to this rank's part (a collective)."""
+    for name, param in module._parameters.items():
+        value = state.get(prefix + name)
+        if isinstance(param, ShardedTensor) and hasattr(value, "full_tensor"):
+            if value.shape == param.shape:  # else torch says which differ
+                state[prefix + name] = param.own_part(value)
 
 
 def _ancestors(plans: list[GroupPlan]) -> list[frozenset[int]]:

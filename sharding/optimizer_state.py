@@ -270,6 +270,34 @@ def load_scalars(
                 group[key] = value
 
 
+@torch.no_grad()
+def take_own_parts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Put this rank's parts into `state_dict`, a shallow copy that `optimizer` is about to load, in
+    place of whole tensors and of sharded ones of another layout (a collective for the latter).
+
+    Raises:
+        ValueError: an entry is neither of its parameter's shape nor one value.
+    """
+    state = dict(state_dict["state"])
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        # Where the numbers differ, torch refuses the whole.
+        for param, key in zip(group["params"], saved["params"], strict=False):
+            if isinstance(param, ShardedTensor) and isinstance(state.get(key), dict):
+                state[key] = {
+                    entry: _own_part(param, entry, value) for entry, value in state[key].items()
+                }
+    state_dict["state"] = state
+
+
+def _own_part(param: ShardedTensor, entry: str, value: Any) -> Any:
+    if not isinstance(value, Tensor) or entry in _SCALAR_STATE:
+        return value
+    if value.shape == param.shape:
+        return param.own_part(value)
+    _require_one_value(entry, value, param.name)
+    return value
+
+
 def _has_shape(key: str, value: object, shape: Sequence[int]) -> bool:
     """Whether a state entry belongs to the parameter's elements one by one."""
     return isinstance(value, ShardedTensor) or (
