@@ -21,10 +21,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .sharded_tensor import ShardedTensor
+from .sharded_tensor import Intervals, ShardedTensor
 from .uncompiled import uncompiled
 
 _Function = Callable[..., Any]
+
+
+class StagedTensor(ShardedTensor):
+    """A copy of one rank's part that is about to be written. Unlike any other it can be pickled:
+    `async_save` may write it in another process.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _staged, (self.local, self.shape, self.start, self.name, self.intervals)
+
+
+def _staged(
+    local: Tensor,
+    shape: torch.Size,
+    start: int,
+    name: str,
+    intervals: Intervals,
+    group: dist.ProcessGroup | None = None,
+) -> ShardedTensor:
+    staged = StagedTensor._make(local, shape, False)
+    staged.start, staged.name, staged.group, staged.intervals = start, name, group, intervals
+    return staged
 
 
 def _gathering(gather: _Function) -> _Function:
@@ -63,7 +85,8 @@ def _staging(offload: _Function) -> _Function:
         if not isinstance(x, ShardedTensor):
             return offload(stager, x, *args, **options)
         x.require_exchanged()
-        return x.with_local(offload(stager, x.local, *args, **options))
+        local = offload(stager, x.local, *args, **options)
+        return _staged(local, x.shape, x.start, x.name, x.intervals, x.group)
 
     return offload_tensor
 
