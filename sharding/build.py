@@ -23,6 +23,7 @@ from .placements import Placement
 from .precision import resolve_dtypes
 from .runtime import Runtime
 from .sharded_tensor import ShardedTensor
+from .torch_state_dict import part_like, teach_torch
 from .tree_watch import TreeWatch
 from .unit import Unit, UnitSpec
 from .use_order import UnitGroup
@@ -72,6 +73,7 @@ def build_runtime(
     for submodule in module.modules():
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)
         submodule.register_load_state_dict_pre_hook(_take_own_parts)
+    teach_torch()
     return runtime
 
 
@@ -91,10 +93,9 @@ def _refuse_assignment(
 def _take_own_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Cut what is sharded otherwise, by us or as a DTensor, to this rank's part (a collective)."""
     for name, param in module._parameters.items():
-        value = state.get(prefix + name)
-        if isinstance(param, ShardedTensor) and hasattr(value, "full_tensor"):
-            if value.shape == param.shape:  # else torch says which differ
-                state[prefix + name] = param.own_part(value)
+        key = prefix + name
+        if hasattr(state.get(key), "full_tensor"):
+            state[key] = part_like(param, state[key])
 
 
 def _ancestors(plans: list[GroupPlan]) -> list[frozenset[int]]:

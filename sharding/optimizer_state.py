@@ -19,6 +19,7 @@ from torch import Tensor
 from .gradients import FlatRun
 from .runtime import Runtime
 from .sharded_tensor import ShardedTensor
+from .torch_state_dict import part_like
 from .unit import Unit
 
 # Counters and the like: 0-d tensors in every state, so that shape does not tell them from a 0-d
@@ -293,7 +294,7 @@ def _own_part(param: ShardedTensor, entry: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or entry in _SCALAR_STATE:
         return value
     if value.shape == param.shape:
-        return param.own_part(value)
+        return part_like(param, value)
     _require_one_value(entry, value, param.name)
     return value
 

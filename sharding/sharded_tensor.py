@@ -185,16 +185,6 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
         """This rank's elements of the plain tensor `full` [shape], 1-D; a view if `full` allows."""
         return full.detach().reshape(-1)[self.start : self.start + self.local.numel()]
 
-    def own_part(self, value: Tensor) -> ShardedTensor:
-        """`value` [shape] in this layout: itself if it has it, else a copy of this rank's part (a
-        collective if it is sharded otherwise, by us or as a DTensor).
-        """
-        if isinstance(value, ShardedTensor) and value.intervals == self.intervals:
-            return value
-        gather = getattr(value, "full_tensor", None)
-        whole: Tensor = value if gather is None else gather()
-        return self.with_local(self.interval_of(whole).clone())
-
     def describe(self) -> str:
         """The parameter in a few words, for messages."""
         return (

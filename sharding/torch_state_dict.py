@@ -4,6 +4,7 @@ They know torch's `DTensor` and `ShardedTensor`, and take any other tensor for a
 they do to those two is done here to ours, with the functions of torch for the rest::
 
     get_model_state_dict and the like, full_state_dict=True    each one gathered over its own group
+    set_model_state_dict and the like, of whole tensors        each one cut to this rank's part
     async_save, and what else stages a state dict              this rank's part copied
 
 The functions that are replaced are private ones of torch 2.11 to 2.14; where another torch has
@@ -25,6 +26,21 @@ from .sharded_tensor import Intervals, ShardedTensor
 from .uncompiled import uncompiled
 
 _Function = Callable[..., Any]
+
+
+def part_like(like: Any, value: Any) -> Any:
+    """`value` for loading into `like`: where that is sharded, and of the same shape, this rank's
+    part of it. That is a copy, and a collective if `value` is sharded otherwise, by us or as a
+    DTensor; `value` itself if it has the layout already.
+    """
+    if not isinstance(like, ShardedTensor) or not isinstance(value, Tensor):
+        return value
+    is_ready = isinstance(value, ShardedTensor) and value.intervals == like.intervals
+    if is_ready or value.shape != like.shape:  # which whoever loads refuses
+        return value
+    gather = getattr(value, "full_tensor", None)
+    whole: Tensor = value if gather is None else gather()
+    return like.with_local(like.interval_of(whole).clone())
 
 
 class StagedTensor(ShardedTensor):
@@ -68,6 +84,25 @@ def _gathering(gather: _Function) -> _Function:
         return gather(_replaced(state_dict, gathered), **options)
 
     return gather_state_dict
+
+
+def _distributing(distribute: _Function) -> _Function:
+    @functools.wraps(distribute)
+    def distribute_state_dict(full: Any, local: Any, *args: Any, **options: Any) -> Any:
+        parts = {key: part_like(local.get(key), value) for key, value in full.items()}
+        return distribute(parts, local, *args, **options)
+
+    return distribute_state_dict
+
+
+def _broadcasting(broadcast: _Function) -> _Function:
+    @functools.wraps(broadcast)
+    def broadcast_tensors(full: Any, local: Any, keys: Any, *args: Any, **options: Any) -> Any:
+        likes = {key: local[key] for key in keys if key in local}
+        broadcast(full, local, keys, *args, **options)
+        local.update({key: part_like(like, local[key]) for key, like in likes.items()})
+
+    return broadcast_tensors
 
 
 def _allocating(create: _Function) -> _Function:
@@ -124,7 +159,9 @@ _CHECKPOINT = "torch.distributed.checkpoint"
 _SEAMS = (
     _Seam(_UTILS, "_gather_state_dict", _gathering),
     _Seam(_UTILS, "_create_cpu_state_dict", _allocating),
+    _Seam(_UTILS, "_broadcast_tensors", _broadcasting),
     _Seam(f"{_CHECKPOINT}.state_dict", "_gather_state_dict", _gathering),
+    _Seam(f"{_CHECKPOINT}.state_dict", "_distribute_state_dict", _distributing),
     _Seam(f"{_CHECKPOINT}.staging", "_create_cpu_state_dict", _allocating),
     _Seam(f"{_CHECKPOINT}._state_dict_stager", "StateDictStager._offload_tensor", _staging),
 )
@@ -133,9 +170,9 @@ _TAUGHT = "_sidestream_knows_sharded_tensors"
 
 @uncompiled
 def teach_torch(*_: object) -> None:
-    """Teach those of torch's modules that are imported by now: a hook of every state dict of a
-    sharded model and its optimizer, so that others pay nothing and the order of imports does not
-    matter.
+    """Teach those of torch's modules that are imported by now. It is called by `fully_shard` and is
+    a hook of every state dict of a sharded model and its optimizer, so that others pay nothing and
+    the order of imports does not matter.
 
     Raises:
         RuntimeError: this torch lacks a function that would have to be taught.

@@ -111,9 +111,7 @@ def _ours(seed: int, make: Make, zero: int) -> _Trained:
     torch.manual_seed(seed)
     model = _Model()
     optimizer = make(_groups(model))
-    sidestream.fully_shard(
-        model, optimizer, fsdp_unit_modules=[nn.Linear], zero_dp_strategy=zero
-    )
+    sidestream.fully_shard(model, optimizer, fsdp_unit_modules=[nn.Linear], zero_dp_strategy=zero)
     return _Trained(model, optimizer)
 
 
@@ -178,9 +176,7 @@ def _full_save(trained: _Trained, path: str, rank: int) -> None:
 
 def _full_load(trained: _Trained, path: str, rank: int) -> None:
     state = torch.load(f"{path}-{rank}.pt")
-    set_state_dict(
-        *trained, model_state_dict=state["m"], optim_state_dict=state["o"], options=FULL
-    )
+    set_state_dict(*trained, model_state_dict=state["m"], optim_state_dict=state["o"], options=FULL)
 
 
 def _rank_0_save(trained: _Trained, path: str, rank: int) -> None:

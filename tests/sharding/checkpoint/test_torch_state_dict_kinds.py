@@ -140,9 +140,7 @@ def _beside_a_plain_twin(rank: int, world: int) -> list[str]:
             both[0].late.requires_grad_()
             case = f"{'ours' if state is expected else 'plain'}, ZeRO-{zero}"
             model, optimizer = copy.deepcopy(state)
-            set_state_dict(
-                *both, model_state_dict=model, optim_state_dict=optimizer, options=FULL
-            )
+            set_state_dict(*both, model_state_dict=model, optim_state_dict=optimizer, options=FULL)
             wrong += _differences(f"{case}, loaded", expected, get_state_dict(*both, options=FULL))
             twin = _train(_plain(0))
             _step(twin, 7)
