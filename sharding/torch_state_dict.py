@@ -7,13 +7,14 @@ they do to those two is done here to ours, with the functions of torch for the r
     set_model_state_dict and the like, of whole tensors        each one cut to this rank's part
     async_save, and what else stages a state dict              this rank's part copied
 
-The functions that are replaced are private ones of torch 2.11 to 2.14; where another torch has
-them no longer, taking a state dict raises, since shards would pass for whole tensors.
+The functions that are replaced are private ones of torch 2.11 to 2.14. Where another torch lacks
+them, it gets no state dict to gather, since shards would pass for whole tensors; staging raises.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -175,7 +176,8 @@ def teach_torch(*_: object) -> None:
     the order of imports does not matter.
 
     Raises:
-        RuntimeError: this torch lacks a function that would have to be taught.
+        RuntimeError: one of them asks for a state dict, and this torch lacks the function that
+            would have to be taught.
     """
     for seam in _SEAMS:
         module = sys.modules.get(seam.module)
@@ -188,13 +190,21 @@ def _teach(module: Any, seam: _Seam) -> None:
     owner = functools.reduce(lambda place, part: getattr(place, part, None), owners, module)
     function = getattr(owner, name, None)
     if function is None:
-        raise RuntimeError(
-            f"state_dict: expected {seam.module}.{seam.path} as in torch 2.11 to 2.14, which torch "
-            f"{torch.__version__} lacks: its state-dict functions would take one rank's shards for "
-            "whole tensors; use sidestream's full_state_dict, save_checkpoint and load_checkpoint, "
-            "or such a torch"
-        )
-    if not hasattr(function, _TAUGHT):
+        _refuse_to_answer(seam)
+    elif not hasattr(function, _TAUGHT):
         taught = seam.teach(function)
         setattr(taught, _TAUGHT, True)
         setattr(owner, name, taught)
+
+
+def _refuse_to_answer(seam: _Seam) -> None:
+    """Raise if the module of `seam` is among the callers; all others get their state dict."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != seam.module:
+        frame = frame.f_back
+    if frame is not None:
+        raise RuntimeError(
+            f"state_dict: expected {seam.module}.{seam.path} as in torch 2.11 to 2.14, which torch "
+            f"{torch.__version__} lacks, so that one rank's shards would pass for whole tensors "
+            "there; use sidestream's full_state_dict, save_checkpoint and load_checkpoint instead"
+        )

@@ -1,25 +1,18 @@
 """torch's state-dict API over every kind of parameter, group and buffer, beside a plain twin."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 
 import sidestream
-from sidestream.sharding.sharded_tensor import ShardedTensor
 from sidestream.tests import ranks
 from sidestream.tests.ranks import run_on_ranks
 
