@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from .placements import Placement
 from .precision import resolve_dtypes
 from .runtime import Runtime
 from .sharded_tensor import ShardedTensor
+from .torch_state_dict import part_like, teach_torch
 from .tree_watch import TreeWatch
 from .unit import Unit, UnitSpec
 from .use_order import UnitGroup
@@ -70,6 +72,8 @@ def build_runtime(
     install_root_hooks(module, runtime, output_dtype=config.policy.output_dtype)
     for submodule in module.modules():
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)
+        submodule.register_load_state_dict_pre_hook(_take_own_parts)
+    teach_torch()
     return runtime
 
 
@@ -83,6 +87,15 @@ def _refuse_assignment(
             "put other tensors in the place of its sharded parameters; leave assign out, and the "
             "values are copied into them"
         )
+
+
+@torch.no_grad()
+def _take_own_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Cut what is sharded otherwise, by us or as a DTensor, to this rank's part (a collective)."""
+    for name, param in module._parameters.items():
+        key = prefix + name
+        if hasattr(state.get(key), "full_tensor"):
+            state[key] = part_like(param, state[key])
 
 
 def _ancestors(plans: list[GroupPlan]) -> list[frozenset[int]]:

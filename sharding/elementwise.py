@@ -58,8 +58,9 @@ def dispatch(
     """Run `operator` on the local parts of the sharded tensors in its arguments, or refuse it.
 
     Raises:
-        RuntimeError: the operator is not elementwise, draws random numbers, moves to another dtype
-            or device, mixes layouts or shapes, or reads a gradient that waits for its exchange.
+        RuntimeError: the operator is not elementwise, draws random numbers, moves a parameter to
+            another dtype or device, mixes layouts or shapes, or reads a gradient that waits for its
+            exchange.
     """
     for x in _sharded_in(sharded_type, (*args, *kwargs.values())):
         x.require_exchanged()
@@ -238,13 +239,15 @@ def _convert(
     like: ShardedTensor = args[0]
     dtype = kwargs.get("dtype") or like.dtype
     device = torch.device(kwargs.get("device") or like.device)
-    if dtype != like.dtype or _with_index(device) != _with_index(like.device):
+    is_other = dtype != like.dtype or _with_index(device) != _with_index(like.device)
+    if is_other and isinstance(like, torch.nn.Parameter):
         raise RuntimeError(
             f"{like.describe()} keeps the dtype and device it was sharded with, {like.dtype} on "
             f"{like.device}, got a conversion to {dtype} on {device}: convert the model before "
             "fully_shard (compute in another dtype with MixedPrecisionPolicy)"
         )
-    return like.with_local(like.local.clone())
+    non_blocking = bool(kwargs.get("non_blocking"))
+    return like.with_local(like.local.to(device, dtype, non_blocking=non_blocking, copy=True))
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .runtime import Runtime
 from .structures import map_tensors, tensors_in
+from .torch_state_dict import teach_torch
 from .tree_watch import TreeWatch
 from .uncompiled import uncompiled
 from .use_order import UnitGroup
@@ -128,6 +129,7 @@ def install_root_hooks(
         runtime.settle()
 
     for submodule in module.modules():
+        submodule.register_state_dict_pre_hook(teach_torch)
         submodule.register_state_dict_pre_hook(to_rest)
     module.register_load_state_dict_pre_hook(to_rest)
     _guard_calls(module, runtime)

@@ -37,8 +37,16 @@ from .flat_runs import (
     sharded_locations,
 )
 from .gradients import FlatRun
-from .optimizer_state import ShardedState, flat_state, is_shown, scalar_signature, shown_state
+from .optimizer_state import (
+    ShardedState,
+    flat_state,
+    is_shown,
+    scalar_signature,
+    shown_state,
+    take_own_parts,
+)
 from .runtime import Runtime
+from .torch_state_dict import teach_torch
 from .uncompiled import uncompiled
 from .unit import Unit
 
@@ -123,6 +131,8 @@ class _BoundOptimizer:
         """Take part in the steps of `optimizer` from now on."""
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(lambda *_: self._leave())
+        optimizer.register_state_dict_pre_hook(teach_torch)
+        optimizer.register_load_state_dict_pre_hook(take_own_parts)
         optimizer.step = _guarded(optimizer, self._leave)  # type: ignore[method-assign]
         # Over flat parameters it is a store for each of them, and there are few.
         optimizer.zero_grad = functools.wraps(type(optimizer).zero_grad)(  # type: ignore[method-assign]

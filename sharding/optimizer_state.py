@@ -19,6 +19,7 @@ from torch import Tensor
 from .gradients import FlatRun
 from .runtime import Runtime
 from .sharded_tensor import ShardedTensor
+from .torch_state_dict import part_like
 from .unit import Unit
 
 # Counters and the like: 0-d tensors in every state, so that shape does not tell them from a 0-d
@@ -271,6 +272,34 @@ def load_scalars(
         for key, value in sources[0].items() if sources else ():
             if key not in ("params", "param_names"):
                 group[key] = value
+
+
+@torch.no_grad()
+def take_own_parts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Put this rank's parts into `state_dict`, a shallow copy that `optimizer` is about to load, in
+    place of whole tensors and of sharded ones of another layout (a collective for the latter).
+
+    Raises:
+        ValueError: an entry is neither of its parameter's shape nor one value.
+    """
+    state = dict(state_dict["state"])
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        # Where the numbers differ, torch refuses the whole.
+        for param, key in zip(group["params"], saved["params"], strict=False):
+            if isinstance(param, ShardedTensor) and isinstance(state.get(key), dict):
+                state[key] = {
+                    entry: _own_part(param, entry, value) for entry, value in state[key].items()
+                }
+    state_dict["state"] = state
+
+
+def _own_part(param: ShardedTensor, entry: str, value: Any) -> Any:
+    if not isinstance(value, Tensor) or entry in _SCALAR_STATE:
+        return value
+    if value.shape == param.shape:
+        return part_like(param, value)
+    _require_one_value(entry, value, param.name)
+    return value
 
 
 def _has_shape(key: str, value: object, shape: Sequence[int]) -> bool:

@@ -1,0 +1,186 @@
+"""What `load_state_dict` of a sharded model and its optimizer takes: whole state, parts of another
+layout, DTensors; what it refuses, and that nothing has changed then.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+
+import sidestream
+from sidestream.sharding.sharded_tensor import ShardedTensor
+from sidestream.tests import ranks
+from sidestream.tests.ranks import run_on_ranks
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+ranks.preload("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
+
+Both = tuple[nn.Module, torch.optim.Optimizer]
+FULL = StateDictOptions(full_state_dict=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def _plain(seed: int, shape: tuple[int, int] = (5, 7)) -> Both:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, shape[0]), nn.ReLU(), nn.Linear(*shape), nn.ReLU())
+    model.append(nn.Linear(shape[1], 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _ours(seed: int, zero: int, **options: Any) -> Both:
+    model, optimizer = _plain(seed)
+    options = {"fsdp_unit_modules": [nn.Linear], **options}
+    sidestream.fully_shard(model, optimizer, zero_dp_strategy=zero, **options)
+    return model, optimizer
+
+
+def _in_one_unit(seed: int) -> Both:
+    return _ours(seed, 3, fsdp_unit_modules=None)
+
+
+def _fsdp2(seed: int) -> Both:
+    torch.manual_seed(seed)
+    model, _ = _plain(seed)
+    fsdp2_fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _step(both: Both, seed: int = 0) -> Both:
+    model, optimizer = both
+    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).sum().backward()
+    for param in model.parameters():
+        if param.grad is not None:  # the average over three ranks is rounded
+            param.grad.copy_(param.grad.bfloat16())
+    optimizer.step()
+    optimizer.zero_grad()
+    return both
+
+
+def _whole(both: Both) -> list[Tensor]:
+    """Every parameter, moment and counter."""
+    model, optimizer = both
+    tensors = list(model.parameters())
+    for param in model.parameters():
+        tensors += [value for _, value in sorted(optimizer.state[param].items())]
+    return [getattr(x, "full_tensor", lambda x=x: x)().detach().clone() for x in tensors]
+
+
+def _are_equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+
+
+SOURCES: dict[str, Callable[[int], Both]] = {
+    "a plain twin": _plain,
+    "one unit": _in_one_unit,
+    "replicated": lambda seed: _ours(seed, 0),
+    "FSDP2": _fsdp2,
+}
+
+
+def _load_every_source(rank: int, world: int) -> list[str]:
+    wrong = []
+    for name, make in SOURCES.items():
+        source = _step(_step(make(0), 0), 1)
+        expected = _whole(source)
+        later = _whole(_step(_step(_step(_plain(0), 0), 1), 2))
+        for zero in range(4):
+            model, optimizer = both = _step(_ours(1, zero), 5)
+            model.load_state_dict(source[0].state_dict())
+            optimizer.load_state_dict(source[1].state_dict())
+            for param in model.parameters():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    moment = optimizer.state[param][key]
+                    if not isinstance(moment, ShardedTensor) or not param.has_layout_of(moment):
+                        wrong.append(f"{name}, ZeRO-{zero}: {param.name} {key} is {moment}")
+            if not _are_equal(_whole(both), expected):
+                wrong.append(f"{name}, ZeRO-{zero}: loaded")
+            if not _are_equal(_whole(_step(both, 2)), later):
+                wrong.append(f"{name}, ZeRO-{zero}: a step later")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_whole_state_and_parts_of_another_layout_are_cut_to_this_ranks(world: int) -> None:
+    assert run_on_ranks(_load_every_source, world, timeout_s=60) == [[]] * world
+
+
+def _spread_whole_state(rank: int, world: int) -> list[str]:
+    """What `load_state_dict` was given of the whole tensors that torch spreads."""
+    plain = _step(_plain(0))
+    states = copy.deepcopy((get_model_state_dict(plain[0]), get_optimizer_state_dict(*plain)))
+    kinds = set()
+    for options in (FULL, FROM_RANK_0):
+        model, optimizer = _ours(1, 3)
+        empty: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        mine = states if rank == 0 or options is FULL else empty
+
+        def see_model(_module: nn.Module, state: dict[str, Any], *_: object) -> None:
+            kinds.update(type(value).__name__ for value in state.values())
+
+        def see_optimizer(_optimizer: object, state: dict[str, Any]) -> None:
+            for entries in state["state"].values():
+                kinds.add(type(entries["exp_avg"]).__name__)
+
+        model.register_load_state_dict_pre_hook(see_model)
+        optimizer.register_load_state_dict_pre_hook(see_optimizer, prepend=True)
+        set_model_state_dict(model, copy.deepcopy(mine[0]), options=options)
+        set_optimizer_state_dict(model, optimizer, copy.deepcopy(mine[1]), options=options)
+        assert _are_equal(_whole((model, optimizer)), _whole(plain))
+    return sorted(kinds)
+
+
+def test_of_a_whole_state_that_torch_spreads_a_rank_keeps_its_part_alone() -> None:
+    assert run_on_ranks(_spread_whole_state, 2) == [["ShardedTensor"]] * 2
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    wrong = []
+    for zero in range(4):
+        model, optimizer = both = _step(_ours(0, zero))
+        before = _whole(both)
+        other, others_optimizer = _step(_plain(1, (6, 8)))
+        missing = {key: x for key, x in model.state_dict().items() if key != "4.bias"}
+        no_groups: dict[str, Any] = {"state": {}, "param_groups": []}
+        entry = r"state entry 'exp_avg' of '0.weight' has shape \(6, 3\)"
+        for load, state, text in (
+            (optimizer.load_state_dict, others_optimizer.state_dict(), entry),
+            (optimizer.load_state_dict, no_groups, "different number of parameter groups"),
+            (_assign(model), model.state_dict(), "expected assign=False"),
+            (model.load_state_dict, missing, r'Missing key\(s\) in state_dict: "4.bias"'),
+            (_only_first(model), other.state_dict(), "size mismatch for 0.weight"),
+        ):
+            with pytest.raises((ValueError, RuntimeError), match=text):
+                load(state)
+            if not _are_equal(_whole(both), before):
+                wrong.append(f"{text}, ZeRO-{zero}")
+        keys = set_model_state_dict(model, missing, options=StateDictOptions(strict=False))
+        if keys.missing_keys != ["4.bias"]:
+            wrong.append(f"not strict, ZeRO-{zero}: {keys}")
+    return wrong
+
+
+def _assign(model: nn.Module) -> Callable[..., Any]:
+    return lambda state: model.load_state_dict(state, assign=True)
+
+
+def _only_first(model: nn.Module) -> Callable[..., Any]:
+    """Of a state dict, the two tensors that do not fit: torch loads what else there is."""
+    return lambda state: model.load_state_dict({key: state[key] for key in ("0.weight", "0.bias")})
+
+
+def test_what_does_not_fit_is_refused_and_nothing_has_changed() -> None:
+    assert run_on_ranks(_refused, 2) == [[]] * 2
