@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ..arguments import require_flag
 from ..sharded_tensor import ShardedTensor
@@ -199,9 +200,10 @@ def _read_into(target: Tensor, source: Source, staging: Staging) -> None:
     part = target.local if isinstance(target, ShardedTensor) else target.detach()
     flat = part.view(-1) if is_direct else part.new_empty(part.numel())
     first, stop = _own_part(target)
+    # Replicated parameters are gathered anew after a write, so a rank without elements writes too.
+    increment_version(flat)
     for start, count in staging.pieces(first, stop, source.stored.dtype):
-        # Through a copy, not straight from the file: it converts, works for any device, and counts
-        # as a write, so that replicated parameters are gathered anew.
+        # Through a copy, not straight from the file: it converts, and works for any device.
         flat[start - first :][:count].copy_(source.read(staging, start, count))
     if not is_direct:
         part.copy_(flat.view(part.shape))
