@@ -122,6 +122,12 @@ def check_sharded(module: nn.Module, caller: str) -> None:
         check_not_gathered(runtime.units, caller)
 
 
+def runtimes_over(module: nn.Module) -> list[Runtime]:
+    """The runtimes that shard parameters of `module`, or a model that it is a part of."""
+    owners = [runtime for runtime, _ in _owners(module)]
+    return owners or [runtime for root, runtime in runtimes() if module in root.modules()]
+
+
 def _owners(module: nn.Module) -> list[tuple[Runtime, list[Unit]]]:
     """The units that own parameters of `module`, by their runtimes."""
     places = {id(part._parameters) for part in module.modules()}
@@ -134,7 +140,7 @@ def _owners(module: nn.Module) -> list[tuple[Runtime, list[Unit]]]:
 
 def _units_of(module: nn.Module) -> list[tuple[Runtime, list[Unit]]]:
     owners = _owners(module)
-    if not owners and not any(module in root.modules() for root, _ in runtimes()):
+    if not runtimes_over(module):
         raise ValueError(
             "module: expected a module that fully_shard has sharded or a part of one, got a "
             f"{kind_of(module)} that is none; shard it first"

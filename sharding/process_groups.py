@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
 
 from .arguments import kind_of
 from .errors import communicating
@@ -154,16 +155,39 @@ def _second_communicator(group: dist.ProcessGroup, ranks: list[int]) -> dist.Pro
     """A communicator over the ranks of `group`, one for all models that are sharded over it."""
     known = _SECOND.get(group)
     if known is None:
-        # The user's time limit holds for both; not every backend tells its own.
-        backend = group._get_backend(group._device_types[0])
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        if dist.get_backend(group) == "gloo":
-            # Making a group waits for all of them however long it takes; gloo notices the dead.
-            with communicating("meeting of all ranks in fully_shard"):
-                dist.barrier(group)
-        # Members alone take part, so that other ranks of a larger mesh need not call.
-        known = dist.new_group(
-            ranks, timeout=timeout, use_local_synchronization=True, group_desc="sidestream_reduce"
-        )
-        _SECOND[group] = known
+        with communicating("meeting of all ranks in fully_shard"):
+            _count_names_alike(group)
+        known = _SECOND[group] = _beside(group, ranks, None, "sidestream_reduce")
     return known
+
+
+def _beside(
+    group: dist.ProcessGroup, ranks: list[int], backend: str | None, description: str
+) -> dist.ProcessGroup:
+    # The user's time limit holds for both; not every backend tells its own.
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    # Members alone take part, so that other ranks of a larger mesh need not call.
+    made = dist.new_group(
+        ranks,
+        timeout=getattr(options, "_timeout", None),
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _count_names_alike(group: dist.ProcessGroup) -> None:
+    """Have every rank of `group` count as many process groups as the others, and meet them.
+
+    torch names a group that its members alone make after their ranks and the number of groups that
+    a rank has. Those differ where ranks share some groups only: each would wait under another name.
+    A group that never gets a member waits for all of them however long it takes, where a collective
+    notices the dead.
+    """
+    own = len(_world.pg_names)
+    counts = [own] * dist.get_world_size(group)
+    dist.all_gather_object(counts, own, group=group)
+    for _ in range(max(counts) - own):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

@@ -1,13 +1,15 @@
-"""What all ranks do alike when they save or load: they fail together, and mean the same thing."""
+"""What ranks do alike when they save or load: they fail together, and mean the same thing."""
 
 from __future__ import annotations
 
 import contextlib
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import communicating, in_words
+from .ranks import Ranks
 
 # A subclass stands before its base.
 _SHAREABLE: tuple[type[Exception], ...] = (
@@ -19,16 +21,23 @@ _SHAREABLE: tuple[type[Exception], ...] = (
     ValueError,
 )
 
-_Report = tuple[tuple[type[Exception], str] | None, dict[str, tuple[str, str]]]
+_Report = tuple[tuple[type[Exception], str] | None, dict[str, tuple[str, str]], Any]
 
 
 class Alike:
-    """A block that all ranks leave alike: an error on some of them is raised on every one, and so
-    is a difference in what they told with `tell`.
+    """A block that all `ranks` leave alike: an error on some of them is raised on every one, and so
+    is a difference in what they told with `tell`. After it `given` has what each gave, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self.given: list[Any] = []
+        self._ranks = ranks
+        self._own: Any = None
         self._told: dict[str, tuple[str, str]] = {}
+
+    def give(self, value: Any) -> None:
+        """Have every rank get `value`, which can be pickled."""
+        self._own = value
 
     def tell(self, name: str, value: str, described: str = "") -> None:
         """Have `value` of argument `name` compared with the other ranks'; an error shows
@@ -45,25 +54,30 @@ class Alike:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not dist.is_initialized():
+        self.given = [self._own]
+        if self._ranks.group is None:
             return
-        reports: list[_Report] = [(None, {})] * dist.get_world_size()
+        numbers = self._ranks.numbers
+        reports: list[_Report] = [(None, {}, None)] * len(numbers)
         failure = None if error is None else _report(error)
         # Where one rank is interrupted, others may be too, and so be gone: its error stays.
         hides = () if error is None or isinstance(error, Exception) else (RuntimeError,)
         with contextlib.suppress(*hides), communicating("agreement on the checkpoint"):
-            dist.all_gather_object(reports, (failure, self._told))
+            dist.all_gather_object(
+                reports, (failure, self._told, self._own), group=self._ranks.group
+            )
         if error is not None:
             return
-        for rank, (failure, _) in enumerate(reports):
+        self.given = [given for _, _, given in reports]
+        for rank, (failure, _, _) in zip(numbers, reports, strict=True):
             if failure is not None:
                 raise failure[0](f"rank {rank}: {failure[1]}")
-        for rank, (_, told) in enumerate(reports):
+        for rank, (_, told, _) in zip(numbers, reports, strict=True):
             for name, (value, described) in told.items():
                 if value != reports[0][1][name][0]:
                     raise ValueError(
                         f"{name}: expected the same on every rank, got {reports[0][1][name][1]} on "
-                        f"rank 0 and {described} on rank {rank}; pass the same everywhere"
+                        f"rank {numbers[0]} and {described} on rank {rank}; pass one value"
                     )
 
 

@@ -4,8 +4,8 @@
     .<name>.partial    beside it, what is being written; renamed once it is complete
     .<name>.replaced   the one before, until the new one has its name; read after a crash meanwhile
 
-`target` is always what `resolve` made of the user's path. Every rank may read; rank 0 alone makes,
-checks and renames.
+`target` is always what `resolve` made of the user's path. Every rank may read; the first of a
+model's ranks alone makes, checks and renames.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def find(target: Path) -> Path:
     )
 
 
-def prepare(target: Path) -> None:
-    """Make the folder to write to, and finish or undo what a crash left.
+def prepare(target: Path, rank: int) -> None:
+    """Make the folder to write to, as `rank`, and finish or undo what a crash left.
 
     Raises:
         FileExistsError: what is at `target` is no checkpoint.
@@ -73,8 +73,8 @@ def prepare(target: Path) -> None:
         obstacle = _make_room(target)
     except OSError as error:
         raise OSError(
-            f"path: expected a place where rank 0 can make a folder, got {target}, where it cannot "
-            f"({error}); give a path that this user can write to"
+            f"path: expected a place where rank {rank} can make a folder, got {target}, where "
+            f"it cannot ({error}); give a path that this user can write to"
         ) from error
     if obstacle is not None:
         raise FileExistsError(
@@ -83,8 +83,8 @@ def prepare(target: Path) -> None:
         )
 
 
-def require_whole(target: Path) -> None:
-    """Check that rank 0 finds what all ranks have written.
+def require_whole(target: Path, rank: int) -> None:
+    """Check that `rank`, this one, finds what all ranks have written.
 
     Raises:
         RuntimeError: something is missing.
@@ -93,9 +93,9 @@ def require_whole(target: Path) -> None:
 
     if lack := CheckpointReader(partial_of(target)).lack():
         raise RuntimeError(
-            f"path: expected a folder that all ranks write to, got {target}, where rank 0 does not "
-            f"find what another one wrote ({lack}); give every rank the same path, on a file "
-            "system that they share. Nothing was saved"
+            f"path: expected a folder that all ranks write to, got {target}, where rank {rank} "
+            f"does not find what another one wrote ({lack}); give every rank the same path, on a "
+            "file system that they share. Nothing was saved"
         )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..fully_shard import runtime_of
@@ -17,7 +16,8 @@ from ..uncompiled import plain_name, uncompiled
 from . import folder as checkpoint_folder
 from .agreement import Alike
 from .match import match
-from .state import rank_here, state_of
+from .ranks import Ranks, ranks_of
+from .state import state_of
 
 # The reader is imported by the functions that need it: with it comes torch.distributed.checkpoint,
 # which takes longer to import than all of sidestream.
@@ -31,10 +31,12 @@ def load_checkpoint(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Any:
-    """Load the checkpoint at `path` into `module` and `optimizer` (a collective over all ranks).
+    """Load the checkpoint at `path` into `module` and `optimizer`.
 
-    The world size may differ from the one it was saved at. Returns the `extra` this rank saved,
-    rank 0's if the world size differs, None if there is none; its tensors come back on the CPU.
+    A collective over the ranks that `module` is sharded over, or all of the job for a plain one.
+    Their number may differ from that when it was saved. Returns the `extra` that this rank saved,
+    the first one's if their number differs, None if there is none; its tensors come back on the
+    CPU.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
@@ -48,16 +50,17 @@ def load_checkpoint(
     """
     from .reader import CheckpointReader
 
-    with Alike() as ranks:
+    ranks = ranks_of(module)
+    with Alike(ranks) as together:
         both = state_of(module, optimizer)
         state, optim = both["model"], both.get("optim")
         runtime = None if optimizer is None else runtime_of(module)
         reader = CheckpointReader(checkpoint_folder.find(checkpoint_folder.resolve(path)))
         reader.require_whole()
-        ranks.tell("path", reader.fingerprint, str(reader.folder))
-        ranks.tell("optimizer", "none" if optimizer is None else "one")
+        together.tell("path", reader.fingerprint, str(reader.folder))
+        together.tell("optimizer", "none" if optimizer is None else "one")
         stored = match(reader, state, optim, None if optimizer is None else optimizer.defaults)
-        extra_key = _extra_key(reader)
+        extra_key = _extra_key(reader, ranks)
         values = reader.read([*stored.value_keys, *extra_key])
         stored.require_same_groups(values)
         tensors = {f"model.{name}": x for name, x in state.items() if isinstance(x, Tensor)}
@@ -65,7 +68,7 @@ def load_checkpoint(
     if optimizer is not None and runtime is not None:
         prepare_state(runtime, optimizer, stored.entries)
         tensors |= _sharded_state(named_state(runtime, optimizer))
-    reader.read_into(tensors)
+    reader.read_into(tensors, ranks)
     loaded = {**state, **values.get("model", {})}
     module.load_state_dict({key: loaded[plain_name(key)] for key in module.state_dict()})
     if optimizer is not None and runtime is not None:
@@ -95,9 +98,8 @@ def _placed(optim: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     return optim
 
 
-def _extra_key(reader: CheckpointReader) -> list[str]:
+def _extra_key(reader: CheckpointReader, ranks: Ranks) -> list[str]:
     """The key of the extra that this rank gets, if any was saved."""
     keys = reader.keys_under("extra")
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    own = f"extra.{rank_here() if len(keys) == world_size else 0}"
+    own = f"extra.{ranks.place if len(keys) == len(ranks.numbers) else 0}"
     return [own] if own in keys else []

@@ -12,15 +12,12 @@ import importlib
 import io
 import pickle
 import re
-import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
@@ -29,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ..errors import communicating, in_words
+from .ranks import Ranks, this_rank
+from .running_dcp import running_dcp
 
 METADATA_FILE = ".metadata"
 _CHUNK_BYTES = 1 << 20
@@ -93,7 +91,7 @@ class CheckpointReader(dcp.FileSystemReader):
             values[key] = None if shape is None else torch.empty(shape, dtype=self.dtype_of(key))
         self.require_sound(values)
         planner = _PlainPlanner()
-        with running_dcp(f"reading {self.folder}", alone=True):
+        with running_dcp(f"reading {self.folder}", this_rank()):
             dcp.load(values, storage_reader=self, planner=planner, no_dist=True)
         if planner.refused:
             raise ValueError(
@@ -105,10 +103,16 @@ class CheckpointReader(dcp.FileSystemReader):
             _insert(nested, self.path_of(key), value)
         return nested
 
-    def read_into(self, tensors: dict[Key, Tensor]) -> None:
-        """Fill `tensors`, sharded or plain, in place (a collective)."""
-        with running_dcp(f"reading {self.folder}"):
-            dcp.load(tensors, storage_reader=self, planner=_PlainPlanner())
+    def read_into(self, tensors: dict[Key, Tensor], ranks: Ranks) -> None:
+        """Fill `tensors`, sharded or plain, in place (a collective over `ranks`)."""
+        with running_dcp(f"reading {self.folder}", ranks):
+            dcp.load(
+                tensors,
+                storage_reader=self,
+                planner=_PlainPlanner(),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
 
     def require_whole(self) -> None:
         """Check that the files are there.
@@ -215,39 +219,6 @@ def require_plain(name: str, value: object) -> None:
             f"{name}: expected numbers, strings, tensors and containers of them, got {found}; save "
             "its state instead (for example a state_dict)"
         ) from error
-
-
-@contextmanager
-def running_dcp(what: str, *, alone: bool = False) -> Iterator[None]:
-    """Keep DCP's note on single processes quiet, and turn its errors into ordinary ones.
-
-    `alone`: DCP runs without the other ranks.
-
-    Raises:
-        OSError: a file could not be read or written on some rank.
-        RuntimeError: anything else, in place of CheckpointException, which `except Exception` would
-            miss; on a rank that was interrupted, KeyboardInterrupt or the like.
-        CommunicationError: a rank died meanwhile.
-    """
-    rank = dist.get_rank() if dist.is_initialized() and not alone else 0
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is ")
-        try:
-            with communicating(what):
-                yield
-        except dcp.CheckpointException as error:
-            failures = {place: kept[0] for place, kept in error.failures.items()}
-            raise _ordinary(what, failures, rank) from error
-
-
-def _ordinary(what: str, failures: Mapping[int, BaseException], rank: int) -> BaseException:
-    """The error for this rank, from what ended `what` on some ranks."""
-    own = failures.get(rank)
-    if own is not None and not isinstance(own, Exception):
-        return own
-    texts = [f"rank {place}: {in_words(failure)}" for place, failure in failures.items()]
-    is_file_error = any(isinstance(failure, OSError) for failure in failures.values())
-    return (OSError if is_file_error else RuntimeError)(f"{what} failed on {'; '.join(texts)}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ..uncompiled import uncompiled
 from . import folder as checkpoint_folder
 from .agreement import Alike
-from .state import rank_here, state_of
+from .ranks import claim, ranks_of
+from .state import state_of
 
 
 @uncompiled
@@ -33,48 +34,63 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     extra: Any = None,
 ) -> None:
-    """Write `module`, `optimizer` and `extra` to the folder `path` (a collective over all ranks).
+    """Write `module`, `optimizer` and `extra` to the folder `path`.
+
+    A collective over the ranks that `module` is sharded over, or all of the job for a plain one.
 
     A checkpoint that is at `path` already is replaced, its folder as a whole, once the new one is
     complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Of what
-    every rank holds whole, such as buffers, rank 0's values are saved. Ranks share one file system.
+    every rank holds whole, such as buffers, the first one's values are saved. Ranks share one file
+    system. Models on different ranks, such as pipeline stages, have paths of their own, which may
+    be sub-folders of one folder.
 
     Raises:
         FileExistsError: `path` is a file, or a folder that holds something else than a checkpoint.
-        OSError: rank 0 cannot write there, which is raised before any rank writes, or a rank's disk
-            is full; raised on every rank.
+        OSError: the first rank cannot write there, which is raised before any rank writes, or a
+            rank's disk is full; raised on every rank.
         TypeError: `extra`, or state of the module or the optimizer, holds other objects, which
             could not be read back safely; an argument of the wrong type.
         ValueError: `optimizer` holds other parameters than `module`'s; ranks pass
-            different checkpoints' names, or not all an optimizer.
+            different checkpoints' names, or not all an optimizer; a model on other ranks of this
+            job is saved to `path`; parts of `module` are sharded over different ranks.
         RuntimeError: ranks wrote to different file systems or folders; parameters were added after
             `fully_shard`, or taken out or renamed where there is an optimizer; another rank was
             interrupted. Whatever is raised, what was at `path` stays.
     """
     from torch.distributed import checkpoint as dcp
 
-    from .reader import require_plain, running_dcp
+    from .reader import require_plain
+    from .running_dcp import running_dcp
     from .writer import CheckpointWriter
 
-    rank = rank_here()
-    with Alike() as ranks:
+    ranks = ranks_of(module)
+    with Alike(ranks) as together:
         target, state = checkpoint_folder.resolve(path), state_of(module, optimizer)
         require_plain("extra", extra)
         for key, value in _values(state):
             require_plain(key, value)
-        ranks.tell("path", target.name, str(target))
-        ranks.tell("optimizer", "none" if optimizer is None else "one")
+        together.tell("path", target.name, str(target))
+        together.tell("optimizer", "none" if optimizer is None else "one")
+        if ranks.leads:
+            claim(target, ranks)
     try:
-        with Alike():
-            if rank == 0:
-                checkpoint_folder.prepare(target)
-        written = {**(state if rank == 0 else _sharded_only(state)), "extra": {str(rank): (extra,)}}
-        with running_dcp(f"writing {target}"):
-            partial = checkpoint_folder.partial_of(target)
-            dcp.save(written, storage_writer=CheckpointWriter(partial))
-        with Alike():
-            if rank == 0:
-                checkpoint_folder.require_whole(target)
+        with Alike(ranks):
+            if ranks.leads:
+                checkpoint_folder.prepare(target, ranks.number)
+        written = {
+            **(state if ranks.leads else _sharded_only(state)),
+            "extra": {str(ranks.place): (extra,)},
+        }
+        with running_dcp(f"writing {target}", ranks):
+            dcp.save(
+                written,
+                storage_writer=CheckpointWriter(checkpoint_folder.partial_of(target)),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+        with Alike(ranks):
+            if ranks.leads:
+                checkpoint_folder.require_whole(target, ranks.number)
                 checkpoint_folder.publish(target)
     finally:
         # Every rank: where they do not share the folder, each has its own.

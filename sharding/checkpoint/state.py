@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..arguments import kind_of, require_module
@@ -68,8 +67,3 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 def _named_plainly(state: Mapping[str, Any]) -> dict[str, Any]:
     """`state` under the names that it has where nothing is compiled."""
     return {plain_name(key): value for key, value in state.items()}
-
-
-def rank_here() -> int:
-    """This process's rank, 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
