@@ -147,13 +147,11 @@ def open_model(path: str | os.PathLike[str], files: contextlib.ExitStack) -> Sto
 def _place_of(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected text or a pathlib.Path, got {kind_of(path)}")
+    if "\0" in os.fspath(path):
+        raise ValueError(f"path: expected that of a file or folder, got {path!r}")
     # Links stay: in a cache of the Hugging Face hub a file's real name is its hash.
     place = Path(os.path.abspath(Path(path).expanduser()))
-    try:
-        exists = place.exists()
-    except ValueError as error:  # a zero byte
-        raise ValueError(f"path: expected that of a file or folder, got {path!r}") from error
-    if exists:
+    if place.exists():
         return place
     raise FileNotFoundError(
         f"path: expected a safetensors file, or a folder with {SINGLE} or {INDEX}, got {place}, "

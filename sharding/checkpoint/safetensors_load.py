@@ -48,6 +48,8 @@ class LoadPlan:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misfits: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    """Names in the module of what is missing or misfits."""
 
     def lines(self) -> list[str]:
         """Everything that does not fit, for a message."""
@@ -58,7 +60,7 @@ class LoadPlan:
 
     def left_out(self) -> LoadedKeys:
         """What is not loaded."""
-        return LoadedKeys([*self.missing, *self.misfits], [*self.unexpected, *self.misfits])
+        return LoadedKeys(self.kept, [*self.unexpected, *self.misfits])
 
 
 @torch.no_grad()
@@ -117,18 +119,20 @@ def match(
     entries: Sequence[Entry], unstorable: Sequence[str], stored: Mapping[str, StoredTensor]
 ) -> LoadPlan:
     """Compare the module's tensors, and names of what else it saves, with the `stored` ones."""
-    plan = LoadPlan(missing=[*unstorable])
+    plan = LoadPlan(missing=[*unstorable], kept=[*unstorable])
     known: set[str] = set()
     for place, entry in enumerate(entries):
         names = tuple(name for name in entry.names if name in stored)
         known.update(names)
         misfits = {name: text for name in names if (text := _misfit(entry, name, stored[name]))}
-        if misfits:
-            plan.misfits |= {name: misfits.get(name, f"{shown(name)}: the same tensor") for name in names}
-        elif names:
+        if names and not misfits:
             plan.reads[place] = names
-        else:
-            plan.missing += entry.names
+            continue
+        plan.kept += entry.names
+        plan.missing += () if names else entry.names
+        for name in names:
+            reason = f"{shown(name)}: another name of the same tensor does not fit"
+            plan.misfits[name] = misfits.get(name, reason)
     plan.unexpected = [name for name in stored if name not in known]
     return plan
 

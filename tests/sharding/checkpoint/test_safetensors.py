@@ -108,7 +108,7 @@ def check_round_trip(rank: int, world_size: int, folder: Path) -> None:
     for zero in range(4):
         path = folder / f"zero{zero}"
         limit = SEVERAL_FILES if zero % 2 else ONE_FILE
-        model = make(seed=zero, zero=zero, compiles=zero == 3)
+        model = make(seed=zero, zero=zero, compiles=world_size == 2 and zero == 3)
         expected = state_of(model)
         with small_pieces():
             ss.save_safetensors(path, model, max_shard_bytes=limit)
@@ -125,7 +125,7 @@ def check_round_trip(rank: int, world_size: int, folder: Path) -> None:
         assert same(state_of(other), expected), zero
         assert torch.equal(other.gone, before)
         other.eval(), model.eval()
-        if zero != 3:  # calling it would compile it
+        if world_size != 2 or zero != 3:  # calling it would compile it
             assert torch.equal(other(tokens), model(tokens)), zero
 
 
