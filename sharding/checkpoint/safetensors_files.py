@@ -30,7 +30,7 @@ from .safetensors_format import (
     shown,
 )
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 4 * 2**20
 """How much is read, gathered or written at once."""
 
 

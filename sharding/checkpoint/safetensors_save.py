@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import require_number
+from ..collectives import start_all_gather
+from ..errors import communicating
 from ..sharded_tensor import ShardedTensor
 from ..uncompiled import uncompiled
 from . import folder as checkpoint_folder
@@ -77,6 +79,7 @@ def save_safetensors(
         alike.tell("path", target.name, str(target))
         alike.tell("module, dtype or max_shard_bytes", repr(specs) + str(max_shard_bytes), "others")
     folder = ExportFolder(target, export) if ranks.leads else None
+    gathering = _Gathering()
     try:
         with Alike(ranks):
             if folder is not None:
@@ -87,7 +90,7 @@ def save_safetensors(
             partial = None if folder is None else folder.partial(file.name)
             with Alike(ranks), _Sink(partial, file.header) as sink:
                 for name, stored in file.tensors.items():
-                    _write(entries[name], stored, sink)
+                    _write(entries[name], stored, sink, gathering)
         with Alike(ranks):
             if folder is not None:
                 folder.publish()
@@ -119,33 +122,51 @@ def _stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 
-def _write(tensor: Tensor, stored: StoredTensor, sink: _Sink) -> None:
+def _write(tensor: Tensor, stored: StoredTensor, sink: _Sink, gathering: _Gathering) -> None:
     """Have `sink` write the whole `tensor`, from all ranks."""
     if isinstance(tensor, ShardedTensor) and not tensor.is_whole:
-        for start, piece in _gathered(tensor, stored.dtype):
+        for start, piece in gathering.pieces(tensor, stored.dtype):
             sink.write(piece, stored.dtype, stored.start + start * stored.dtype.itemsize)
     elif sink.writes:
         part = tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach().reshape(-1)
         sink.write(part, stored.dtype, stored.start)
 
 
-def _gathered(tensor: ShardedTensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """The whole tensor in pieces, as where each starts and its elements [n] (a collective).
-
-    A gather takes some elements of every rank's interval, so that the pieces come from as many
-    places of the tensor as there are ranks.
+class _Gathering:
+    """Gathers sharded tensors in pieces, through memory that is allocated once: blocks that come
+    and go leave gaps in the heap of a CPU, ten times as large.
     """
-    most = max(_LEAST_NUMEL, CHUNK_BYTES // (dtype.itemsize * len(tensor.intervals)))
-    longest = max(stop - start for start, stop in tensor.intervals)
-    for done in range(0, longest, most):
-        own = tensor.local[done : done + most]
-        part = torch.zeros(min(most, longest - done), dtype=dtype, device=tensor.device)
-        part[: own.numel()].copy_(own)
-        parts = tensor.gather_parts(part)
-        for (start, stop), received in zip(tensor.intervals, parts, strict=True):
-            count = min(len(part), stop - start - done)
-            if count > 0:
-                yield start + done, received[:count]
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def pieces(self, tensor: ShardedTensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """The whole tensor: where each piece starts and its elements [n], valid until the next (a
+        collective).
+
+        A gather takes some elements of every rank's interval, so that pieces come from as many
+        places of the tensor as there are ranks.
+        """
+        world_size, width = len(tensor.intervals), dtype.itemsize
+        most = max(_LEAST_NUMEL, CHUNK_BYTES // (width * world_size))
+        longest = max(stop - start for start, stop in tensor.intervals)
+        for done in range(0, longest, most):
+            count = min(most, longest - done)
+            memory = self._first((world_size + 1) * count * width, tensor.device)
+            part, parts = memory[: count * width], memory[count * width :]
+            own = tensor.local[done : done + count]
+            part.view(dtype)[: own.numel()].copy_(own)
+            with communicating(f"gather of parameter {tensor.name!r}"):
+                start_all_gather(tensor.communicator, parts, part).wait()
+            received = parts.view(dtype).view(world_size, count)
+            for (start, stop), values in zip(tensor.intervals, received, strict=True):
+                if start + done < stop:
+                    yield start + done, values[: stop - start - done]
+
+    def _first(self, nbytes: int, device: torch.device) -> Tensor:
+        if len(self._memory) < nbytes or self._memory.device != device:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._memory[:nbytes]
 
 
 class _Sink:
