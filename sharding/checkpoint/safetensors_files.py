@@ -34,6 +34,9 @@ CHUNK_BYTES = 4 * 2**20
 """How much is read, gathered or written at once."""
 
 
+_INDEX_ENDING = ".safetensors.index.json"
+
+
 class Staging:
     """`CHUNK_BYTES` of plain memory, seen as bytes and as elements."""
 
@@ -126,7 +129,7 @@ class StoredModel:
 
 
 def open_model(path: str | os.PathLike[str], files: contextlib.ExitStack) -> StoredModel:
-    """Open a file, or the files of a folder; they are closed with `files`.
+    """Open a file, the files of an index, or those of a folder; they are closed with `files`.
 
     A folder that has both a single file and an index counts by the first, as for transformers.
 
@@ -137,6 +140,8 @@ def open_model(path: str | os.PathLike[str], files: contextlib.ExitStack) -> Sto
         ValueError: a header or the index is damaged, or they do not fit each other.
     """
     place = _place_of(path)
+    if place.name.endswith(_INDEX_ENDING):
+        return _open_sharded(place, files)
     if not place.is_dir():
         return _open_single(place, files)
     if (place / SINGLE).exists() or not (place / INDEX).exists():

@@ -70,8 +70,9 @@ def load_safetensors(
 ) -> LoadedKeys:
     """Load safetensors into the parameters and persistent buffers of `module`, sharded or plain.
 
-    `path`: a file, or a folder with `model.safetensors` or with `model.safetensors.index.json` and
-    the files that it names, as `save_pretrained` of transformers and `save_safetensors` write them.
+    `path`: a file, an index (`...safetensors.index.json`), or a folder with `model.safetensors` or
+    with `model.safetensors.index.json` and the files that it names, as `save_pretrained` of
+    transformers and `save_safetensors` write them.
     A collective over the ranks that `module` is sharded over (all ranks if it is not); each reads
     its own elements alone, through a few MiB of memory. A floating dtype is converted to the
     module's, to nearest even where that is narrower; integers go where all their values fit. Of a

@@ -7,6 +7,7 @@ Rank 0 writes, piece by piece, as the ranks gather them: no tensor is ever whole
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -77,7 +78,10 @@ def save_safetensors(
         export = plan_export(specs, int(max_shard_bytes))
         target = checkpoint_folder.resolve(path)
         alike.tell("path", target.name, str(target))
-        alike.tell("module, dtype or max_shard_bytes", repr(specs) + str(max_shard_bytes), "others")
+        alike.tell("dtype", str(dtype))
+        alike.tell("max_shard_bytes", str(max_shard_bytes))
+        tensors = f"{len(specs)} tensors of {sum(spec.nbytes for spec in specs)} bytes"
+        alike.tell("module", hashlib.sha256(repr(specs).encode()).hexdigest(), tensors)
     folder = ExportFolder(target, export) if ranks.leads else None
     gathering = _Gathering()
     try:

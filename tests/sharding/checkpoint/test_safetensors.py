@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import sidestream as ss
 from sidestream.sharding.checkpoint import safetensors_files, safetensors_save
 from sidestream.tests.ranks import preload, run_on_ranks
+from sidestream.tests.sharding.twins import Twins, square_loss
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 preload("safetensors.torch")
@@ -140,6 +141,42 @@ def test_a_plain_module_needs_no_process_group(tmp_path: Path) -> None:
     assert ss.load_safetensors(tmp_path / "new" / "folder" / "model.safetensors", other) == ([], [])
     assert same(state_of(model), state_of(other))
     assert other.turned.stride() == (1, 4)
+
+
+def save_part(rank: int, world_size: int, folder: Path) -> None:
+    for zero in range(4):
+        model, other = make(seed=0, zero=zero), make(seed=1, zero=3 - zero)
+        ss.save_safetensors(folder, model.blocks[1])
+        ss.load_safetensors(folder, other.blocks[1])
+        expected = state_of(model.blocks[1])
+        assert same(stored_in(folder), expected)
+        assert same(state_of(other.blocks[1]), expected)
+
+
+def test_a_part_of_a_sharded_model_is_a_model(tmp_path: Path) -> None:
+    run_on_ranks(save_part, 2, tmp_path)
+
+
+def train_on(rank: int, world_size: int, folder: Path) -> None:
+    """Load between two steps; the steps after it are those of a plain model with these values."""
+    torch.manual_seed(1)
+    stored = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3))
+    if rank == 0:
+        safetensors_torch.save_file(stored.state_dict(), folder / "model.safetensors")
+    torch.distributed.barrier()
+    for zero in range(4):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3))
+        twins = Twins(rank, world_size, model, zero, [nn.Linear])
+        twins.train(square_loss, (4, 5), steps=1)
+        ss.load_safetensors(folder, twins.sharded)
+        twins.plain.load_state_dict(stored.state_dict())
+        twins.train(square_loss, (4, 5), steps=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3], ids=lambda n: f"world{n}")
+def test_training_goes_on_from_what_was_loaded(world_size: int, tmp_path: Path) -> None:
+    run_on_ranks(train_on, world_size, tmp_path)
 
 
 def test_header_says_pt_and_tensors_are_aligned(tmp_path: Path) -> None:

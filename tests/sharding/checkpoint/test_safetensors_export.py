@@ -222,14 +222,18 @@ def test_other_ranks_are_told_when_the_writer_dies_and_the_old_export_stays(
 
 def differ(rank: int, world_size: int, folder: Path) -> None:
     model = sharded(1.0)
-    cases: list[tuple[str, dict[str, Any]]] = [
-        (f"export{rank}", {}),
-        ("export", {"dtype": torch.bfloat16 if rank else None}),
-        ("export", {"max_shard_bytes": 100 + rank}),
+    other = sharded(1.0)
+    if rank == 1:
+        other.register_buffer("more", torch.ones(2))
+    cases: list[tuple[str, str, nn.Module, dict[str, Any]]] = [
+        ("path", f"export{rank}", model, {}),
+        ("dtype", "export", model, {"dtype": torch.bfloat16 if rank else None}),
+        ("max_shard_bytes", "export", model, {"max_shard_bytes": 100 + rank}),
+        ("module", "export", other, {}),
     ]
-    for name, options in cases:
-        with pytest.raises(ValueError, match="expected the same on every rank"):
-            ss.save_safetensors(folder / name, model, **options)
+    for what, name, module, options in cases:
+        with pytest.raises(ValueError, match=f"^{what}: expected the same on every rank"):
+            ss.save_safetensors(folder / name, module, **options)
     with (
         ss.gathered(model),
         pytest.raises(RuntimeError, match="save_safetensors"),

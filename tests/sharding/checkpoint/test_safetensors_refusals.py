@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import sidestream as ss
-from sidestream.sharding.checkpoint.safetensors_files import open_model
+from sidestream.sharding.checkpoint.safetensors_files import OpenFile, open_model
 from sidestream.sharding.checkpoint.safetensors_format import parse_header
 from sidestream.tests.ranks import run_on_ranks
 
@@ -209,6 +209,31 @@ def test_links_to_regular_files_are_followed_as_in_the_cache_of_the_hub(
     assert ss.load_safetensors(snapshot, model) == ([], [])
     assert model.weight.count_nonzero() == model.bias.count_nonzero() == 0
     assert ss.load_safetensors(snapshot / names[0], make(), strict=False).unexpected_keys == []
+    if len(names) > 1:
+        assert ss.load_safetensors(snapshot / INDEX, make()) == ([], [])
+
+
+def fail_late(rank: int, world_size: int, folder: Path) -> str:
+    model = make()
+    ss.fully_shard(model, zero_dp_strategy=3)
+    if rank == 1:
+        original = OpenFile.read_into
+
+        def failing(file: OpenFile, memory: memoryview, position: int) -> None:
+            if position > len(content(HEADER, 0)):
+                raise OSError(5, "Input/output error")
+            original(file, memory, position)
+
+        OpenFile.read_into = failing  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the module is half loaded") as failure:
+        ss.load_safetensors(folder, model)
+    return str(failure.value)
+
+
+def test_a_disk_that_fails_after_the_checks_is_told_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / SINGLE).write_bytes(content(HEADER))
+    first, second = run_on_ranks(fail_late, 2, tmp_path)
+    assert first == f"rank 1: {second}"
 
 
 def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing(tmp_path: Path) -> None:
