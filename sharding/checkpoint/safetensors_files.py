@@ -34,6 +34,8 @@ CHUNK_BYTES = 4 * 2**20
 """How much is read, gathered or written at once."""
 
 
+_SAMPLES = 16
+_SAMPLE_BYTES = 4096
 _INDEX_ENDING = ".safetensors.index.json"
 
 
@@ -121,7 +123,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredModel:
-    """The tensors in the files of a model; `fingerprint` is one of all headers and of the index."""
+    """The tensors in the files of a model.
+
+    `fingerprint` is one of the index, of all headers and of samples of the tensors: ranks that read
+    files of the same names and shapes from different disks have the same if these are copies.
+    """
 
     place: Path
     sources: dict[str, Source]
@@ -228,14 +234,18 @@ def _open(path: Path, files: contextlib.ExitStack) -> OpenFile:
 
 
 def _read_header(file: OpenFile) -> tuple[dict[str, StoredTensor], bytes]:
-    """The tensors of a file, and a digest of its header and size."""
+    """The tensors of a file, and a digest of its header, its size and samples of the rest."""
     try:
         first = file.read(0, min(LENGTH_BYTES, file.size))
         header = file.read(LENGTH_BYTES, header_length(first, file.size))
         tensors = parse_header(header, file.size)
     except ValueError as error:
         raise _damaged(file.path, str(error)) from error
-    return tensors, hashlib.sha256(header + str(file.size).encode()).digest()
+    digest = hashlib.sha256(header + str(file.size).encode())
+    for number in range(_SAMPLES):
+        start = file.size * number // _SAMPLES
+        digest.update(file.read(start, min(_SAMPLE_BYTES, file.size - start)))
+    return tensors, digest.digest()
 
 
 def _damaged(path: Path, what: str) -> ValueError:

@@ -240,7 +240,7 @@ def _brief(value: Any) -> str:
 # ---- what is written
 
 
-def plan_export(specs: Sequence[TensorSpec], max_shard_bytes: int) -> Export:
+def plan_export(specs: Sequence[TensorSpec], max_shard_bytes: float) -> Export:
     """The files for `specs`, of at most `max_shard_bytes` of tensors where one tensor is not more.
 
     Raises:
@@ -272,7 +272,7 @@ def _one_to(count: int) -> Iterable[int]:
     return range(1, count + 1)
 
 
-def _split(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
+def _split(specs: Sequence[TensorSpec], max_shard_bytes: float) -> list[list[TensorSpec]]:
     """As transformers cuts: in order, a tensor that is too large by itself."""
     shards: list[list[TensorSpec]] = []
     current: list[TensorSpec] = []

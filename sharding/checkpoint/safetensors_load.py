@@ -144,8 +144,10 @@ def _misfit(entry: Entry, name: str, stored: StoredTensor) -> str:
     if entry.shape != stored.shape:
         return f"shape of {shown(name)}: expected {entry.shape}, got {stored.shape}"
     floats = target.dtype.is_floating_point and stored.dtype.is_floating_point
-    numbers = not (target.dtype.is_floating_point or stored.dtype.is_floating_point)
-    widens = numbers and torch.promote_types(target.dtype, stored.dtype) == target.dtype
+    integers = not any(
+        dtype.is_floating_point or dtype.is_complex for dtype in (target.dtype, stored.dtype)
+    )
+    widens = integers and torch.promote_types(target.dtype, stored.dtype) == target.dtype
     if not (floats or widens):
         return f"dtype of {shown(name)}: expected {target.dtype}, got {stored.dtype}"
     return ""

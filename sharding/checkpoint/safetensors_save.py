@@ -75,7 +75,7 @@ def save_safetensors(
             TensorSpec(name, _stored_dtype(tensor, dtype), tuple(tensor.shape))
             for name, tensor in entries.items()
         ]
-        export = plan_export(specs, int(max_shard_bytes))
+        export = plan_export(specs, max_shard_bytes)
         target = checkpoint_folder.resolve(path)
         alike.tell("path", target.name, str(target))
         alike.tell("dtype", str(dtype))

@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sidestream as ss
-from sidestream.sharding.checkpoint.safetensors_files import OpenFile, open_model
+from sidestream.sharding.checkpoint.safetensors_files import Source, open_model
 from sidestream.sharding.checkpoint.safetensors_format import parse_header
 from sidestream.tests.ranks import run_on_ranks
 
@@ -120,6 +121,11 @@ def write_sharded(folder: Path, weight_map: Any = None) -> None:
     (folder / INDEX).write_bytes(index if isinstance(index, bytes) else index.encode())
 
 
+def test_an_endless_limit_means_one_file(tmp_path: Path) -> None:
+    ss.save_safetensors(tmp_path, make(), max_shard_bytes=float("inf"))
+    assert os.listdir(tmp_path) == [SINGLE]
+
+
 def both(weight: Any, bias: Any) -> dict[str, Any]:
     return {"weight": weight, "bias": bias}
 
@@ -217,14 +223,8 @@ def fail_late(rank: int, world_size: int, folder: Path) -> str:
     model = make()
     ss.fully_shard(model, zero_dp_strategy=3)
     if rank == 1:
-        original = OpenFile.read_into
-
-        def failing(file: OpenFile, memory: memoryview, position: int) -> None:
-            if position > len(content(HEADER, 0)):
-                raise OSError(5, "Input/output error")
-            original(file, memory, position)
-
-        OpenFile.read_into = failing  # type: ignore[method-assign]
+        failing = mock.Mock(side_effect=OSError(5, "Input/output error"))
+        Source.read = failing  # type: ignore[method-assign]
     with pytest.raises(OSError, match="the module is half loaded") as failure:
         ss.load_safetensors(folder, model)
     return str(failure.value)
@@ -476,6 +476,7 @@ def refuse_on_ranks(rank: int, world_size: int, folder: Path) -> list[str]:
         cases: list[tuple[Path, dict[str, Any]]] = [
             (own if rank else folder / "sound", {}),  # rank 1: damaged
             (folder / "sound" if rank else folder / "other", {}),  # other contents, both sound
+            (folder / "sound" if rank else folder / "trained", {}),  # the same header
             (folder / "sound", {"strict": rank == 0}),
             (folder / ("sound" if rank else "missing"), {}),
         ]
@@ -493,15 +494,16 @@ def test_a_refusal_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
         "sound": content(HEADER),
         "other": content({"__metadata__": {}, **HEADER}),
         "rank1": content(HEADER, 31),
+        "trained": content(HEADER, 0) + bytes(31) + b"1",
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / SINGLE).write_bytes(file)
     first, second = run_on_ranks(refuse_on_ranks, 2, tmp_path)
-    texts = ["bytes of tensors", "path: expected the same", "strict: expected the same", "missing"]
+    texts = ["bytes of tensors", *2 * ["path: expected"], "strict: expected", "missing"]
     for told in (first, second):
         for text, expected in zip(told, 2 * texts, strict=True):
             assert expected in text
-    assert first[0].startswith("rank 1: ") and second[3].startswith("rank 0: ")
+    assert first[0].startswith("rank 1: ") and second[4].startswith("rank 0: ")
 
 
 def test_open_model_closes_what_it_opened_when_it_refuses(tmp_path: Path) -> None:
