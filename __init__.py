@@ -11,9 +11,11 @@ from .sharding import (
     fully_shard_optimizer,
     gathered,
     load_checkpoint,
+    load_safetensors,
     no_sync,
     register_forward_method,
     save_checkpoint,
+    save_safetensors,
     summary,
 )
 
@@ -28,9 +30,11 @@ __all__ = [
     "fully_shard_optimizer",
     "gathered",
     "load_checkpoint",
+    "load_safetensors",
     "no_sync",
     "register_forward_method",
     "save_checkpoint",
+    "save_safetensors",
     "summary",
 ]
 __version__ = "0.1.0"

@@ -1,16 +1,16 @@
-"""Weights out of a sharded model into a safetensors file, and back into another one.
+"""Weights out of a sharded model into safetensors files, and back into another one.
 
 python examples/safetensors_files.py [FOLDER]                       one process
 torchrun --nproc-per-node 2 examples/safetensors_files.py [FOLDER]  two ranks, on CPU or GPUs
 
-The file holds whole tensors under the plain model's names: any tool reads it, and any world size.
+The files hold whole tensors under the plain model's names, in the layout of the Hugging Face hub:
+any tool reads them, `from_pretrained` too, and any world size.
 """
 
+import os
 import sys
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 import sidestream as ss
@@ -50,33 +50,8 @@ def build_model(seed: int) -> nn.Module:
     return Model()
 
 
-def export(model: nn.Module, path: Path) -> None:
-    """Write whole weights to `path`: every rank calls, rank 0 writes."""
-    state = ss.full_state_dict(model)
-    # safetensors stores no tensor twice: of a tied one the first name stays.
-    first = {id(tensor): name for name, tensor in reversed(state.items())}
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: state[name] for name in sorted(first.values())}, path)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # nobody reads before it is there
-
-
-def import_(model: nn.Module, path: Path) -> None:
-    """Read weights from `path` into a sharded model: every rank takes its own part.
-
-    A tied tensor is stored under one of its names, so the others may be missing.
-    """
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied -= {name for name, _ in model.named_parameters()}
-    missing, unexpected = model.load_state_dict(load_file(path), strict=False)
-    if set(missing) - tied or unexpected:
-        raise ValueError(f"{path}: missing {missing}, unexpected {unexpected}")
-
-
 def main(folder: str) -> None:
     """Train a step, export, import into another model, compare what both compute."""
-    path = Path(folder) / "model.safetensors"
     model = build_model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ss.fully_shard(model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=3)
@@ -84,14 +59,14 @@ def main(folder: str) -> None:
     tokens = torch.arange(16, device=device)
     nn.functional.cross_entropy(model(tokens), tokens.flip(0)).backward()
     optimizer.step()
-    export(model, path)
+    ss.save_safetensors(folder, model)
 
     other = ss.fully_shard_model(build_model(1), fsdp_unit_modules=[Block], zero_dp_strategy=2)
-    import_(other, path)
+    ss.load_safetensors(folder, other)
     with torch.no_grad():
         same = torch.equal(other(tokens), model(tokens))
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(f"exported {len(load_file(path))} tensors to {path}")
+        print(f"exported to {', '.join(sorted(os.listdir(folder)))} in {folder}")
         print(f"imported into another sharded model: same outputs {same}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,6 +1,12 @@
 """Ranks, modules, time: what shards a model and moves its parameters and gradients."""
 
-from .checkpoint import full_state_dict, load_checkpoint, save_checkpoint
+from .checkpoint import (
+    full_state_dict,
+    load_checkpoint,
+    load_safetensors,
+    save_checkpoint,
+    save_safetensors,
+)
 from .entries import gathered, register_forward_method
 from .errors import CommunicationError
 from .fully_shard import (
@@ -28,9 +34,11 @@ __all__ = [
     "gathered",
     "is_sharded",
     "load_checkpoint",
+    "load_safetensors",
     "no_sync",
     "register_forward_method",
     "save_checkpoint",
+    "save_safetensors",
     "shorten_flight_record",
     "summary",
 ]

@@ -1,0 +1,237 @@
+"""Weights of a model, sharded or plain, to safetensors files in the layout of Hugging Face.
+
+Rank 0 writes, piece by piece, as the ranks gather them: no tensor is ever whole in memory.
+`safetensors_folder` says how the files get their names when all are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..arguments import require_number
+from ..collectives import start_all_gather
+from ..errors import communicating
+from ..sharded_tensor import ShardedTensor
+from ..uncompiled import uncompiled
+from . import folder as checkpoint_folder
+from .agreement import Alike
+from .ranks import claim, ranks_of
+from .safetensors_files import CHUNK_BYTES, Staging
+from .safetensors_folder import ExportFolder
+from .safetensors_format import StoredTensor, TensorSpec, plan_export, shown
+from .safetensors_state import ModuleState, state_of
+
+_CASTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LEAST_NUMEL = 2**16
+"""What a gather takes of each rank at least, so that many ranks do not mean many gathers."""
+
+
+@torch.no_grad()
+@uncompiled
+def save_safetensors(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    *,
+    max_shard_bytes: float = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the parameters and persistent buffers of `module`, sharded or plain, to `path`.
+
+    `path` is a folder: it gets `model.safetensors`, or, where that would have more than
+    `max_shard_bytes` bytes of tensors, `model-00001-of-0000N.safetensors` and so on with
+    `model.safetensors.index.json`, as `from_pretrained` of transformers reads them. An export that
+    is there is replaced once the new one is complete; other files stay. Floating tensors are
+    converted to `dtype` (float64, float32, float16, bfloat16) if one is given, else stored as the
+    module has them, which for sharded parameters is the main dtype. Tied tensors are stored once,
+    under their first name.
+
+    A collective over the ranks that `module` is sharded over (all ranks if it is not); the first of
+    them writes. Memory: a few tens of MiB, for any model.
+
+    Raises:
+        FileExistsError: `path` is no folder.
+        OSError: the folder cannot be written to, or the disk is full; raised on every rank.
+        TypeError: an argument of the wrong type.
+        ValueError: the module has extra state or tensors that the format cannot store, which are
+            named; a bad option; ranks pass different arguments or modules.
+        RuntimeError: parameters are whole, inside `gathered`, or were added after `fully_shard`.
+            Whatever is raised, the export that was at `path` stays.
+    """
+    ranks = ranks_of(module)
+    with Alike(ranks) as alike:
+        _check_options(max_shard_bytes, dtype)
+        state = state_of(module, "save_safetensors")
+        _require_storable(state)
+        entries = {entry.names[0]: entry.tensor for entry in state.entries}
+        specs = [
+            TensorSpec(name, _stored_dtype(tensor, dtype), tuple(tensor.shape))
+            for name, tensor in entries.items()
+        ]
+        export = plan_export(specs, max_shard_bytes)
+        target = checkpoint_folder.resolve(path)
+        alike.tell("path", target.name, str(target))
+        alike.tell("dtype", str(dtype))
+        alike.tell("max_shard_bytes", str(max_shard_bytes))
+        tensors = f"{len(specs)} tensors of {sum(spec.nbytes for spec in specs)} bytes"
+        alike.tell("module", hashlib.sha256(repr(specs).encode()).hexdigest(), tensors)
+    folder = ExportFolder(target, export) if ranks.leads else None
+    gathering = _Gathering()
+    try:
+        with Alike(ranks):
+            if folder is not None:
+                claim(target, ranks)
+                folder.prepare()
+        for file in export.files:
+            # A file at a time: where rank 0 cannot write, nobody gathers the rest.
+            partial = None if folder is None else folder.partial(file.name)
+            with Alike(ranks), _Sink(partial, file.header) as sink:
+                for name, stored in file.tensors.items():
+                    _write(entries[name], stored, sink, gathering)
+        with Alike(ranks):
+            if folder is not None:
+                folder.publish()
+    finally:
+        if folder is not None:
+            folder.discard_partials()
+
+
+def _check_options(max_shard_bytes: object, dtype: object) -> None:
+    require_number("max_shard_bytes", max_shard_bytes, "a number of bytes >= 1", lambda n: n >= 1)
+    if dtype is not None and dtype not in _CASTS:
+        raise TypeError(
+            f"dtype: expected None or one of {', '.join(map(str, _CASTS))}, got {dtype!r}"
+        )
+
+
+def _require_storable(state: ModuleState) -> None:
+    if state.unstorable:
+        names = "\n  ".join(f"{shown(name)}: {why}" for name, why in state.unstorable.items())
+        raise ValueError(
+            "module: expected parameters and buffers, which is all that safetensors can hold, got "
+            f"besides:\n  {names}\nExport the parts of the module without it, each to a folder of "
+            "its own, take it out of the module meanwhile, or use save_checkpoint, which keeps "
+            "extra state"
+        )
+
+
+def _stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+
+
+def _write(tensor: Tensor, stored: StoredTensor, sink: _Sink, gathering: _Gathering) -> None:
+    """Have `sink` write the whole `tensor`, from all ranks."""
+    if isinstance(tensor, ShardedTensor) and not tensor.is_whole:
+        for start, piece in gathering.pieces(tensor, stored.dtype):
+            sink.write(piece, stored.dtype, stored.start + start * stored.dtype.itemsize)
+    elif sink.writes:
+        part = tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach().reshape(-1)
+        sink.write(part, stored.dtype, stored.start)
+
+
+class _Gathering:
+    """Gathers sharded tensors in pieces, through memory that is allocated once: blocks that come
+    and go leave gaps in the heap of a CPU, ten times as large.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def pieces(self, tensor: ShardedTensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """The whole tensor: where each piece starts and its elements [n], valid until the next (a
+        collective).
+
+        A gather takes some elements of every rank's interval, so that pieces come from as many
+        places of the tensor as there are ranks.
+        """
+        world_size, width = len(tensor.intervals), dtype.itemsize
+        most = max(_LEAST_NUMEL, CHUNK_BYTES // (width * world_size))
+        longest = max(stop - start for start, stop in tensor.intervals)
+        for done in range(0, longest, most):
+            count = min(most, longest - done)
+            memory = self._first((world_size + 1) * count * width, tensor.device)
+            part, parts = memory[: count * width], memory[count * width :]
+            own = tensor.local[done : done + count]
+            part.view(dtype)[: own.numel()].copy_(own)
+            with communicating(f"gather of parameter {tensor.name!r}"):
+                start_all_gather(tensor.communicator, parts, part).wait()
+            received = parts.view(dtype).view(world_size, count)
+            for (start, stop), values in zip(tensor.intervals, received, strict=True):
+                if start + done < stop:
+                    yield start + done, values[: stop - start - done]
+
+    def _first(self, nbytes: int, device: torch.device) -> Tensor:
+        if len(self._memory) < nbytes or self._memory.device != device:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._memory[:nbytes]
+
+
+class _Sink:
+    """A new file that tensors are written to; on disk when the block ends.
+
+    Without a path it takes everything and writes nothing. What fails shows when the block ends: the
+    other ranks go on gathering until then.
+    """
+
+    def __init__(self, path: Path | None, header: bytes) -> None:
+        self.writes = path is not None
+        self._path = path
+        self._header = header
+        self._descriptor: int | None = None
+        self._error: OSError | None = None
+        self._staging = Staging() if path is not None else None
+
+    def __enter__(self) -> _Sink:
+        if self._path is not None:
+            with self._noting_errors():
+                # Exclusively: a link that somebody planted under this name is not followed.
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, flags, 0o666)
+                self._write_bytes(memoryview(self._header), 0)
+        return self
+
+    def write(self, values: Tensor, dtype: torch.dtype, position: int) -> None:
+        """Write `values` [n], of any device and dtype, as `dtype` from byte `position` on."""
+        if self._staging is None or self._error is not None:
+            return
+        with self._noting_errors():
+            for start, count in self._staging.pieces(0, len(values), dtype):
+                self._staging.elements(count, dtype).copy_(values[start : start + count])
+                memory = self._staging.first(count * dtype.itemsize)
+                self._write_bytes(memory, position + start * dtype.itemsize)
+
+    def _write_bytes(self, memory: memoryview, position: int) -> None:
+        assert self._descriptor is not None
+        while memory:
+            count = os.pwrite(self._descriptor, memory, position)
+            memory, position = memory[count:], position + count
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._descriptor is not None:
+            with self._noting_errors():
+                try:
+                    os.fsync(self._descriptor)
+                finally:
+                    os.close(self._descriptor)
+        if self._error is not None and kind is None:
+            assert self._path is not None
+            free_mib = shutil.disk_usage(self._path.parent).free / 2**20
+            raise OSError(
+                f"path: expected room for the export in {self._path.parent}, got "
+                f"{self._error.strerror} with {free_mib:,.1f} MiB free; make room, or lift the "
+                "limit on the size of files. Nothing was replaced"
+            ) from self._error
+
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._error = self._error or error
