@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..buffers.boxes import Box, interval_boxes
 
@@ -46,11 +47,19 @@ class CheckpointChunks:
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes this rank holds (protocol of torch.distributed.checkpoint)."""
+        """The boxes that this rank holds and somebody is about to fill (protocol of
+        torch.distributed.checkpoint, which asks for them before it loads).
+        """
+        # Replicated parameters are gathered anew after a write, by all ranks, and a rank that holds
+        # no elements would not be written to.
+        increment_version(self.local)
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
