@@ -243,12 +243,17 @@ def _mixed_with_fsdp2(
     return [*wrong, str(cases)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "zeros"),
+    [(1, [0, 1, 2, 3]), (2, [0, 1, 2, 3]), (3, [1, 3]), (4, [0, 2])],
+    ids=lambda value: f"ZeRO {value}" if isinstance(value, list) else f"{value} ranks",
+)
 def test_fsdp2_and_sidestream_take_each_others_checkpoints_through_every_api(
-    tmp_path: Path, world: int
+    tmp_path: Path, world: int, zeros: list[int]
 ) -> None:
-    arguments = str(tmp_path), "AdamW", list(APIS), [0, 1, 2, 3]
-    assert run_on_ranks(_mixed_with_fsdp2, world, *arguments, timeout_s=100) == [["48"]] * world
+    arguments = str(tmp_path), "AdamW", list(APIS), zeros
+    got = run_on_ranks(_mixed_with_fsdp2, world, *arguments, timeout_s=100)
+    assert got == [[str(2 * len(APIS) * len(zeros))]] * world
 
 
 @pytest.mark.parametrize("make", ["momentum", "no state"])
