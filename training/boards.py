@@ -18,6 +18,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 BEAT_BYTES = 512
+LONG_S = 10
 _VERDICT = "verdict"
 
 
@@ -28,6 +29,10 @@ class Beat:
     count: int
     doing_s: int
     doing: str
+
+    def place(self) -> str:
+        """Where the rank stands, and for how long where that is long."""
+        return self.doing if self.doing_s < LONG_S else f"{self.doing} for {self.doing_s} s"
 
     def encoded(self) -> bytes:
         """The beat as at most `BEAT_BYTES` bytes."""

@@ -70,14 +70,19 @@ class Silence:
         return now_s - self._heard_s.get(rank, now_s if self.started_s is None else self.started_s)
 
     def silent(self, ranks: Iterable[int], now_s: float) -> list[int]:
-        """Those of `ranks` that were silent for too long, and did not say that they end."""
-        return [
-            rank
+        """Those of `ranks` that were silent for too long, and did not say that they end.
+
+        Once there is one, those that will be in a moment belong to it.
+        """
+        over_s = {
+            rank: self.since_s(rank, now_s)
+            - (self.limit_s if rank in self._heard_s else self.start_limit_s)
             for rank in ranks
             if self.place(rank) != ENDED
-            and self.since_s(rank, now_s)
-            > (self.limit_s if rank in self._heard_s else self.start_limit_s)
-        ]
+        }
+        if max(over_s.values(), default=0.0) <= 0:
+            return []
+        return [rank for rank, beyond_s in over_s.items() if beyond_s > -1.5 * BEAT_S]
 
     def late(self, ranks: Iterable[int], now_s: float) -> list[int]:
         """Those of `ranks` that were silent for the limit, and may still be starting."""
@@ -130,6 +135,7 @@ class Heart:
         self._board: Board | None = None
         self._news: Mapping[int, Beat] = {}
         self._verdict = ""
+        self._since_s = time.monotonic()
         self._told: set[int] = set()
         self._ended = threading.Event()
         self._once = threading.Lock()
@@ -152,37 +158,45 @@ class Heart:
         if not self._once.acquire(blocking=False):
             threading.Event().wait()
         print(f"sidestream: {text}", file=sys.stderr)
+        self._judge_by(text)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_FAILURE)
+
+    @property
+    def verdict(self) -> str:
+        """Why all ranks end, where the board says so; empty elsewhere."""
+        return self._verdict
 
     def whereabouts_of_others(self, world_size: int) -> str:
         """Where the ranks stand that have not failed, for the error of this one, which has."""
         if self._board is None:
             return ""
         self._whereabouts.doing = f"failed {self._whereabouts.doing}"
-        time.sleep(2 * BEAT_S)
+        # Rank 0 stays longer: it may be the store's host.
+        time.sleep((2 if self._rank else 3) * BEAT_S)
         found: Mapping[int, Beat] = {}
         with _out_of_reach():
             found = self._board.beats(range(world_size))
         standing = [
-            f"rank {rank} was last heard of {beat.doing} (for {beat.doing_s} s)"
+            f"rank {rank} was last heard of {beat.place()}"
             for rank, beat in found.items()
             if rank != self._rank and not beat.doing.startswith("failed")
         ]
         return "; ".join(standing)
 
     def _beat(self) -> None:
-        count, doing, since_s = 0, self._whereabouts.doing, time.monotonic()
+        count, doing = 0, self._whereabouts.doing
         while True:
             count += 1
             said = ENDED if self._ended.is_set() else self._whereabouts.doing
             if said != doing:
-                doing, since_s = said, time.monotonic()
+                doing, self._since_s = said, time.monotonic()
             with _out_of_reach():
                 if self._board is None:
                     self._board = self._open_board()
-                self._board.post(self._rank, Beat(count, int(time.monotonic() - since_s), doing))
+                doing_s = int(time.monotonic() - self._since_s)
+                self._board.post(self._rank, Beat(count, doing_s, doing))
                 self._news = self._board.beats(self._others)
                 self._verdict = self._board.verdict()
             if said == ENDED:
@@ -198,24 +212,40 @@ class Heart:
             if not self._verdict and not silent:
                 continue
             verdict = self._verdict or self._silence.verdict(silent, now_s)
-            # In a thread: the board may be out of reach, for the very reason that is told.
-            threading.Thread(target=self._post, args=(verdict,), daemon=True).start()
-            if not self._ended.wait(VERDICT_GRACE_S):
-                self.end(f"rank {self._rank} failed {self._whereabouts.doing}: {verdict}")
+            self._judge_by(verdict)
+            # Whoever found it stays longer than those who read it: it may be the store's host.
+            grace_s = VERDICT_GRACE_S if self._verdict else VERDICT_GRACE_S + 2 * BEAT_S
+            if not self._ended.wait(grace_s):
+                self.end(
+                    f"rank {self._rank} failed {self._whereabouts.doing} (there for "
+                    f"{time.monotonic() - self._since_s:.0f} s, at {_main_line()}, with no error "
+                    f"of its own): {verdict}"
+                )
 
-    def _post(self, verdict: str) -> None:
-        with _out_of_reach():
-            if self._board is not None:
-                self._board.judge(verdict)
+    def _judge_by(self, verdict: str) -> None:
+        """Leave the verdict on the board, if there is none and the board is within reach."""
+
+        def post() -> None:
+            with _out_of_reach():
+                if self._board is not None:
+                    self._board.judge(verdict)
+
+        if not self._verdict:
+            # The board may answer nothing, for the very reason that is told.
+            poster = threading.Thread(target=post, name="verdict", daemon=True)
+            poster.start()
+            poster.join(BEAT_S)
 
     def _tell_of_late(self, now_s: float) -> None:
+        if self._silence.start_limit_s <= self._silence.limit_s:
+            return
         for rank in self._silence.late(self._others, now_s):
             if rank not in self._silence.beats and rank not in self._told:
                 self._told.add(rank)
                 print(
                     f"sidestream: rank {self._rank} has not heard of rank {rank} for "
-                    f"{self._silence.limit_s:g} s: it has not started, or was ended "
-                    f"while {STARTING}; waiting up to {self._silence.start_limit_s:g} s for it",
+                    f"{self._silence.limit_s:g} s: it has not started, or was ended {STARTING}; "
+                    f"waiting up to {self._silence.start_limit_s:g} s for it",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -224,3 +254,9 @@ class Heart:
 def _out_of_reach() -> contextlib.suppress:
     """What a board raises that cannot be reached: to be silent is what is seen of it."""
     return contextlib.suppress(RuntimeError, OSError, KeyError, ValueError)
+
+
+def _main_line() -> str:
+    """The line at which the main thread stands."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "its end" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -155,15 +155,19 @@ class _Watch:
             grace_s = 0.0
         running = self._wait_for_others(failed, grace_s)
         places = {rank.rank: self._place(rank) for rank in running}
-        _end(_running(self.ranks))
+        for rank in failed:
+            rank.process.kill()  # stopped: it would not hear SIGTERM
+        _end([*failed, *running])
         for rank in self.ranks:
             code, tail = rank.process.returncode, rank.tail()
-            if rank in running:
+            if rank in running and grace_s:
                 place = places[rank.rank]
                 _say(
                     f"rank {rank.rank} was still running{place} {grace_s:g} s later, so it was "
                     "ended"
                 )
+            elif rank in running:
+                continue
             elif code and rank not in failed:
                 _say(f"rank {rank.rank} {describe_exit(code)}")
             if code and tail:
@@ -201,7 +205,7 @@ class _Watch:
             self.signals.raise_noted()
             time.sleep(POLL_S)
             running = _running(running)
-        return running if grace_s else []
+        return running
 
     def _silent(self, running: Sequence[_Rank]) -> list[_Rank]:
         if self.silence is None:
@@ -224,7 +228,7 @@ class _Watch:
         if self.silence is None:
             return ""
         beat = self.board.beats([rank.rank]).get(rank.rank)
-        return f" ({STARTING})" if beat is None else f" ({beat.doing} for {beat.doing_s} s)"
+        return f" ({STARTING})" if beat is None else f" ({beat.place()})"
 
 
 def _running(ranks: Sequence[_Rank]) -> list[_Rank]:

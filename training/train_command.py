@@ -148,10 +148,12 @@ def _end_failed_rank(
     """
     doing, others = whereabouts.doing, ""
     # Another rank's death is told by one line: where this rank stood then is no trace of its cause.
-    if not isinstance(error, CommunicationError):
+    if heart.verdict:
+        others = f"; {heart.verdict}"
+    elif not isinstance(error, CommunicationError):
         traceback.print_exception(error)
     elif LAUNCHED_VARIABLE not in os.environ and (
         standing := heart.whereabouts_of_others(place.world_size)
     ):
-        others = f"; not failed: {standing}"
+        others = f"; of the others, {standing}"
     heart.end(f"rank {place.rank} failed {doing}: {type(error).__name__}: {error}{others}")
