@@ -9,6 +9,7 @@ end, is written once: the first one stays.
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,10 +89,12 @@ class FolderBoard:
 
     def judge(self, verdict: str) -> None:
         """Leave the verdict, if there is none."""
-        written = self._folder / f"{_VERDICT}.{os.getpid()}"
+        # Written elsewhere, then given its name, if that is free: nobody reads half of it.
+        written = self._folder / f"{_VERDICT}.{os.getpid()}.{threading.get_ident()}"
         written.write_text(verdict, encoding="utf-8", errors="replace")
         with contextlib.suppress(FileExistsError):
             os.link(written, self._folder / _VERDICT)
+        written.unlink()
 
     def verdict(self) -> str:
         """The verdict; empty while there is none."""

@@ -1,10 +1,11 @@
 """The file beside a checkpoint: which run and step it is of, and what its index is bound to.
 
     {"format_version": 2, "step": 20, "world_size": 2, "loss_first": 5.5, "defining": {...},
-     "files": {".metadata": {"bytes": 4711, "sha256": "..."}}}
+     "files": {".metadata": {"bytes": 4711, "sha256": "..."}}, "content_sha256": "..."}
 
-It is written last. `files` are those of the folder that say what all others hold. Whatever else it
-may be, a pipe, a device, other JSON, is refused in one sentence, and nothing waits for it.
+It is written last. `files` are those of the folder that say what all others hold; the last entry is
+the checksum of all before it. Whatever else it may be, a pipe, a device, other JSON, is refused in
+one sentence, and nothing waits for it.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ FORMAT_VERSION = 2
 STEP_DIGITS = 8
 MAX_STEP_FILE_BYTES = 1 << 20
 # In a folder of `save_checkpoint`, what describes all its other files.
+CHECKSUM = "content_sha256"
 INDEX_FILES = ("sidestream.json", ".metadata")
 SHA256_DIGITS = 64
 
@@ -60,7 +62,7 @@ def write_step_file(saved: SavedRun) -> None:
     partial = final.with_name(f".{final.name}.partial")
     partial.unlink(missing_ok=True)  # of a killed run, or a link that somebody has put there
     with partial.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        file.write(json.dumps(sealed(content), indent=2, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, final)
@@ -75,7 +77,7 @@ def read_step_file(path: Path) -> SavedRun:
     file = step_file_of(path)
     try:
         content = _parsed(_content_of(file))
-        _require_keys(content, {*SavedRun.__slots__, "format_version", "files"} - {"path"})
+        _require_keys(content)
         saved = SavedRun(
             path=path,
             step=_whole(content, "step"),
@@ -126,6 +128,13 @@ def index_of(path: Path) -> dict[str, dict[str, int | str]]:
     return index
 
 
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """`content` with its checksum."""
+    rest = {name: value for name, value in content.items() if name != CHECKSUM}
+    encoded = json.dumps(rest, sort_keys=True).encode()
+    return {**rest, CHECKSUM: hashlib.sha256(encoded).hexdigest()}
+
+
 def folder_name(step: int) -> str:
     """The name of the checkpoint of a step."""
     return f"step-{step:0{STEP_DIGITS}d}"
@@ -166,11 +175,14 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"{text}, which is no number of JSON")
 
 
-def _require_keys(content: Mapping[str, Any], expected: set[str]) -> None:
+def _require_keys(content: Mapping[str, Any]) -> None:
     if content.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
         raise ValueError(f"format_version {content['format_version']!r}, not {FORMAT_VERSION}")
+    expected = {*SavedRun.__slots__, "format_version", "files", CHECKSUM} - {"path"}
     if wrong := sorted(expected ^ {*content}):
         raise ValueError(f"missing or unknown names: {', '.join(map(repr, wrong))}")
+    if sealed(content) != content:
+        raise ValueError(f"another {CHECKSUM} than its own: it was changed")
 
 
 def _whole(content: Mapping[str, Any], name: str) -> int:

@@ -3,7 +3,6 @@ import json
 import pytest
 
 from sidestream.training.checkpoints import (
-    SavedRun,
     checkpoint_path,
     checkpoint_to_resume,
     newest_checkpoint,
@@ -11,6 +10,7 @@ from sidestream.training.checkpoints import (
     save_run,
 )
 from sidestream.training.errors import CheckpointError
+from sidestream.training.step_file import SavedRun, sealed
 
 DEFINING = {"seed": 1, "lr": 0.5}
 
@@ -94,10 +94,19 @@ FIELDS = {
         "[]",
         json.dumps({"format_version": 99}),
         json.dumps({"format_version": 2}),
-        json.dumps({**FIELDS, "step": "three"}),
-        json.dumps({**FIELDS, "defining": 3}),
+        json.dumps(FIELDS),
+        json.dumps(sealed({**FIELDS, "step": "three"})),
+        json.dumps(sealed({**FIELDS, "defining": 3})),
     ],
-    ids=["broken", "no_object", "later_format", "fields_missing", "step", "defining"],
+    ids=[
+        "broken",
+        "no_object",
+        "later_format",
+        "fields_missing",
+        "checksum_missing",
+        "step",
+        "defining",
+    ],
 )
 def test_foreign_run_file_is_refused(tmp_path, content):
     path = _save(tmp_path, 3).path
