@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import random
 from dataclasses import replace
 
 import pytest
@@ -151,17 +152,16 @@ def test_what_is_no_ordinary_file_is_refused_and_not_waited_for(kind, tmp_path):
 def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path):
     saved = _save(tmp_path, 3)
     whole = _file(tmp_path).read_bytes()
-    for position in range(len(whole)):
-        for bit in range(8):
-            flipped = bytearray(whole)
-            flipped[position] ^= 1 << bit
-            _file(tmp_path).write_bytes(flipped)
-            try:
-                read = _resume(tmp_path)
-            except CheckpointError as error:
-                assert "\n" not in str(error)
-            else:
-                assert read == saved  # for example spaces that became line ends
+    for flip in random.Random(0).sample(range(8 * len(whole)), 500):
+        flipped = bytearray(whole)
+        flipped[flip // 8] ^= 1 << flip % 8
+        _file(tmp_path).write_bytes(flipped)
+        try:
+            read = _resume(tmp_path)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+        else:
+            assert read == saved  # for example spaces that became line ends
 
 
 # ---- step, folder and contents agree
