@@ -14,15 +14,18 @@ Only the command that was named is imported: the ranks of `train` load nothing o
 
 import argparse
 import importlib
+import io
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, cast
 
 from .training.errors import UsageError
+from .training.interruption import Interrupted
 
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -43,9 +46,10 @@ class Command(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 cannot be done as asked, 130
-    interrupted.
+    """Run one command and return its exit code: 0 done, 1 failed, 2 cannot be done as asked, 128 +
+    signal interrupted.
     """
+    _print_whatever_comes()
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser(arguments).parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
@@ -53,9 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"sidestream: error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except Interrupted as interrupted:
+        print(f"sidestream: {interrupted}", file=sys.stderr)
+        return 128 + interrupted.signal_number
     except KeyboardInterrupt:
         print("sidestream: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _print_whatever_comes() -> None:
+    """Let no character end a command: names of files may be bytes in no encoding."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

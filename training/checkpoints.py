@@ -1,32 +1,32 @@
-"""The folder of a run's checkpoints, and which of them a run may resume from.
+"""The folder of a run's checkpoints, which of them a run may resume from, and which are kept.
 
 DIR/step-00000020/       written by `save_checkpoint`, all of it or nothing
-DIR/step-00000020.json   step, first loss and the options that define the run; written last,
-                         so a checkpoint without it is not complete and is never read
+DIR/step-00000020.json   written last, see `step_file`; a checkpoint without it is not complete and
+                         is never read
 """
 
-import json
+import contextlib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from .errors import CheckpointError
 from .ranks import wait_for_all
+from .step_file import (
+    STEP_DIGITS,
+    Defining,
+    SavedRun,
+    folder_name,
+    read_step_file,
+    require_same_index,
+    step_file_of,
+    write_step_file,
+)
 
-FORMAT_VERSION = 1
-STEP_DIGITS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRun:
-    """A complete checkpoint: where it is, after which step, and of which run."""
-
-    path: Path
-    step: int
-    world_size: int
-    loss_first: float
-    defining: Mapping[str, str | int | float]
+_STEP = re.compile(f"step-[0-9]{{{STEP_DIGITS}}}", re.ASCII)
+_LEFTOVER = re.compile(rf"\.{_STEP.pattern}(\.json)?\.partial", re.ASCII)
 
 
 def newest_checkpoint(folder: str) -> SavedRun | None:
@@ -35,43 +35,16 @@ def newest_checkpoint(folder: str) -> SavedRun | None:
     Raises:
         CheckpointError: the file beside it cannot be read as ours.
     """
-    files = (
-        []
-        if not os.path.isdir(folder)
-        else [
-            file
-            for file in sorted(Path(folder).glob(f"step-{'[0-9]' * STEP_DIGITS}.json"))
-            if file.with_suffix("").is_dir()
-        ]
-    )
-    if not files:
-        return None
-    newest = files[-1]
-    try:
-        content = json.loads(newest.read_text())
-        if content["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format_version {content['format_version']}, not {FORMAT_VERSION}")
-        return SavedRun(
-            path=newest.with_suffix(""),
-            step=int(content["step"]),
-            world_size=int(content["world_size"]),
-            loss_first=float(content["loss_first"]),
-            defining=dict(content["defining"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"expected {newest} as this release writes it, got {error!r}; move it away to resume "
-            "from an older one"
-        ) from error
+    complete = _complete(folder)
+    return read_step_file(complete[-1]) if complete else None
 
 
-def checkpoint_to_resume(
-    folder: str, defining: Mapping[str, str | int | float], last_step: int
-) -> SavedRun:
+def checkpoint_to_resume(folder: str, defining: Defining, last_step: int) -> SavedRun:
     """Return the newest complete checkpoint, if it can go on as the run that `defining` describes.
 
     Raises:
-        CheckpointError: there is none, it is of another run, or the run is over already.
+        CheckpointError: there is none, it is of another run or not as it was saved, or the run is
+            over already.
     """
     saved = newest_checkpoint(folder)
     if saved is None:
@@ -96,6 +69,7 @@ def checkpoint_to_resume(
             f"expected a checkpoint before step {last_step}, got {saved.path}: the run is "
             "complete, nothing to resume"
         )
+    require_same_index(saved.path)
     return saved
 
 
@@ -118,27 +92,64 @@ def refuse_to_mix(folder: str) -> None:
         )
 
 
-def save_run(saved: SavedRun, save: Callable[[Path], None], *, is_first: bool) -> None:
-    """Save one checkpoint; every rank calls this. `save` writes the folder it is given."""
+def save_run(
+    saved: SavedRun, save: Callable[[Path], None], *, is_first: bool, keep: int | None = None
+) -> None:
+    """Save one checkpoint; every rank calls this. `save` writes the folder it is given.
+
+    With `keep`, all complete checkpoints but the last `keep` are removed once this one is complete.
+    """
     if is_first:
         saved.path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(saved.path.parent)
+        # A checkpoint that is replaced is not complete until its new file is there.
+        step_file_of(saved.path).unlink(missing_ok=True)
     wait_for_all(f"before saving {saved.path.name}")
     save(saved.path)
     if is_first:
-        content = {
-            "format_version": FORMAT_VERSION,
-            "step": saved.step,
-            "world_size": saved.world_size,
-            "loss_first": saved.loss_first,
-            "defining": dict(saved.defining),
-        }
-        final = saved.path.with_suffix(".json")
-        partial = final.with_suffix(".partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(partial, final)
+        write_step_file(saved)
+        if keep is not None:
+            _remove_older(str(saved.path.parent), keep)
     wait_for_all(f"after saving {saved.path.name}")
 
 
 def checkpoint_path(folder: str, step: int) -> Path:
     """Return where the checkpoint of a step lies."""
-    return Path(folder) / f"step-{step:0{STEP_DIGITS}d}"
+    return Path(folder) / folder_name(step)
+
+
+def _complete(folder: str) -> list[Path]:
+    """The complete checkpoints in `folder`, in the order of their steps."""
+    steps = _steps(folder)
+    return [path for path in steps if os.path.lexists(step_file_of(path))]
+
+
+def _steps(folder: str) -> list[Path]:
+    if not os.path.isdir(folder):
+        return []
+    found = [path for path in Path(folder).iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(path for path in found if path.is_dir())
+
+
+def _remove_older(folder: str, keep: int) -> None:
+    """Remove all but the last `keep` complete checkpoints, and older ones that a kill left half."""
+    complete = _complete(folder)
+    kept = complete[-keep:]
+    for path in _steps(folder):
+        if path not in kept and path < kept[-1]:
+            # What cannot be removed is no reason to end a training, and the next save tries again.
+            with contextlib.suppress(OSError):
+                # First: without it nobody reads a folder that a kill leaves half removed.
+                step_file_of(path).unlink(missing_ok=True)
+                shutil.rmtree(path)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what saves that were killed have begun; this run saves nothing else at this time."""
+    for path in folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()

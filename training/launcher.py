@@ -4,30 +4,34 @@ when one fails.
     launcher --stdin pipe--> rank 0   writes to the launcher's own output
              --stdin pipe--> rank 1   writes to a file, whose end is shown if a rank fails
 
-One rank fails: the others have `GRACE_S` to say what they were waiting for, then they are ended,
-each by its own pid. The launcher dies: every rank reads the end of its pipe and ends itself.
+One rank fails, or is not heard of any more: the others are told by the board and have `GRACE_S` to
+say what they were waiting for, then they are ended, each by its own pid. The launcher is told to
+end: all ranks are ended. The launcher dies: every rank reads the end of its pipe and ends itself.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
+from .boards import FolderBoard
+from .heartbeat import BEAT_S, STARTING, Silence
+from .interruption import ENDING_SIGNALS, NotedSignals, noting_signals
+from .launch_folder import launch_folder
 from .ranks import INIT_METHOD_VARIABLE
 
 GRACE_S = 12.0
 TERMINATE_S = 3.0
 POLL_S = 0.05
 SHOWN_LINES = 25
+SHOW_CURSOR = "\x1b[?25h"
+# The folder of the launcher, where its ranks find the board.
 LAUNCHED_VARIABLE = "SIDESTREAM_LAUNCHED"
+ASKED_TO_END = frozenset(-number for number in ENDING_SIGNALS)
 
 
 @dataclass(slots=True)
@@ -43,26 +47,37 @@ class _Rank:
         return "\n".join(f"  rank {self.rank} | {line}" for line in lines[-SHOWN_LINES:])
 
 
-def launch(command: Sequence[str], num_ranks: int, *, grace_s: float = GRACE_S) -> int:
+def launch(
+    command: Sequence[str],
+    num_ranks: int,
+    *,
+    grace_s: float = GRACE_S,
+    silence: Silence | None = None,
+) -> int:
     """Run `command` as `num_ranks` ranks and return the exit code: 0, or that of the first rank
     that failed.
 
-    A rank ended by signal s counts as 128 + s. KeyboardInterrupt (SIGINT, SIGTERM) ends every
-    rank, then goes on.
+    A rank ended by signal s counts as 128 + s. With `silence`, ranks have to beat on the board of
+    the folder, and one that does not for too long has failed.
+
+    Raises:
+        Interrupted: SIGINT or SIGTERM; every rank has been ended.
     """
-    folder = Path(tempfile.mkdtemp(prefix="sidestream-ranks-"))
-    ranks: list[_Rank] = []
-    try:
-        with _terminate_as_interrupt():
+    with noting_signals() as signals, launch_folder() as folder:
+        ranks: list[_Rank] = []
+        try:
             for index in range(num_ranks):
                 ranks.append(_start(command, index, num_ranks, folder))
-            return _watch(ranks, grace_s)
-    finally:
-        _end(_running(ranks))
-        for rank in ranks:
-            if rank.process.stdin is not None:
-                rank.process.stdin.close()
-        shutil.rmtree(folder, ignore_errors=True)
+                signals.raise_noted()
+            return _Watch(ranks, FolderBoard(folder), silence, signals).run(grace_s)
+        finally:
+            _end(_running(ranks))
+            for rank in ranks:
+                if rank.process.stdin is not None:
+                    rank.process.stdin.close()
+            if sys.stdout.isatty():
+                # A rank that was ended under its progress bar left it hidden.
+                print(SHOW_CURSOR, end="", flush=True)
 
 
 def rank_environment(
@@ -82,7 +97,7 @@ def rank_environment(
     }
     result.update({name: str(value) for name, value in place.items()})
     result[INIT_METHOD_VARIABLE] = (folder / "rendezvous").as_uri()
-    result[LAUNCHED_VARIABLE] = "1"
+    result[LAUNCHED_VARIABLE] = str(folder)
     result.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     if sys.platform == "linux":
         result.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -118,42 +133,102 @@ def _start(command: Sequence[str], rank: int, num_ranks: int, folder: Path) -> _
     return _Rank(rank, process, log)
 
 
-def _watch(ranks: Sequence[_Rank], grace_s: float) -> int:
-    """Wait for all ranks; after the first failure for at most `grace_s` more, then end the rest."""
-    first = _wait_for_failure(ranks)
-    if first is None:
-        return 0
-    _say(f"rank {first.rank} {describe_exit(first.process.returncode)}")
-    running = _running(ranks)
-    if running:
-        _say(f"waiting up to {grace_s:g} s for {_names(running)} to end with an error")
-    deadline = time.monotonic() + grace_s
-    while running and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        running = _running(ranks)
-    _end(running)
-    for rank in ranks:
-        tail = rank.tail()
-        if rank in running:
-            _say(f"rank {rank.rank} was still running {grace_s:g} s later, so it was ended")
-        elif rank.process.returncode and rank is not first:
-            _say(f"rank {rank.rank} {describe_exit(rank.process.returncode)}")
-        if rank.process.returncode and tail:
-            _say(f"the last lines of rank {rank.rank}:\n{tail}")
-    code = first.process.returncode
-    return code if code > 0 else 128 - code
+@dataclass(slots=True)
+class _Watch:
+    """Waits for ranks to end; after the first failure for a while more, then ends the rest."""
 
+    ranks: Sequence[_Rank]
+    board: FolderBoard
+    silence: Silence | None
+    signals: NotedSignals
 
-def _wait_for_failure(ranks: Sequence[_Rank]) -> _Rank | None:
-    """Return the first rank that fails, None once all have ended well."""
-    while True:
-        failed = [rank for rank in ranks if rank.process.poll()]
-        if failed:
-            # A signal before an exit code: who was killed is the cause, who raised follows.
-            return min(failed, key=lambda rank: rank.process.returncode > 0)
-        if not _running(ranks):
-            return None
-        time.sleep(POLL_S)
+    def run(self, grace_s: float) -> int:
+        """Return the exit code of all."""
+        failed = self._wait_for_failure()
+        if not failed:
+            return 0
+        first = failed[0]
+        verdict = self._verdict(failed)
+        _say(verdict)
+        self.board.judge(verdict)
+        if first.process.poll() in ASKED_TO_END:
+            grace_s = 0.0
+        running = self._wait_for_others(failed, grace_s)
+        places = {rank.rank: self._place(rank) for rank in running}
+        for rank in failed:
+            rank.process.kill()  # stopped: it would not hear SIGTERM
+        _end([*failed, *running])
+        for rank in self.ranks:
+            code, tail = rank.process.returncode, rank.tail()
+            if rank in running and grace_s:
+                place = places[rank.rank]
+                _say(
+                    f"rank {rank.rank} was still running{place} {grace_s:g} s later, so it was "
+                    "ended"
+                )
+            elif rank in running:
+                continue
+            elif code and rank not in failed:
+                _say(f"rank {rank.rank} {describe_exit(code)}")
+            if code and tail:
+                _say(f"the last lines of rank {rank.rank}:\n{tail}")
+        code = first.process.returncode
+        return code if code > 0 else 128 - code
+
+    def _wait_for_failure(self) -> list[_Rank]:
+        """The first rank that fails, or those that were silent for too long; none once all have
+        ended well.
+        """
+        next_beat_s = time.monotonic()
+        while True:
+            self.signals.raise_noted()
+            failed = [rank for rank in self.ranks if rank.process.poll()]
+            if failed:
+                # A signal before an exit code: who was killed is the cause, who raised follows.
+                return [min(failed, key=lambda rank: rank.process.returncode > 0)]
+            running = _running(self.ranks)
+            if not running:
+                return []
+            if time.monotonic() >= next_beat_s:
+                next_beat_s = time.monotonic() + BEAT_S
+                if silent := self._silent(running):
+                    return silent
+            time.sleep(POLL_S)
+
+    def _wait_for_others(self, failed: Sequence[_Rank], grace_s: float) -> list[_Rank]:
+        """Wait for all but `failed`, and return those that still run after `grace_s`."""
+        running = [rank for rank in _running(self.ranks) if rank not in failed]
+        if running and grace_s:
+            _say(f"waiting up to {grace_s:g} s for {_names(running)} to end with an error")
+        deadline = time.monotonic() + grace_s
+        while running and time.monotonic() < deadline:
+            self.signals.raise_noted()
+            time.sleep(POLL_S)
+            running = _running(running)
+        return running
+
+    def _silent(self, running: Sequence[_Rank]) -> list[_Rank]:
+        if self.silence is None:
+            return []
+        now_s = time.monotonic()
+        # All ranks: they started together, so the first beat of any starts the clock of each.
+        self.silence.listen(self.board.beats(rank.rank for rank in self.ranks), now_s)
+        silent = self.silence.silent([rank.rank for rank in running], now_s)
+        return [rank for rank in running if rank.rank in silent]
+
+    def _verdict(self, failed: Sequence[_Rank]) -> str:
+        first = failed[0]
+        code = first.process.poll()
+        if code is None and self.silence is not None:
+            return self.silence.verdict([rank.rank for rank in failed], time.monotonic())
+        return f"rank {first.rank} {describe_exit(code or 0)}{self._place(first)}"
+
+    def _place(self, rank: _Rank) -> str:
+        """Where `rank` was last heard of, for the end of a phrase."""
+        if self.silence is None:
+            return ""
+        beat = self.board.beats([rank.rank]).get(rank.rank)
+        return f" ({STARTING})" if beat is None else f" ({beat.place()})"
 
 
 def _running(ranks: Sequence[_Rank]) -> list[_Rank]:
@@ -178,19 +253,3 @@ def _names(ranks: Sequence[_Rank]) -> str:
 
 def _say(text: str) -> None:
     print(f"sidestream: {text}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Turn SIGTERM into KeyboardInterrupt, so that a launcher that is told to end takes its ranks
-    with it.
-    """
-
-    def interrupt(signal_number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

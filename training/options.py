@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -12,7 +13,18 @@ COMPUTE_DTYPES = ("fp32", "bf16")
 WIRE_DTYPES = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_COUNT = 2**31 - 1
+MIN_HEARTBEAT_LIMIT_S = 3.0
 MAX_SEED = 2**63 - 1  # what torch.Generator takes
+COUNTS = (
+    "steps",
+    "batch",
+    "seq_len",
+    "accumulate",
+    "nproc",
+    "keep_checkpoints",
+    "kill_at_step",
+)
+PATHS = ("data", "checkpoint", "json")
 
 # A checkpoint resumes only a run that agrees in these: they decide the numbers, the others only
 # how they are computed.
@@ -56,8 +68,10 @@ class TrainOptions:
     grad_wire: str = "fp32"
     bucket_mib: float | None = None
     no_overlap: bool = False
+    heartbeat_limit_s: float = 20.0
     checkpoint: str | None = None
     checkpoint_every: int = 0
+    keep_checkpoints: int | None = None
     resume: bool = False
     json: str | None = None
     kill_at_step: int | None = None
@@ -69,13 +83,14 @@ class TrainOptions:
         Raises:
             OptionsError: a value outside its range, or an option without the one it needs.
         """
-        for name in ("steps", "batch", "seq_len", "accumulate", "nproc", "kill_at_step"):
+        for name in COUNTS:
             _require_between(name, getattr(self, name), 1, MAX_COUNT)
         for name in ("checkpoint_every", "kill_rank"):
             _require_between(name, getattr(self, name), 0, MAX_COUNT)
         _require_between("clip", self.clip, 0, math.inf)
         _require_between("seed", self.seed, 0, MAX_SEED)
-        for name in ("data", "checkpoint", "json"):
+        _require_between("heartbeat_limit_s", self.heartbeat_limit_s, 0, MAX_COUNT)
+        for name in PATHS:
             if getattr(self, name) == "":
                 raise OptionsError(
                     f"expected a path for {flag(name)}, got ''; name it or leave it out"
@@ -108,10 +123,16 @@ class TrainOptions:
         self._check_pairs()
 
     def _check_pairs(self) -> None:
-        if self.checkpoint is None and (self.resume or self.checkpoint_every):
-            given = "--resume" if self.resume else "--checkpoint-every"
+        for name in ("resume", "checkpoint_every", "keep_checkpoints"):
+            if self.checkpoint is None and getattr(self, name):
+                raise OptionsError(
+                    f"expected --checkpoint DIR beside {flag(name)}, got none; say where the "
+                    "checkpoints are"
+                )
+        if self.heartbeat_limit_s and self.heartbeat_limit_s < MIN_HEARTBEAT_LIMIT_S:
             raise OptionsError(
-                f"expected --checkpoint DIR beside {given}, got none; say where the checkpoints are"
+                f"expected --heartbeat-limit-s >= {MIN_HEARTBEAT_LIMIT_S:g}, or 0 for never, got "
+                f"{self.heartbeat_limit_s}; ranks beat once a second"
             )
         if self.kill_rank is not None and self.kill_at_step is None:
             raise OptionsError(
@@ -145,9 +166,19 @@ def options_from(namespace: argparse.Namespace) -> TrainOptions:
     Raises:
         OptionsError: as `TrainOptions`.
     """
-    return TrainOptions(
-        **{field.name: getattr(namespace, field.name) for field in fields(TrainOptions)}
-    )
+    values = {field.name: getattr(namespace, field.name) for field in fields(TrainOptions)}
+    return TrainOptions(**values | {name: _expanded(name, values[name]) for name in PATHS})
+
+
+def _expanded(name: str, path: str | None) -> str | None:
+    """`path` with the home folder in place of `~`: a shell leaves it in --json=~/result.json."""
+    expanded = None if path is None else os.path.expanduser(path)
+    if expanded is not None and expanded.startswith("~"):
+        raise OptionsError(
+            f"expected the home folder of a user behind ~ in {flag(name)}, got {path}, which is "
+            f"nobody's; for a file of this name pass ./{path}"
+        )
+    return expanded
 
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
@@ -196,6 +227,13 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
         metavar="X",
     )
     _add(group, "no_overlap", "communicate in line with the computation", action="store_true")
+    _add(
+        group,
+        "heartbeat_limit_s",
+        "end the run when a rank has not been heard of for this long; 0: never",
+        type=float,
+        metavar="SECONDS",
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -206,6 +244,13 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "save after every N steps; 0: after the last one",
         type=int,
         metavar="N",
+    )
+    _add(
+        group,
+        "keep_checkpoints",
+        "remove all but the last K complete checkpoints (default: keep all)",
+        type=int,
+        metavar="K",
     )
     _add(group, "resume", "go on from the newest complete checkpoint in DIR", action="store_true")
     _add(group, "json", "also write the result to this file", metavar="FILE")

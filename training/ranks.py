@@ -3,7 +3,6 @@ joins.
 """
 
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -191,10 +190,7 @@ def _waiting_for(what: str) -> Iterator[None]:
 
 
 def follow_launcher() -> None:
-    """End this rank when the launcher at the other end of its standard input is gone, and
-    leave Ctrl-C to it.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """End this rank when the launcher at the other end of its standard input is gone."""
 
     def wait_for_end() -> None:
         # Not sys.stdin: a daemon thread that holds its lock would stop the interpreter from

@@ -3,16 +3,38 @@
 import argparse
 import os
 import sys
+import time
 import traceback
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from ..sharding import CommunicationError
+from .boards import Board, FolderBoard, board_of_store
 from .errors import OptionsError, UsageError
+from .heartbeat import Heart, Silence, Whereabouts
+from .interruption import end_on_signals, raising_signals
 from .launcher import LAUNCHED_VARIABLE, launch
 from .options import TrainOptions, add_train_arguments, options_from
-from .ranks import Place, choose_device, default_num_ranks, follow_launcher, place_from
+from .ranks import (
+    GROUP_TIMEOUT,
+    Place,
+    choose_device,
+    default_num_ranks,
+    follow_launcher,
+    place_from,
+)
 
-EXIT_FAILURE = 1
+if TYPE_CHECKING:
+    from .result import RunResult
+
+# Not `-m sidestream`: a signal that comes while torch is imported would print a traceback a rank.
+RANK_PROGRAM = """\
+import signal, sys
+if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from sidestream.cli import main
+sys.exit(main())
+"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -38,26 +60,33 @@ def run(options: argparse.Namespace) -> int:
 
 def _train(options: TrainOptions, arguments: list[str]) -> int:
     """Train as one rank where a launcher started us or one rank is enough; else start the ranks."""
-    from .trainer import plan_run
-
     place = place_from(os.environ)
     if place is not None:
         return _train_as_rank(options, place)
+    with raising_signals():
+        return _start_ranks(options, arguments)
+
+
+def _start_ranks(options: TrainOptions, arguments: list[str]) -> int:
+    from .trainer import plan_run, train
+
     num_ranks = options.nproc or default_num_ranks(options.device)
     if options.kill_rank is not None and options.kill_rank >= num_ranks:
         raise OptionsError(
             f"expected --kill-rank below {num_ranks}, got {options.kill_rank}; ranks count from 0"
         )
     choose_device(options.device, num_ranks)
-    plan_run(options, num_ranks)
+    plan = plan_run(options, num_ranks)
     if num_ranks == 1:
-        return _train_as_rank(options, Place())
-    return launch([sys.executable, "-m", "sidestream", *arguments], num_ranks)
+        _hand_back(train(plan, Place()), options)
+        return 0
+    command = [sys.executable, "-c", RANK_PROGRAM, *arguments]
+    limit_s = options.heartbeat_limit_s
+    return launch(command, num_ranks, silence=Silence(limit_s, limit_s) if limit_s else None)
 
 
 def _train_as_rank(options: TrainOptions, place: Place) -> int:
-    from .trainer import plan_run, train
-
+    end_on_signals()
     if LAUNCHED_VARIABLE in os.environ:
         follow_launcher()
     if options.nproc not in (None, place.local_world_size):
@@ -65,31 +94,66 @@ def _train_as_rank(options: TrainOptions, place: Place) -> int:
             f"expected --nproc {place.local_world_size} as the launcher started, got "
             f"{options.nproc}; leave it out"
         )
+    whereabouts = Whereabouts()
+    heart = _heart_of(options, place, whereabouts)
+    if options.heartbeat_limit_s:
+        heart.start()
+    from .trainer import plan_run, train
+
     plan = plan_run(options, place.world_size)
     try:
-        result = train(plan, place)
+        result = train(plan, place, whereabouts, heart.leave)
     except Exception as error:
-        if place.init_method is None or isinstance(error, UsageError):
+        if isinstance(error, UsageError):
             raise
-        _end_failed_rank(place.rank, error)
+        _end_failed_rank(place, whereabouts, heart, error)
     if place.is_first:
-        if options.json is not None:
-            result.write(options.json)
-        print(result.line(), flush=True)
+        _hand_back(result, options)
     return 0
 
 
-def _end_failed_rank(rank: int, error: Exception) -> NoReturn:
+def _hand_back(result: "RunResult", options: TrainOptions) -> None:
+    if options.json is not None:
+        result.write(options.json)
+    print(result.line(), flush=True)
+
+
+def _heart_of(options: TrainOptions, place: Place, whereabouts: Whereabouts) -> Heart:
+    """The heart of this rank; who listens to whom is a table of `heartbeat`."""
+    launched = os.environ.get(LAUNCHED_VARIABLE)
+    limit_s = options.heartbeat_limit_s
+    is_one_machine = place.local_world_size == place.world_size
+    start_limit_s = limit_s if is_one_machine else max(limit_s, GROUP_TIMEOUT.total_seconds())
+
+    def open_board() -> Board:
+        if launched is not None:
+            return FolderBoard(Path(launched))
+        return board_of_store(os.environ, place.rank, start_limit_s)
+
+    listens_to = range(1, place.world_size) if place.is_first else [0]
+    return Heart(
+        place.rank,
+        whereabouts,
+        open_board,
+        [] if launched is not None else listens_to,
+        Silence(limit_s, start_limit_s, started_s=time.monotonic()),
+    )
+
+
+def _end_failed_rank(
+    place: Place, whereabouts: Whereabouts, heart: Heart, error: Exception
+) -> NoReturn:
     """Tell the error and end the process at once: an orderly end would wait for threads that wait
     for dead peers.
     """
+    doing, others = whereabouts.doing, ""
     # Another rank's death is told by one line: where this rank stood then is no trace of its cause.
-    if not isinstance(error, CommunicationError):
+    if heart.verdict:
+        others = f"; {heart.verdict}"
+    elif not isinstance(error, CommunicationError):
         traceback.print_exception(error)
-    where = " ".join(getattr(error, "__notes__", []))
-    print(
-        f"sidestream: rank {rank} failed {where}: {type(error).__name__}: {error}", file=sys.stderr
-    )
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_FAILURE)
+    elif LAUNCHED_VARIABLE not in os.environ and (
+        standing := heart.whereabouts_of_others(place.world_size)
+    ):
+        others = f"; of the others, {standing}"
+    heart.end(f"rank {place.rank} failed {doing}: {type(error).__name__}: {error}{others}")

@@ -10,8 +10,8 @@ a generator's state.
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
@@ -30,16 +30,25 @@ from ..sharding import (
     summary,
 )
 from . import checkpoints
-from .checkpoints import SavedRun
 from .data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed
+from .errors import CheckpointError
+from .heartbeat import Whereabouts
 from .model import VOCAB_SIZE, Block, build_model, model_config
 from .optimization import build_optimizer, learning_rate
 from .options import TrainOptions
 from .paths import require_writable_file, require_writable_folder
 from .progress import Reporter, reporter_for
-from .ranks import Place, choose_device, joined_group, max_over_ranks, mean_over_ranks
+from .ranks import (
+    Place,
+    choose_device,
+    joined_group,
+    max_over_ranks,
+    mean_over_ranks,
+    wait_for_all,
+)
 from .recorder import Recorder
 from .result import RunResult, peak_memory_mib, sha256_of
+from .step_file import SavedRun
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -98,13 +107,22 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
     return replace(plan, resume_from=saved)
 
 
-def train(plan: Plan, place: Place) -> RunResult:
+def train(
+    plan: Plan,
+    place: Place,
+    whereabouts: Whereabouts | None = None,
+    leave: Callable[[], None] = lambda: None,
+) -> RunResult:
     """Run all steps on this rank; every rank calls this and gets the same result.
+
+    `whereabouts` is kept up to date; `leave` is called once ranks may end one before another.
 
     Raises:
         OptionsError: the ranks have not enough GPUs.
+        CheckpointError: what was loaded is not of the step that it lies under.
     """
     options = plan.options
+    whereabouts = whereabouts or Whereabouts()
     choice = choose_device(options.device, place.local_world_size)
     with (
         joined_group(place, choice) as device,
@@ -116,16 +134,21 @@ def train(plan: Plan, place: Place) -> RunResult:
         _introduce(run, reporter, choice.reason)
         recorder = Recorder(reporter, device, options.batch * options.seq_len)
         if plan.resume_from is not None:
-            load_checkpoint(plan.resume_from.path, run.module, run.optimizer)
-            recorder.loss_first = plan.resume_from.loss_first
-            recorder.restart_clock()
+            whereabouts.doing = f"loading step {plan.resume_from.step}"
+            _load(run, plan.resume_from, recorder)
         for step in range(plan.first_step, options.steps + 1):
-            with _in_step(step):
-                recorder.finish_step(step, _train_step(run, step))
-                _save_if_due(run, step, recorder)
-                _kill_if_due(run, step)
+            whereabouts.doing = f"in step {step}"
+            recorder.finish_step(step, _train_step(run, step))
+            if _is_save_due(options, step):
+                whereabouts.doing = f"saving step {step}"
+                _save(run, step, recorder)
+            _kill_if_due(run, step)
+        whereabouts.doing = "summing up"
         recorder.flush()
-        return _sum_up(run, recorder)
+        result = _sum_up(run, recorder)
+        leave()
+        wait_for_all("at the end of the run")
+        return result
 
 
 def _build(plan: Plan, place: Place, device: torch.device) -> Run:
@@ -179,15 +202,6 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
             )
 
 
-@contextmanager
-def _in_step(step: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in step {step}")
-        raise
-
-
 def _train_step(run: Run, step: int) -> Tensor:
     options = run.plan.options
     torch.manual_seed(mix_seed(options.seed, step, run.place.rank))
@@ -231,21 +245,39 @@ def _held_out_loss(run: Run) -> float:
     return float(mean_over_ranks(loss, "held-out loss").item())
 
 
-def _save_if_due(run: Run, step: int, recorder: Recorder) -> None:
-    options = run.plan.options
+def _load(run: Run, saved: SavedRun, recorder: Recorder) -> None:
+    extra = load_checkpoint(saved.path, run.module, run.optimizer)
+    if extra != _extra_of(saved.step):
+        raise CheckpointError(
+            f"expected the state after step {saved.step} in {saved.path}, got a checkpoint that "
+            f"was saved with {extra!r}; move it away to resume from an older one"
+        )
+    recorder.loss_first = saved.loss_first
+    recorder.restart_clock()
+
+
+def _extra_of(step: int) -> dict[str, int]:
+    return {"step": step}
+
+
+def _is_save_due(options: TrainOptions, step: int) -> bool:
     if options.checkpoint is None:
-        return
-    every = options.checkpoint_every or options.steps
-    if step % every and step != options.steps:
-        return
+        return False
+    return step == options.steps or step % (options.checkpoint_every or options.steps) == 0
+
+
+def _save(run: Run, step: int, recorder: Recorder) -> None:
+    options = run.plan.options
     recorder.flush()
     assert recorder.loss_first is not None, "a step has been recorded"
+    assert options.checkpoint is not None, "a save is due"
     path = checkpoints.checkpoint_path(options.checkpoint, step)
     saved = SavedRun(path, step, run.place.world_size, recorder.loss_first, run.plan.defining)
     checkpoints.save_run(
         saved,
-        lambda folder: save_checkpoint(folder, run.module, run.optimizer, extra={"step": step}),
+        lambda folder: save_checkpoint(folder, run.module, run.optimizer, extra=_extra_of(step)),
         is_first=run.place.is_first,
+        keep=options.keep_checkpoints,
     )
     recorder.reporter.note(f"saved {path}")
     recorder.restart_clock()

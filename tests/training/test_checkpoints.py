@@ -3,7 +3,6 @@ import json
 import pytest
 
 from sidestream.training.checkpoints import (
-    SavedRun,
     checkpoint_path,
     checkpoint_to_resume,
     newest_checkpoint,
@@ -11,6 +10,7 @@ from sidestream.training.checkpoints import (
     save_run,
 )
 from sidestream.training.errors import CheckpointError
+from sidestream.training.step_file import SavedRun, sealed
 
 DEFINING = {"seed": 1, "lr": 0.5}
 
@@ -18,7 +18,7 @@ DEFINING = {"seed": 1, "lr": 0.5}
 def _save(folder, step, *, fail=False):
     def save(path):
         path.mkdir(exist_ok=True)
-        (path / "content").write_text(str(step))
+        (path / ".metadata").write_text(str(step))
         if fail:
             raise RuntimeError("disk full")
 
@@ -33,7 +33,7 @@ def test_newest_complete_checkpoint_is_found(tmp_path):
     with pytest.raises(RuntimeError):
         _save(tmp_path, 11, fail=True)
     assert newest_checkpoint(str(tmp_path)) == newest
-    assert (newest.path / "content").read_text() == "10"
+    assert (newest.path / ".metadata").read_text() == "10"
 
 
 def test_unfinished_save_is_replaced(tmp_path):
@@ -76,7 +76,15 @@ def test_a_new_run_does_not_mix_into_an_old_one(tmp_path):
         refuse_to_mix(str(tmp_path))
 
 
-FIELDS = {"format_version": 1, "step": 3, "world_size": 2, "loss_first": 5.5, "defining": {}}
+FILES = {".metadata": {"bytes": 1, "sha256": "0" * 64}}
+FIELDS = {
+    "format_version": 2,
+    "step": 3,
+    "world_size": 2,
+    "loss_first": 5.5,
+    "defining": {},
+    "files": FILES,
+}
 
 
 @pytest.mark.parametrize(
@@ -85,11 +93,20 @@ FIELDS = {"format_version": 1, "step": 3, "world_size": 2, "loss_first": 5.5, "d
         "{",
         "[]",
         json.dumps({"format_version": 99}),
-        json.dumps({"format_version": 1}),
-        json.dumps({**FIELDS, "step": "three"}),
-        json.dumps({**FIELDS, "defining": 3}),
+        json.dumps({"format_version": 2}),
+        json.dumps(FIELDS),
+        json.dumps(sealed({**FIELDS, "step": "three"})),
+        json.dumps(sealed({**FIELDS, "defining": 3})),
     ],
-    ids=["broken", "no_object", "later_format", "fields_missing", "step", "defining"],
+    ids=[
+        "broken",
+        "no_object",
+        "later_format",
+        "fields_missing",
+        "checksum_missing",
+        "step",
+        "defining",
+    ],
 )
 def test_foreign_run_file_is_refused(tmp_path, content):
     path = _save(tmp_path, 3).path
@@ -101,7 +118,7 @@ def test_foreign_run_file_is_refused(tmp_path, content):
 def test_checkpoint_whose_folder_was_removed_is_passed_over(tmp_path):
     older = _save(tmp_path, 3)
     newer = _save(tmp_path, 4)
-    (newer.path / "content").unlink()
+    (newer.path / ".metadata").unlink()
     newer.path.rmdir()
     assert newest_checkpoint(str(tmp_path)) == older
 

@@ -1,0 +1,242 @@
+"""The file beside a checkpoint: which run and step it is of, and what its index is bound to.
+
+    {"format_version": 2, "step": 20, "world_size": 2, "loss_first": 5.5, "defining": {...},
+     "files": {".metadata": {"bytes": 4711, "sha256": "..."}}, "content_sha256": "..."}
+
+It is written last. `files` are those of the folder that say what all others hold; the last entry is
+the checksum of all before it. Whatever else it may be, a pipe, a device, other JSON, is refused in
+one sentence, and nothing waits for it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+
+FORMAT_VERSION = 2
+STEP_DIGITS = 8
+MAX_STEP_FILE_BYTES = 1 << 20
+# In a folder of `save_checkpoint`, what describes all its other files.
+CHECKSUM = "content_sha256"
+INDEX_FILES = ("sidestream.json", ".metadata")
+SHA256_DIGITS = 64
+
+Defining = Mapping[str, str | int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A complete checkpoint: where it is, after which step, and of which run."""
+
+    path: Path
+    step: int
+    world_size: int
+    loss_first: float
+    defining: Defining
+
+
+def step_file_of(path: Path) -> Path:
+    """The file beside the checkpoint at `path`."""
+    return path.with_name(f"{path.name}.json")
+
+
+def write_step_file(saved: SavedRun) -> None:
+    """Write the file that makes the checkpoint at `saved.path` complete."""
+    loss = saved.loss_first
+    content = {
+        "format_version": FORMAT_VERSION,
+        "step": saved.step,
+        "world_size": saved.world_size,
+        "loss_first": loss if math.isfinite(loss) else str(loss),  # JSON has no such number
+        "defining": dict(saved.defining),
+        "files": index_of(saved.path),
+    }
+    final = step_file_of(saved.path)
+    partial = final.with_name(f".{final.name}.partial")
+    partial.unlink(missing_ok=True)  # of a killed run, or a link that somebody has put there
+    with partial.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(sealed(content), indent=2, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, final)
+
+
+def read_step_file(path: Path) -> SavedRun:
+    """Read the file beside the checkpoint at `path`; what it says of the folder is not compared.
+
+    Raises:
+        CheckpointError: it is not what `write_step_file` writes, or of another step.
+    """
+    file = step_file_of(path)
+    try:
+        content = _parsed(_content_of(file))
+        _require_keys(content)
+        saved = SavedRun(
+            path=path,
+            step=_whole(content, "step"),
+            world_size=_whole(content, "world_size"),
+            loss_first=_loss(content["loss_first"]),
+            defining=_defining(content["defining"]),
+        )
+        _require_index(content["files"])
+        if path.name != folder_name(saved.step):
+            raise ValueError(f"step {saved.step}, which belongs to {folder_name(saved.step)}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"expected {file} as this release writes it, got {_in_words(error)}; move it away to "
+            "resume from an older one"
+        ) from error
+    return saved
+
+
+def require_same_index(path: Path) -> None:
+    """Compare the folder at `path` with what the file beside it, already read once, says of it.
+
+    Raises:
+        CheckpointError: a file is missing or new, or has another size or checksum.
+    """
+    there: Mapping[str, Any] = _parsed(_content_of(step_file_of(path)))["files"]
+    try:
+        now = index_of(path)
+    except (OSError, ValueError) as error:
+        raise _other_index(path, _in_words(error)) from error
+    differences = [
+        f"{name}: {_described(there.get(name))} there, {_described(now.get(name))} now"
+        for name in sorted({*there, *now})
+        if there.get(name) != now.get(name)
+    ]
+    if differences:
+        raise _other_index(path, "; ".join(differences))
+
+
+def index_of(path: Path) -> dict[str, dict[str, int | str]]:
+    """Size and SHA-256 of the files in `path` that describe all its other files."""
+    index: dict[str, dict[str, int | str]] = {}
+    for name in INDEX_FILES:
+        file = path / name
+        if os.path.lexists(file):
+            with _open_regular(file) as stream:
+                digest = hashlib.file_digest(stream, "sha256")
+                index[name] = {"bytes": stream.tell(), "sha256": digest.hexdigest()}
+    return index
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """`content` with its checksum."""
+    rest = {name: value for name, value in content.items() if name != CHECKSUM}
+    encoded = json.dumps(rest, sort_keys=True).encode()
+    return {**rest, CHECKSUM: hashlib.sha256(encoded).hexdigest()}
+
+
+def folder_name(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:0{STEP_DIGITS}d}"
+
+
+def _open_regular(file: Path) -> Any:
+    # Looked at before: opening a device may act on it, and a pipe would wait for its writer.
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise ValueError("something that is not an ordinary file")
+    return open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def _content_of(file: Path) -> bytes:
+    with _open_regular(file) as stream:
+        content: bytes = stream.read(MAX_STEP_FILE_BYTES + 1)
+    if len(content) > MAX_STEP_FILE_BYTES:
+        raise ValueError(f"more than {MAX_STEP_FILE_BYTES} bytes")
+    return content
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    parsed = json.loads(
+        content.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_number
+    )
+    if not isinstance(parsed, dict):
+        raise ValueError(f"a {type(parsed).__name__} instead of an object")
+    return parsed
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name twice in one object")
+    return result
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text}, which is no number of JSON")
+
+
+def _require_keys(content: Mapping[str, Any]) -> None:
+    if content.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
+        raise ValueError(f"format_version {content['format_version']!r}, not {FORMAT_VERSION}")
+    expected = {*SavedRun.__slots__, "format_version", "files", CHECKSUM} - {"path"}
+    if wrong := sorted(expected ^ {*content}):
+        raise ValueError(f"missing or unknown names: {', '.join(map(repr, wrong))}")
+    if sealed(content) != content:
+        raise ValueError(f"another {CHECKSUM} than its own: it was changed")
+
+
+def _whole(content: Mapping[str, Any], name: str) -> int:
+    value = content[name]
+    if type(value) is not int or not 0 < value < 10**STEP_DIGITS:
+        raise ValueError(f"{name} {value!r}")
+    return value
+
+
+def _loss(value: object) -> float:
+    if type(value) is float and math.isfinite(value):
+        return value
+    if value in ("nan", "inf", "-inf"):
+        return float(str(value))
+    raise ValueError(f"loss_first {value!r}")
+
+
+def _defining(value: object) -> dict[str, str | int | float]:
+    if not isinstance(value, dict) or not all(
+        type(part) in (str, int, float) for part in value.values()
+    ):
+        raise ValueError("a defining that is no object of texts and numbers")
+    return value
+
+
+def _require_index(value: object) -> None:
+    checks: dict[str, Callable[[Any], bool]] = {
+        "bytes": lambda part: type(part) is int and part >= 0,
+        "sha256": lambda part: type(part) is str and len(part) == SHA256_DIGITS,
+    }
+    if not isinstance(value, dict) or not value:
+        raise ValueError("no files")
+    for name, described in value.items():
+        if (
+            name not in INDEX_FILES
+            or not isinstance(described, dict)
+            or described.keys() != checks.keys()
+            or not all(check(described[key]) for key, check in checks.items())
+        ):
+            raise ValueError(f"files with {name!r}: {described!r}")
+
+
+def _described(entry: Mapping[str, Any] | None) -> str:
+    return "nothing" if entry is None else f"{entry['bytes']} bytes of {entry['sha256'][:12]}"
+
+
+def _other_index(path: Path, text: str) -> CheckpointError:
+    return CheckpointError(
+        f"expected the files of {path} as they were saved, got others ({text}); move "
+        f"{step_file_of(path)} away to resume from an older one"
+    )
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "objects nested too deeply"
+    return f"{type(error).__name__}: {error}" if isinstance(error, UnicodeError) else str(error)
