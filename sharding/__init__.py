@@ -1,12 +1,6 @@
 """Ranks, modules, time: what shards a model and moves its parameters and gradients."""
 
-from .checkpoint import (
-    full_state_dict,
-    load_checkpoint,
-    load_safetensors,
-    save_checkpoint,
-    save_safetensors,
-)
+from .checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from .entries import gathered, register_forward_method
 from .errors import CommunicationError
 from .fully_shard import (
@@ -19,6 +13,7 @@ from .fully_shard import (
 from .grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
 from .process_groups import shorten_flight_record
+from .safetensors import load_safetensors, save_safetensors
 from .sharded_tensor import ShardedTensor
 from .summary import summary
 

@@ -1,15 +1,7 @@
 """Checkpoints: what is saved, how it lies on disk, and what is checked before it is loaded."""
 
 from .load import load_checkpoint
-from .safetensors_load import load_safetensors
-from .safetensors_save import save_safetensors
 from .save import save_checkpoint
 from .state import full_state_dict
 
-__all__ = [
-    "full_state_dict",
-    "load_checkpoint",
-    "load_safetensors",
-    "save_checkpoint",
-    "save_safetensors",
-]
+__all__ = ["full_state_dict", "load_checkpoint", "save_checkpoint"]

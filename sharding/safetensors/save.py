@@ -1,7 +1,7 @@
 """Weights of a model, sharded or plain, to safetensors files in the layout of Hugging Face.
 
 Rank 0 writes, piece by piece, as the ranks gather them: no tensor is ever whole in memory.
-`safetensors_folder` says how the files get their names when all are complete.
+`folder` says how the files get their names when all are complete.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import require_number
+from ..checkpoint import folder as checkpoint_folder
+from ..checkpoint.agreement import Alike
+from ..checkpoint.ranks import claim, ranks_of
 from ..collectives import start_all_gather
 from ..errors import communicating
 from ..sharded_tensor import ShardedTensor
 from ..uncompiled import uncompiled
-from . import folder as checkpoint_folder
-from .agreement import Alike
-from .ranks import claim, ranks_of
-from .safetensors_files import CHUNK_BYTES, Staging
-from .safetensors_folder import ExportFolder
-from .safetensors_format import StoredTensor, TensorSpec, plan_export, shown
-from .safetensors_state import ModuleState, state_of
+from .files import CHUNK_BYTES, Staging
+from .folder import ExportFolder
+from .format import StoredTensor, TensorSpec, plan_export, shown
+from .state import ModuleState, state_of
 
 _CASTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LEAST_NUMEL = 2**16

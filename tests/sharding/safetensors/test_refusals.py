@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import sidestream as ss
-from sidestream.sharding.checkpoint.safetensors_files import Source, open_model
-from sidestream.sharding.checkpoint.safetensors_format import parse_header
+from sidestream.sharding.safetensors.files import Source, open_model
+from sidestream.sharding.safetensors.format import parse_header
 from sidestream.tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -284,7 +284,7 @@ def test_an_index_that_is_replaced_while_files_are_opened_is_refused(
         (tmp_path / "new").replace(tmp_path / INDEX)
         return parse_header(header, file_bytes)
 
-    module = "sidestream.sharding.checkpoint.safetensors_files"
+    module = "sidestream.sharding.safetensors.files"
     monkeypatch.setattr(f"{module}.parse_header", replaced)
     check_refused(tmp_path, ValueError, "an index that was replaced")
 

@@ -19,8 +19,8 @@ import re
 import shutil
 from pathlib import Path
 
-from .safetensors_files import OpenFile, read_index
-from .safetensors_format import INDEX, SINGLE, Export, build_index, parse_object
+from .files import OpenFile, read_index
+from .format import INDEX, SINGLE, Export, build_index, parse_object
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}(\.replaced)?\.safetensors")
 _PARTIAL = re.compile(r"\.model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?\.partial")

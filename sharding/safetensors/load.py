@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..arguments import require_flag
+from ..checkpoint.agreement import Alike
+from ..checkpoint.ranks import ranks_of
 from ..sharded_tensor import ShardedTensor
 from ..uncompiled import uncompiled
-from .agreement import Alike
-from .ranks import ranks_of
-from .safetensors_files import Source, Staging, StoredModel, open_model
-from .safetensors_format import StoredTensor, shown
-from .safetensors_state import Entry, ModuleState, state_of
+from .files import Source, Staging, StoredModel, open_model
+from .format import StoredTensor, shown
+from .state import Entry, ModuleState, state_of
 
 
 class LoadedKeys(NamedTuple):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream as ss
-from sidestream.sharding.checkpoint import safetensors_files, safetensors_save
+from sidestream.sharding.safetensors import files as safetensors_files
+from sidestream.sharding.safetensors import save as safetensors_save
 from sidestream.tests.ranks import preload, run_on_ranks
 from sidestream.tests.sharding.twins import Twins, square_loss
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import kind_of
-from .safetensors_format import (
+from .format import (
     INDEX,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream as ss
-from sidestream.sharding.checkpoint import safetensors_save
+from sidestream.sharding.safetensors import save as safetensors_save
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 
 pytestmark = pytest.mark.timeout(60)
