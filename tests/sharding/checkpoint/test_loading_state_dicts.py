@@ -175,7 +175,7 @@ def _refused(rank: int, world: int) -> list[str]:
         other, others_optimizer = _step(_plain(1, (6, 8)))
         missing = {key: x for key, x in model.state_dict().items() if key != "4.bias"}
         no_groups: dict[str, Any] = {"state": {}, "param_groups": []}
-        entry = r"state entry 'exp_avg' of '0.weight' has shape \(6, 3\)"
+        entry = r"'exp_avg' of '0.weight' to have its shape \(5, 3\) or one value, got \(6, 3\)"
         for load, state, text in (
             (optimizer.load_state_dict, others_optimizer.state_dict(), entry),
             (optimizer.load_state_dict, no_groups, "different number of parameter groups"),
