@@ -280,7 +280,7 @@ def take_own_parts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     place of whole tensors and of sharded ones of another layout (a collective for the latter).
 
     Raises:
-        ValueError: an entry is neither of its parameter's shape nor one value.
+        ValueError: an entry has neither its parameter's shape nor one value.
     """
     state = dict(state_dict["state"])
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
@@ -296,10 +296,13 @@ def take_own_parts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
 def _own_part(param: ShardedTensor, entry: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or entry in _SCALAR_STATE:
         return value
-    if value.shape == param.shape:
-        return part_like(param, value)
-    _require_one_value(entry, value, param.name)
-    return value
+    if value.shape != param.shape and value.numel() != 1:
+        raise ValueError(
+            f"optimizer.load_state_dict: expected state '{entry}' of '{param.name}' to have its "
+            f"shape {tuple(param.shape)} or one value, got {tuple(value.shape)}; load the state of "
+            "an optimizer over the same parameters in the same order and groups"
+        )
+    return part_like(param, value)
 
 
 def _has_shape(key: str, value: object, shape: Sequence[int]) -> bool:

@@ -370,10 +370,11 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
     @uncompiled
     def data(self, value: Tensor) -> None:
         # `local` is a view of a buffer that the unit holds too, so it takes the values instead.
-        if value.dtype != self.dtype:
+        is_moved = isinstance(value, ShardedTensor) and value.device != self.device
+        if value.dtype != self.dtype or is_moved:
             raise RuntimeError(
-                f"data of {self.describe()}: expected {self.dtype}, got {value.dtype}: convert the "
-                "model before fully_shard"
+                f"data of {self.describe()}: expected {self.dtype} on {self.device}, got "
+                f"{value.dtype} on {value.device}: convert the model before fully_shard"
             )
         with torch.no_grad():
             self.copy_(value)

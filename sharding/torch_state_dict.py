@@ -78,7 +78,7 @@ def _gathering(gather: _Function) -> _Function:
                 x.require_exchanged()
                 full = x.gather_full()
                 # One at a time: all of them need not fit on the device at once.
-                kept = full.cpu() if options.get("cpu_offload") else full
+                kept = full.cpu() if is_kept and options.get("cpu_offload") else full
                 whole[id(x.local)] = kept if is_kept else None
             return whole[id(x.local)]
 

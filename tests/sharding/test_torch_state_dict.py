@@ -60,3 +60,6 @@ def test_state_is_converted_and_parameters_are_not() -> None:
     assert torch.equal(half.full_tensor(), weight.full_tensor().bfloat16())
     with pytest.raises(RuntimeError, match="convert the model before fully_shard"):
         model.bfloat16()
+    for other in (weight.to("meta"), half):
+        with pytest.raises(RuntimeError, match=r"expected torch\.float32 on cpu, got"):
+            model.weight.data = other
