@@ -25,6 +25,9 @@ from .step_file import (
     write_step_file,
 )
 
+MAX_SHOWN = 12
+MAX_SHOWN_CHARACTERS = 80
+
 _STEP = re.compile(f"step-[0-9]{{{STEP_DIGITS}}}", re.ASCII)
 _LEFTOVER = re.compile(rf"\.{_STEP.pattern}(\.json)?\.partial", re.ASCII)
 
@@ -52,16 +55,19 @@ def checkpoint_to_resume(folder: str, defining: Defining, last_step: int) -> Sav
             f"expected a complete checkpoint in {folder} to resume from, got none; leave out "
             "--resume to start anew"
         )
-    names = sorted({*defining, *saved.defining})
+    pairs = [
+        (name, saved.defining.get(name), defining.get(name))
+        for name in sorted({*defining, *saved.defining})
+    ]
     differences = [
-        f"{name}: {saved.defining.get(name)} there, {defining.get(name)} now"
-        for name in names
-        if saved.defining.get(name) != defining.get(name)
+        f"{_shown(name)}: {_shown(there)} there, {_shown(now)} now"
+        for name, there, now in pairs
+        if there != now
     ]
     if differences:
         raise CheckpointError(
             f"expected the run that {saved.path} was saved by, got another "
-            f"({'; '.join(differences)}); "
+            f"({'; '.join(differences[:MAX_SHOWN])}); "
             "give the same options and data, or another --checkpoint DIR"
         )
     if saved.step >= last_step:
@@ -116,6 +122,11 @@ def save_run(
 def checkpoint_path(folder: str, step: int) -> Path:
     """Return where the checkpoint of a step lies."""
     return Path(folder) / folder_name(step)
+
+
+def _shown(value: object) -> str:
+    """`value` on one line: what a file says may be of any length."""
+    return " ".join(str(value)[:MAX_SHOWN_CHARACTERS].split())
 
 
 def _complete(folder: str) -> list[Path]:

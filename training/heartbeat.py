@@ -151,13 +151,19 @@ class Heart:
         """Say goodbye and listen no more: from here on other ranks may end, and well."""
         self._ended.set()
         # A thread that is inside the store would not survive the end of the interpreter.
-        self._heart.join(2 * BEAT_S)
+        if self._heart.is_alive():
+            self._heart.join(2 * BEAT_S)
+
+    def give_up(self, reason: str) -> None:
+        """Tell the others why this rank ends, which is about to do so in good order."""
+        self._judge_by(f"rank {self._rank} failed {self._whereabouts.doing}: {reason}")
+        self.leave()
 
     def end(self, text: str) -> NoReturn:
         """Tell `text` and end the process at once; the first to come, of all threads, is heard."""
         if not self._once.acquire(blocking=False):
             threading.Event().wait()
-        print(f"sidestream: {text}", file=sys.stderr)
+        _say(text)
         self._judge_by(text)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -211,10 +217,13 @@ class Heart:
             silent = self._silence.silent(self._others, now_s)
             if not self._verdict and not silent:
                 continue
-            verdict = self._verdict or self._silence.verdict(silent, now_s)
-            self._judge_by(verdict)
-            # Whoever found it stays longer than those who read it: it may be the store's host.
-            grace_s = VERDICT_GRACE_S if self._verdict else VERDICT_GRACE_S + 2 * BEAT_S
+            verdict, grace_s = self._verdict, VERDICT_GRACE_S
+            if not verdict:
+                verdict = self._silence.verdict(silent, now_s)
+                _say(verdict)
+                self._judge_by(verdict)
+                # Longer than those stay who read it: this may be the store's host.
+                grace_s += 2 * BEAT_S
             if not self._ended.wait(grace_s):
                 self.end(
                     f"rank {self._rank} failed {self._whereabouts.doing} (there for "
@@ -242,13 +251,15 @@ class Heart:
         for rank in self._silence.late(self._others, now_s):
             if rank not in self._silence.beats and rank not in self._told:
                 self._told.add(rank)
-                print(
-                    f"sidestream: rank {self._rank} has not heard of rank {rank} for "
+                _say(
+                    f"rank {self._rank} has not heard of rank {rank} for "
                     f"{self._silence.limit_s:g} s: it has not started, or was ended {STARTING}; "
-                    f"waiting up to {self._silence.start_limit_s:g} s for it",
-                    file=sys.stderr,
-                    flush=True,
+                    f"waiting up to {self._silence.start_limit_s:g} s for it"
                 )
+
+
+def _say(text: str) -> None:
+    print(f"sidestream: {text}", file=sys.stderr, flush=True)
 
 
 def _out_of_reach() -> contextlib.suppress:

@@ -3,6 +3,7 @@ of a rank among others.
 """
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -60,15 +61,17 @@ def raising_signals() -> Iterator[None]:
 def end_on_signals() -> None:
     """Have SIGINT and SIGTERM end this process wherever it stands, waiting for other ranks too."""
     for number in ENDING_SIGNALS:
-        # Whoever started us with a signal ignored, as nohup does, wants that.
+        # As nohup does, whoever started us may want one ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
 def _handled_by(handler: "signal._HANDLER") -> Iterator[None]:
-    previous = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    taken = [number for number, before in previous.items() if before is not signal.SIG_IGN]
+    # In another thread there are no signals; and whoever started us with one ignored wants that.
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.getsignal(number) for number in ENDING_SIGNALS if is_main}
+    taken = [number for number, before in previous.items() if before not in (signal.SIG_IGN, None)]
     for number in taken:
         signal.signal(number, handler)
     try:

@@ -75,9 +75,9 @@ def launch(
             for rank in ranks:
                 if rank.process.stdin is not None:
                     rank.process.stdin.close()
-            if sys.stdout.isatty():
-                # A rank that was ended under its progress bar left it hidden.
-                print(SHOW_CURSOR, end="", flush=True)
+            if sys.stdout.isatty() and any(rank.process.returncode for rank in ranks):
+                # A rank that was ended under its progress bar left the cursor hidden, on its line.
+                print(SHOW_CURSOR, flush=True)
 
 
 def rank_environment(

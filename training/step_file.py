@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from .errors import CheckpointError
@@ -177,10 +178,10 @@ def _no_number(text: str) -> Any:
 
 def _require_keys(content: Mapping[str, Any]) -> None:
     if content.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
-        raise ValueError(f"format_version {content['format_version']!r}, not {FORMAT_VERSION}")
+        raise ValueError(f"format_version {short(content['format_version'])}, not {FORMAT_VERSION}")
     expected = {*SavedRun.__slots__, "format_version", "files", CHECKSUM} - {"path"}
     if wrong := sorted(expected ^ {*content}):
-        raise ValueError(f"missing or unknown names: {', '.join(map(repr, wrong))}")
+        raise ValueError(f"missing or unknown names: {short(wrong)}")
     if sealed(content) != content:
         raise ValueError(f"another {CHECKSUM} than its own: it was changed")
 
@@ -188,7 +189,7 @@ def _require_keys(content: Mapping[str, Any]) -> None:
 def _whole(content: Mapping[str, Any], name: str) -> int:
     value = content[name]
     if type(value) is not int or not 0 < value < 10**STEP_DIGITS:
-        raise ValueError(f"{name} {value!r}")
+        raise ValueError(f"{name} {short(value)}")
     return value
 
 
@@ -197,7 +198,7 @@ def _loss(value: object) -> float:
         return value
     if value in ("nan", "inf", "-inf"):
         return float(str(value))
-    raise ValueError(f"loss_first {value!r}")
+    raise ValueError(f"loss_first {short(value)}")
 
 
 def _defining(value: object) -> dict[str, str | int | float]:
@@ -222,7 +223,7 @@ def _require_index(value: object) -> None:
             or described.keys() != checks.keys()
             or not all(check(described[key]) for key, check in checks.items())
         ):
-            raise ValueError(f"files with {name!r}: {described!r}")
+            raise ValueError(f"files with {short(name)}: {short(described)}")
 
 
 def _described(entry: Mapping[str, Any] | None) -> str:

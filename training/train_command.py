@@ -100,11 +100,12 @@ def _train_as_rank(options: TrainOptions, place: Place) -> int:
         heart.start()
     from .trainer import plan_run, train
 
-    plan = plan_run(options, place.world_size)
     try:
+        plan = plan_run(options, place.world_size)
         result = train(plan, place, whereabouts, heart.leave)
     except Exception as error:
         if isinstance(error, UsageError):
+            heart.give_up(str(error))
             raise
         _end_failed_rank(place, whereabouts, heart, error)
     if place.is_first:

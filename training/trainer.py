@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from reprlib import repr as short
 
 import torch
 from torch import Tensor, nn
@@ -250,7 +251,7 @@ def _load(run: Run, saved: SavedRun, recorder: Recorder) -> None:
     if extra != _extra_of(saved.step):
         raise CheckpointError(
             f"expected the state after step {saved.step} in {saved.path}, got a checkpoint that "
-            f"was saved with {extra!r}; move it away to resume from an older one"
+            f"was saved with {short(extra)}; move it away to resume from an older one"
         )
     recorder.loss_first = saved.loss_first
     recorder.restart_clock()

@@ -25,7 +25,7 @@ def board():
     return FolderBoard(pathlib.Path(folder)) if folder else board_of_store(os.environ, rank, 5.0)
 others = [] if folder else [1, 2] if rank == 0 else [0]
 heart = heartbeat.Heart(
-    rank, places, board, others, heartbeat.Silence(1.5, 20.0, time.monotonic())
+    rank, places, board, others, heartbeat.Silence(3.0, 20.0, time.monotonic())
 )
 heart.start()
 time.sleep(0.5)
@@ -136,9 +136,9 @@ def test_the_place_says_for_how_long_where_that_is_long():
 @pytest.mark.timeout(60)
 def test_a_stopped_rank_is_named_with_its_place_and_ends_the_others(capfd):
     code = f"if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n{WAIT}"
-    assert launch(_command(code), 3, silence=Silence(2.0, 20.0)) == 128 + signal.SIGKILL
+    assert launch(_command(code), 3, silence=Silence(4.0, 20.0)) == 128 + signal.SIGKILL
     told = capfd.readouterr().err
-    named = "rank 1 has not been heard of for 2 s (in step 7)"
+    named = "rank 1 has not been heard of for 4 s (in step 7)"
     assert f"sidestream: {named}" in told
     for rank in (0, 2):
         assert f"sidestream: rank {rank} failed in step 7 (there for" in told
@@ -180,6 +180,17 @@ def test_a_rank_killed_while_starting_is_named_and_those_that_wait_for_it_end_at
     assert "still running" not in told
 
 
+@pytest.mark.timeout(60)
+def test_a_rank_that_hangs_while_its_thread_beats_says_where_once_another_has_failed(capfd):
+    code = f"if rank == 0: time.sleep(1); sys.exit('timed out')\n{WAIT}"
+    assert launch(_command(code), 2, silence=Silence(20.0, 20.0)) == 1
+    told = capfd.readouterr().err
+    assert "sidestream: rank 0 exited with code 1 (in step 7)" in told
+    line = (RANK + code).count("\n")
+    assert "rank 1 failed in step 7 (there for " in told
+    assert f" s, at <string>:{line}, with no error of its own): rank 0 exited with code 1" in told
+
+
 # ---- torchrun and the like: no launcher of ours, a store
 
 
@@ -211,7 +222,7 @@ def test_without_our_launcher_the_others_name_the_stopped_rank(stopped):
                 told = process.communicate(timeout=60)[1]
                 assert process.returncode == 1
                 assert f"rank {rank} failed in step 7 (there for" in told
-                assert f"rank {stopped} has not been heard of for" in told
+                assert f"rank {stopped} has not been heard of for 3 s (in step 7)" in told
     finally:
         for process in ranks.values():
             process.kill()
@@ -228,5 +239,5 @@ def test_without_our_launcher_a_rank_that_never_came_is_named():
     finally:
         rank.kill()
         rank.communicate()
-    assert "rank 1 has not heard of rank 0 for 1.5 s" in told
+    assert "rank 1 has not heard of rank 0 for 3 s" in told
     assert "waiting up to 20 s for it" in told

@@ -86,7 +86,7 @@ def test_other_content_is_refused(content, tmp_path):
 
 FIELDS = {
     "format_version": [1, "2", None, 2.5],
-    "step": [0, -3, 4, 10**8, 10**400, True, "3", 3.0, None],
+    "step": ["x" * 10**5, {"a" * 10**5: 1}, 0, -3, 4, 10**8, 10**400, True, "3", 3.0, None],
     "world_size": [0, -1, 10**30, True, "2", 2.0],
     "loss_first": [5, "x", None, True],
     "defining": [[], None, {"seed": None}, {"seed": True}, {"seed": {}}],
@@ -102,10 +102,11 @@ FIELDS = {
         {".metadata": {"bytes": 1, "sha256": "0" * 64, "more": 1}},
     ],
     "more": [1],
+    "more" * 10**4 + "\n": [1],
 }
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", FIELDS, ids=lambda name: name[:20].strip())
 def test_other_values_and_names_are_refused(name, tmp_path):
     _save(tmp_path, 3)
     whole = json.loads(_file(tmp_path).read_text())
@@ -124,6 +125,16 @@ def test_numbers_that_are_none_are_refused(number, tmp_path):
     text = _file(tmp_path).read_text()
     _file(tmp_path).write_text(text.replace("5.5", number))
     _refused(tmp_path)
+
+
+def test_another_run_of_long_names_is_told_in_one_line(tmp_path):
+    _save(tmp_path, 3)
+    whole = json.loads(_file(tmp_path).read_text())
+    whole["defining"] = {f"{number}\n" * 10**3: "x\n" * 10**3 for number in range(50)}
+    _file(tmp_path).write_text(json.dumps(sealed(whole)))
+    with pytest.raises(CheckpointError, match="got another") as caught:
+        _resume(tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 5000
 
 
 def test_a_name_twice_is_refused(tmp_path):

@@ -1,12 +1,13 @@
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sidestream.cli import main
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.training import trainer
+from sidestream.training import checkpoints, step_file, trainer
 from sidestream.training.options import TrainOptions
 from sidestream.training.ranks import Place
 from sidestream.training.result import parse_result
@@ -113,6 +114,19 @@ def test_checkpoints_of_another_run_are_refused(train, tmp_path, arguments, expe
     code, error = train("--checkpoint", tmp_path, *arguments)
     assert code == 2
     assert expected in error
+
+
+def test_a_checkpoint_of_another_step_does_not_resume(train, tmp_path):
+    train("--checkpoint", tmp_path, "--checkpoint-every", 2)
+    for left in ("step-00000006", "step-00000004"):
+        shutil.rmtree(tmp_path / left)
+    # Somebody made the file anew, so all agree but what the checkpoint itself says.
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000004")
+    saved = checkpoints.newest_checkpoint(str(tmp_path))
+    step_file.write_step_file(replace(saved, step=4))
+    code, error = train("--checkpoint", tmp_path, "--resume")
+    assert code == 2
+    assert "the state after step 4" in error and "saved with {'step': 2}" in error
 
 
 def test_other_data_does_not_resume(train, tmp_path):
