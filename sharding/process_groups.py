@@ -4,6 +4,7 @@ new_group.
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from dataclasses import dataclass
@@ -160,6 +161,17 @@ def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(group)
         known = _BACKGROUND[group] = _beside(group, ranks, "gloo", "sidestream_background")
     return known
+
+
+@atexit.register
+def _end_background_groups() -> None:
+    """Join their threads while Python still runs: one that lets go of the last operation's tensors
+    later would end the process with SIGABRT.
+    """
+    while _BACKGROUND:
+        _, group = _BACKGROUND.popitem()
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def _second_communicator(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
