@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -31,8 +32,9 @@ class _DigestingFileSystem(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Open a new file, as the protocol of DCP asks for it."""
         assert mode == "wb", "a writer does not read"
-        with DigestedFile(path) as file:
-            yield file
+        file = DigestedFile(path)
+        with io.BufferedWriter(file) as stream:
+            yield stream
         self.digests[Path(path).name] = file.digest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

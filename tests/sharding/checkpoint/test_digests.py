@@ -1,7 +1,9 @@
 """The checksums that a checkpoint holds of its files."""
 
+import io
 import json
 import os
+import threading
 import zlib
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import sidestream as ss
 from sidestream.sharding.checkpoint.digests import DigestedFile
+from sidestream.sharding.checkpoint.stored import Digest
 from sidestream.tests.ranks import run_on_ranks
 
 
@@ -31,6 +34,21 @@ def test_every_file_is_listed_with_its_size_and_checksum(world_size: int, tmp_pa
     for name, listed in files.items():
         content = (tmp_path / "c" / name).read_bytes()
         assert listed == [len(content), zlib.crc32(content)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[], [0], [1], [3, 1 << 20], [3 << 20, 1, 5], [7] * 999],
+    ids=lambda sizes: f"{len(sizes)} pieces, {sum(sizes)} bytes",
+)
+def test_a_digest_is_that_of_the_whole_file(sizes: list[int], tmp_path: Path) -> None:
+    file = DigestedFile(tmp_path / "file")
+    with io.BufferedWriter(file) as stream:
+        for size in sizes:
+            stream.write(os.urandom(size))
+    content = (tmp_path / "file").read_bytes()
+    assert file.digest() == Digest(sum(sizes), zlib.crc32(content))
+    assert threading.active_count() == 1
 
 
 def test_a_digested_file_follows_no_link(tmp_path: Path) -> None:
