@@ -6,13 +6,13 @@ import io
 import os
 import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .stored import BadCheckpoint, Digest
+from .stored import SEGMENT_BYTES, BadCheckpoint, Digest
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 18  # stays in the cache between its reading and its sum
 _MAX_THREADS = 8
 
 
@@ -54,17 +54,6 @@ def read_whole(path: Path) -> bytes:
         return file.read()
 
 
-def digest_of(path: Path) -> Digest:
-    """Size and sum of `path`, likewise."""
-    piece = bytearray(_PIECE_BYTES)
-    num_bytes = crc32 = 0
-    with open_regular(path) as file:
-        while count := file.readinto(piece):
-            crc32 = zlib.crc32(memoryview(piece)[:count], crc32)
-            num_bytes += count
-    return Digest(num_bytes, crc32)
-
-
 def require_sizes(folder: Path, expected: Iterable[tuple[str, Digest]]) -> None:
     """Compare the sizes of files of `folder` with what is known of them.
 
@@ -79,20 +68,34 @@ def require_sizes(folder: Path, expected: Iterable[tuple[str, Digest]]) -> None:
             raise BadCheckpoint(f"expected {name} of {digest.num_bytes} bytes, got {num_bytes}")
 
 
-def require_digests(folder: Path, expected: Iterable[tuple[str, Digest]]) -> None:
-    """Compare files of `folder` with what is known of them.
+def require_sums(folder: Path, expected: Mapping[str, Digest], rank: int, world_size: int) -> None:
+    """Compare this rank's share of the sums of files of `folder` with what is known of them.
 
     Raises:
         BadCheckpoint: one is missing or another one.
         OSError: one cannot be read.
     """
-    expected = list(expected)
-    require_sizes(folder, expected)  # costs nothing
+    require_sizes(folder, expected.items())
+    segments = [
+        (name, place, crc32)
+        for name, digest in sorted(expected.items())
+        for place, crc32 in enumerate(digest.crc32s)
+    ][rank::world_size]
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        found = pool.map(digest_of, [folder / name for name, _ in expected])
-        for (name, digest), actual in zip(expected, found, strict=True):
-            if actual != digest:
+        found = pool.map(lambda segment: _crc32_of(folder / segment[0], segment[1]), segments)
+        for (name, _, crc32), actual in zip(segments, found, strict=True):
+            if actual != crc32:
                 raise BadCheckpoint(
                     f"expected {name} as it was written, got a damaged file or one of another "
                     "checkpoint"
                 )
+
+
+def _crc32_of(path: Path, segment: int) -> int:
+    piece, crc32, rest = bytearray(_PIECE_BYTES), 0, SEGMENT_BYTES
+    with open_regular(path) as file:
+        file.seek(segment * SEGMENT_BYTES)
+        while rest and (count := file.readinto(memoryview(piece)[:rest])):
+            crc32 = zlib.crc32(memoryview(piece)[:count], crc32)
+            rest -= count
+    return crc32

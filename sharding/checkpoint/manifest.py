@@ -5,7 +5,7 @@
      "paths": {key: [its path in the nested state dict that was saved]},
      "tensors": {key: {"dtype", "shape", "chunks": [[offsets, sizes, file, start, bytes], ...]}},
      "values": {key: [file, start, bytes]},
-     "digests": {file: [bytes, CRC-32]}}
+     "digests": {file: [bytes, [CRC-32 of each 64 MiB, ...]]}}
     }
 
 It is written last, so a checkpoint without it is not whole. The sums find damage and files of
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,6 +28,7 @@ import torch
 from .dcp_metadata import read_dcp_metadata
 from .files import read_whole, require_sizes
 from .stored import (
+    SEGMENT_BYTES,
     BadCheckpoint,
     Chunk,
     Digest,
@@ -77,7 +79,7 @@ def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
             for key, tensor in stored.tensors.items()
         },
         "values": {key: _listed(place) for key, place in stored.values.items()},
-        "digests": {name: [d.num_bytes, d.crc32] for name, d in digests.items()},
+        "digests": {name: [d.num_bytes, d.crc32s] for name, d in digests.items()},
     }
     body = json.dumps(content, allow_nan=False)
     with open(folder / MANIFEST_FILE, "x", encoding="ascii") as file:
@@ -125,8 +127,8 @@ def _stored(folder: Path, content: Mapping[str, Any], fingerprint: str) -> Store
         values={key: _place(*place) for key, place in content["values"].items()},
         paths={key: _path(path) for key, path in paths.items()},
         digests={
-            require_plain_name(name): Digest(*_ints([num_bytes, crc32]))
-            for name, (num_bytes, crc32) in content["digests"].items()
+            require_plain_name(name): _digest(num_bytes, _ints(crc32s))
+            for name, (num_bytes, crc32s) in content["digests"].items()
         },
     )
 
@@ -141,6 +143,13 @@ def _tensor(entry: Mapping[str, Any]) -> StoredTensor:
 
 def _place(file: object, start: object, num_bytes: object) -> Place:
     return Place(require_plain_name(file), *_ints([start, num_bytes]))
+
+
+def _digest(num_bytes: object, crc32s: Ints) -> Digest:
+    digest = Digest(_ints([num_bytes])[0], crc32s)
+    if len(crc32s) != math.ceil(digest.num_bytes / SEGMENT_BYTES):
+        raise BadCheckpoint(f"expected a sum for each {SEGMENT_BYTES} bytes, got {len(crc32s)}")
+    return digest
 
 
 def _listed(place: Place) -> list[str | int]:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from .dcp_metadata import METADATA_FILE, read_dcp_metadata
-from .files import open_regular, require_digests
+from .files import open_regular, require_sums
 from .manifest import MANIFEST_FILE, MARK, read_manifest
 from .stored import BadCheckpoint, Stored
 
@@ -41,8 +41,7 @@ def require_files(stored: Stored, rank: int, world_size: int) -> None:
         OSError: one cannot be read.
     """
     if stored.digests is not None:
-        by_size = sorted(stored.digests.items(), key=lambda item: (-item[1].num_bytes, item[0]))
-        require_digests(stored.folder, by_size[rank::world_size])
+        require_sums(stored.folder, stored.digests, rank, world_size)
         return
     ends: dict[str, int] = {}
     for _, place in stored.places():

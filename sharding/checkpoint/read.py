@@ -38,6 +38,7 @@ class Contents:
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
         self._files: dict[str, io.FileIO] = {}
+        self._first_bytes: dict[Place, int] = {}
         self._closing = ExitStack()
 
     def __enter__(self) -> Contents:
@@ -162,6 +163,8 @@ class Contents:
 
     def _first_byte(self, key: Key, chunk: Chunk, dtype: torch.dtype) -> int:
         """Where in its file the elements of `chunk` begin, in row-major order."""
+        if chunk.place in self._first_bytes:
+            return self._first_bytes[chunk.place]
         window = io.BufferedReader(_Window(self._file(chunk.place.file), chunk.place))
 
         def find() -> int:
@@ -180,7 +183,8 @@ class Contents:
                 raise zipfile.BadZipFile
             return chunk.place.start + begin
 
-        return _as_damage(key, chunk.place, find)
+        first = self._first_bytes[chunk.place] = _as_damage(key, chunk.place, find)
+        return first
 
     def _read(self, name: str, start: int, target: Tensor) -> None:
         """Fill the contiguous CPU tensor `target` with the bytes of a file from `start` on."""

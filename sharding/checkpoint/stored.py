@@ -14,6 +14,8 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
+SEGMENT_BYTES = 64 << 20
+
 Key = str
 KeyPath = tuple[str | int, ...]
 Ints = tuple[int, ...]
@@ -52,12 +54,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Size and CRC-32 of a whole file. (SHA-256 takes twice the time, and whoever could forge the
-    one could write the other anew.)
+    """Size of a file, and the CRC-32 of each `SEGMENT_BYTES` of it, the last of what is left.
+
+    Segments are what ranks and threads share. (SHA-256 takes three times as long, and whoever could
+    forge the one could write the other anew.)
     """
 
     num_bytes: int
-    crc32: int
+    crc32s: Ints
 
 
 @dataclass(frozen=True, slots=True)

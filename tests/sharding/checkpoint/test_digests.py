@@ -12,9 +12,13 @@ import torch
 from torch import nn
 
 import sidestream as ss
+from sidestream.sharding.checkpoint import digests, files
 from sidestream.sharding.checkpoint.digests import DigestedFile
-from sidestream.sharding.checkpoint.stored import Digest
+from sidestream.sharding.checkpoint.files import require_sums
+from sidestream.sharding.checkpoint.stored import BadCheckpoint, Digest
 from sidestream.tests.ranks import run_on_ranks
+
+SEGMENT = 1 << 20
 
 
 def saves(rank: int, world_size: int, folder: str) -> None:
@@ -33,22 +37,41 @@ def test_every_file_is_listed_with_its_size_and_checksum(world_size: int, tmp_pa
     assert ".metadata" in files and len(files) == 1 + world_size
     for name, listed in files.items():
         content = (tmp_path / "c" / name).read_bytes()
-        assert listed == [len(content), zlib.crc32(content)]
+        assert listed == [len(content), [zlib.crc32(content)]]
 
 
 @pytest.mark.parametrize(
     "sizes",
-    [[], [0], [1], [3, 1 << 20], [3 << 20, 1, 5], [7] * 999],
+    [[], [0], [1], [3, 1 << 20], [3 << 20, 1, 5], [7] * 999, [SEGMENT * 3], [SEGMENT + 1, 1 << 20]],
     ids=lambda sizes: f"{len(sizes)} pieces, {sum(sizes)} bytes",
 )
-def test_a_digest_is_that_of_the_whole_file(sizes: list[int], tmp_path: Path) -> None:
+def test_sums_are_those_of_the_whole_file_and_are_compared(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (digests, files):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", SEGMENT)
     file = DigestedFile(tmp_path / "file")
     with io.BufferedWriter(file) as stream:
         for size in sizes:
             stream.write(os.urandom(size))
     content = (tmp_path / "file").read_bytes()
-    assert file.digest() == Digest(sum(sizes), zlib.crc32(content))
+    pieces = [content[start : start + SEGMENT] for start in range(0, len(content), SEGMENT)]
+    assert file.digest() == Digest(sum(sizes), tuple(map(zlib.crc32, pieces)))
     assert threading.active_count() == 1
+    expected = {"file": file.digest()}
+    for rank in range(3):
+        require_sums(tmp_path, expected, rank, 3)
+    for place in range(0, len(content), max(1, len(content) // 3)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        (tmp_path / "file").write_bytes(damaged)
+        told = 0
+        for rank in range(3):
+            try:
+                require_sums(tmp_path, expected, rank, 3)
+            except BadCheckpoint:
+                told += 1
+        assert told == 1, "one rank, whose share it is"
 
 
 def test_a_digested_file_follows_no_link(tmp_path: Path) -> None:
