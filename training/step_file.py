@@ -12,13 +12,13 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
+from ..sharding.untrusted import open_regular, parse_object
 from .errors import CheckpointError
 
 FORMAT_VERSION = 2
@@ -77,7 +77,7 @@ def read_step_file(path: Path) -> SavedRun:
     """
     file = step_file_of(path)
     try:
-        content = _parsed(_content_of(file))
+        content = parse_object(_content_of(file))
         _require_keys(content)
         saved = SavedRun(
             path=path,
@@ -103,7 +103,7 @@ def require_same_index(path: Path) -> None:
     Raises:
         CheckpointError: a file is missing or new, or has another size or checksum.
     """
-    there: Mapping[str, Any] = _parsed(_content_of(step_file_of(path)))["files"]
+    there: Mapping[str, Any] = parse_object(_content_of(step_file_of(path)))["files"]
     try:
         now = index_of(path)
     except (OSError, ValueError) as error:
@@ -123,7 +123,7 @@ def index_of(path: Path) -> dict[str, dict[str, int | str]]:
     for name in INDEX_FILES:
         file = path / name
         if os.path.lexists(file):
-            with _open_regular(file) as stream:
+            with open_regular(file) as stream:
                 digest = hashlib.file_digest(stream, "sha256")
                 index[name] = {"bytes": stream.tell(), "sha256": digest.hexdigest()}
     return index
@@ -141,39 +141,12 @@ def folder_name(step: int) -> str:
     return f"step-{step:0{STEP_DIGITS}d}"
 
 
-def _open_regular(file: Path) -> Any:
-    # Looked at before: opening a device may act on it, and a pipe would wait for its writer.
-    if not stat.S_ISREG(os.stat(file).st_mode):
-        raise ValueError("something that is not an ordinary file")
-    return open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-
-
 def _content_of(file: Path) -> bytes:
-    with _open_regular(file) as stream:
+    with open_regular(file) as stream:
         content: bytes = stream.read(MAX_STEP_FILE_BYTES + 1)
     if len(content) > MAX_STEP_FILE_BYTES:
         raise ValueError(f"more than {MAX_STEP_FILE_BYTES} bytes")
     return content
-
-
-def _parsed(content: bytes) -> dict[str, Any]:
-    parsed = json.loads(
-        content.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_number
-    )
-    if not isinstance(parsed, dict):
-        raise ValueError(f"a {type(parsed).__name__} instead of an object")
-    return parsed
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name twice in one object")
-    return result
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text}, which is no number of JSON")
 
 
 def _require_keys(content: Mapping[str, Any]) -> None:

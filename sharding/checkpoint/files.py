@@ -1,24 +1,19 @@
-"""Reads files that somebody else may have put there: only regular ones, and never waiting."""
+"""Files of a checkpoint, which somebody else may have put there: their bytes, sizes and sums."""
 
 from __future__ import annotations
 
 import io
 import os
-import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .. import untrusted
 from .stored import SEGMENT_BYTES, BadCheckpoint, Digest
 
 _PIECE_BYTES = 1 << 18  # stays in the cache between its reading and its sum
 _MAX_THREADS = 8
-
-
-def shown(path: Path) -> str:
-    """`path` for a message, with escapes where it could not be printed."""
-    return str(path) if str(path).isprintable() else ascii(str(path))
 
 
 def open_regular(path: Path) -> io.FileIO:
@@ -29,23 +24,11 @@ def open_regular(path: Path) -> io.FileIO:
         OSError: it cannot be opened.
     """
     try:
-        kind = path.stat().st_mode
+        return untrusted.open_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BadCheckpoint(f"expected a file {path.name}, got none") from error
-    if not stat.S_ISREG(kind):
-        raise BadCheckpoint(f"expected a file {path.name}, got {_KINDS[stat.S_IFMT(kind)]}")
-    # What is there may have changed since: a pipe without a writer must not keep us.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    return io.FileIO(descriptor)
-
-
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFBLK: "a device",
-    stat.S_IFCHR: "a device",
-}
+    except ValueError as error:
+        raise BadCheckpoint(str(error)) from error
 
 
 def read_whole(path: Path) -> bytes:

@@ -17,7 +17,7 @@ import shutil
 from pathlib import Path
 
 from ..arguments import kind_of
-from .files import shown
+from ..untrusted import shown, sync_folder
 from .manifest import MANIFEST_FILE
 from .opening import indices_of
 
@@ -134,13 +134,13 @@ def publish(target: Path) -> None:
         FileExistsError: something else is there by now.
     """
     partial, replaced = partial_of(target), _replaced_of(target)
-    _sync(partial)
+    sync_folder(partial)
     require_room(target)
     _remove(replaced)
     if target.exists():
         target.rename(replaced)
     partial.rename(target)
-    _sync(target.parent)
+    sync_folder(target.parent)
     _remove(replaced, ignore_errors=True)
 
 
@@ -185,12 +185,3 @@ def _remove(path: Path, *, ignore_errors: bool = False) -> None:
         return
     with contextlib.suppress(OSError if ignore_errors else FileNotFoundError):
         path.unlink()
-
-
-def _sync(folder: Path) -> None:
-    """Bring the names in `folder` to disk, so that a power cut does not undo a rename."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,10 +16,10 @@ from ..arguments import require_flag
 from ..fully_shard import runtime_of
 from ..optimizer_state import load_scalars, named_state, prepare_state
 from ..uncompiled import plain_name, uncompiled
+from ..untrusted import shown
 from . import folder as checkpoint_folder
 from .agreement import Alike
 from .background import wait_for_save
-from .files import shown
 from .match import FittingState, match
 from .opening import open_checkpoint, require_files
 from .ranks import Ranks, ranks_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import shown
+from ..untrusted import shown
 from .stored import BadCheckpoint, Key, Stored
 
 _COUNTER = "step"  # how torch's optimizers name the entry that is never shaped like the parameter

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from ..arguments import require_flag
 from ..uncompiled import uncompiled
+from ..untrusted import shown
 from . import folder as checkpoint_folder
 from .agreement import Alike
 from .background import copied, end_save_before, start
-from .files import shown
 from .manifest import FORMAT_VERSION, MARK, write_manifest
 from .ranks import Ranks, claim, ranks_of
 from .state import state_of

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import kind_of
+from ..untrusted import open_regular, shown
 from .format import (
     INDEX,
     LENGTH_BYTES,
@@ -27,7 +27,6 @@ from .format import (
     header_length,
     parse_header,
     parse_index,
-    shown,
 )
 
 CHUNK_BYTES = 4 * 2**20
@@ -73,18 +72,14 @@ class OpenFile:
             ValueError: it is no regular file (a link to one is fine).
         """
         self.path = path
-        # Not blocking: a FIFO would wait here for its writer.
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        status = os.fstat(self._descriptor)
+        self._file = open_regular(path)
+        status = os.fstat(self._file.fileno())
         self.size = status.st_size
         self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise ValueError(f"{path}: expected a regular file, got another kind")
 
     def close(self) -> None:
         """Give the file back to the system."""
-        os.close(self._descriptor)
+        self._file.close()
 
     def read_into(self, memory: memoryview, position: int) -> None:
         """Fill `memory` from byte `position` on.
@@ -93,7 +88,7 @@ class OpenFile:
             OSError: the file ends before, or cannot be read.
         """
         while memory:
-            count = os.preadv(self._descriptor, [memory], position)
+            count = os.preadv(self._file.fileno(), [memory], position)
             if count == 0:
                 raise OSError(f"{self.path}: ends at byte {position}, cut since it was opened")
             memory, position = memory[count:], position + count

@@ -19,8 +19,9 @@ import re
 import shutil
 from pathlib import Path
 
+from ..untrusted import sync_folder
 from .files import OpenFile, read_index
-from .format import INDEX, SINGLE, Export, build_index, parse_object
+from .format import INDEX, SINGLE, Export, build_index, parse_text
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}(\.replaced)?\.safetensors")
 _PARTIAL = re.compile(r"\.model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?\.partial")
@@ -86,7 +87,7 @@ class ExportFolder:
                 self.partial(name).replace(target / name)
             self._replace_index(self._export.index)
             (target / SINGLE).unlink(missing_ok=True)
-        _sync(target)
+        sync_folder(target)
         self._remove_others()
 
     def _set_aside(self) -> None:
@@ -105,7 +106,7 @@ class ExportFolder:
             return
         for name, other in aside.items():
             self._duplicate(name, other)
-        metadata = parse_object(content, "index").get("metadata", {})
+        metadata = parse_text(content, "index").get("metadata", {})
         moved = {tensor: aside.get(file, file) for tensor, file in weight_map.items()}
         self._replace_index(build_index(metadata, moved))
 
@@ -122,9 +123,9 @@ class ExportFolder:
         partial = self._partial_index
         partial.unlink(missing_ok=True)
         self._create(partial, content)
-        _sync(self._target)
+        sync_folder(self._target)
         partial.replace(self._target / INDEX)
-        _sync(self._target)
+        sync_folder(self._target)
 
     @staticmethod
     def _create(path: Path, content: bytes) -> None:
@@ -148,12 +149,3 @@ class ExportFolder:
         for name in os.listdir(self._target):
             if pattern.fullmatch(name) and name not in (keep or []):
                 (self._target / name).unlink()
-
-
-def _sync(folder: Path) -> None:
-    """Bring the names in `folder` to disk, so that a power cut does not undo a rename."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from ..untrusted import parse_object, shown
+
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -90,11 +92,6 @@ class Export:
     index: bytes | None
 
 
-def shown(name: str) -> str:
-    """`name` as a message can show it."""
-    return name if name.isprintable() else ascii(name)
-
-
 # ---- what is read
 
 
@@ -124,7 +121,7 @@ def parse_header(header: bytes, file_bytes: int) -> dict[str, StoredTensor]:
     """
     if not header.startswith(b"{"):
         raise ValueError(f"expected a header that starts with '{{', got {header[:1]!r}")
-    entries = parse_object(header, "header")
+    entries = parse_text(header, "header")
     metadata = entries.pop(_METADATA, {})
     if not (isinstance(metadata, dict) and all(isinstance(x, str) for x in metadata.values())):
         raise ValueError(f"expected texts in {_METADATA} of the header, got {_brief(metadata)}")
@@ -158,7 +155,7 @@ def parse_index(content: bytes) -> dict[str, str]:
     Raises:
         ValueError: it is no index, or names a file that is not beside it.
     """
-    weight_map = parse_object(content, "index").get("weight_map")
+    weight_map = parse_text(content, "index").get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"expected an object as the index's weight_map, got {_brief(weight_map)}")
     for name, file in weight_map.items():
@@ -171,28 +168,18 @@ def parse_index(content: bytes) -> dict[str, str]:
     return weight_map
 
 
-def parse_object(content: bytes, what: str) -> dict[str, Any]:
+def parse_text(content: bytes, what: str) -> dict[str, Any]:
     """The JSON object in `content`, which is `what`.
 
     Raises:
         ValueError: it is no JSON object in UTF-8, or has a name twice.
     """
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected JSON as {what}, got something else: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object as {what}, got {_brief(value)}")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"'{shown(name)}' stands there twice")
-        found[name] = value
-    return found
+        return parse_object(content)
+    except ValueError as error:
+        raise ValueError(
+            f"expected a JSON object as {what}, got something else: {error}"
+        ) from error
 
 
 def _parse_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:

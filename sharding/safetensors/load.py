@@ -22,8 +22,9 @@ from ..checkpoint.agreement import Alike
 from ..checkpoint.ranks import ranks_of
 from ..sharded_tensor import ShardedTensor
 from ..uncompiled import uncompiled
+from ..untrusted import shown
 from .files import Source, Staging, StoredModel, open_model
-from .format import StoredTensor, shown
+from .format import StoredTensor
 from .state import Entry, ModuleState, state_of
 
 

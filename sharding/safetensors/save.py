@@ -24,9 +24,10 @@ from ..collectives import start_all_gather
 from ..errors import communicating
 from ..sharded_tensor import ShardedTensor
 from ..uncompiled import uncompiled
+from ..untrusted import shown
 from .files import CHUNK_BYTES, Staging
 from .folder import ExportFolder
-from .format import StoredTensor, TensorSpec, plan_export, shown
+from .format import StoredTensor, TensorSpec, plan_export
 from .state import ModuleState, state_of
 
 _CASTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
