@@ -1,10 +1,10 @@
 """The file beside a checkpoint: which run and step it is of, and what its index is bound to.
 
     {"format_version": 2, "step": 20, "world_size": 2, "loss_first": 5.5, "defining": {...},
-     "files": {".metadata": {"bytes": 4711, "sha256": "..."}}, "content_sha256": "..."}
+     "index_sha256": "...", "content_sha256": "..."}
 
-It is written last. `files` are those of the folder that say what all others hold; the last entry is
-the checksum of all before it. Whatever else it may be, a pipe, a device, other JSON, is refused in
+It is written last. The first checksum is that of `sidestream.json` in the folder, which has those
+of all other files there; the second is that of all before it. Whatever else it may be, a pipe, a device, other JSON, is refused in
 one sentence, and nothing waits for it.
 """
 
@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
@@ -24,9 +24,9 @@ from .errors import CheckpointError
 FORMAT_VERSION = 2
 STEP_DIGITS = 8
 MAX_STEP_FILE_BYTES = 1 << 20
-# In a folder of `save_checkpoint`, what describes all its other files.
 CHECKSUM = "content_sha256"
-INDEX_FILES = ("sidestream.json", ".metadata")
+# In a folder of `save_checkpoint`, what describes all its other files.
+INDEX_FILE = "sidestream.json"
 SHA256_DIGITS = 64
 
 Defining = Mapping[str, str | int | float]
@@ -57,7 +57,7 @@ def write_step_file(saved: SavedRun) -> None:
         "world_size": saved.world_size,
         "loss_first": loss if math.isfinite(loss) else str(loss),  # JSON has no such number
         "defining": dict(saved.defining),
-        "files": index_of(saved.path),
+        "index_sha256": sum_of_index(saved.path),
     }
     final = step_file_of(saved.path)
     partial = final.with_name(f".{final.name}.partial")
@@ -86,10 +86,10 @@ def read_step_file(path: Path) -> SavedRun:
             loss_first=_loss(content["loss_first"]),
             defining=_defining(content["defining"]),
         )
-        _require_index(content["files"])
+        _require_sum(content["index_sha256"])
         if path.name != folder_name(saved.step):
             raise ValueError(f"step {saved.step}, which belongs to {folder_name(saved.step)}")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"expected {file} as this release writes it, got {_in_words(error)}; move it away to "
             "resume from an older one"
@@ -101,32 +101,26 @@ def require_same_index(path: Path) -> None:
     """Compare the folder at `path` with what the file beside it, already read once, says of it.
 
     Raises:
-        CheckpointError: a file is missing or new, or has another size or checksum.
+        CheckpointError: the folder's index is missing or another one.
     """
-    there: Mapping[str, Any] = parse_object(_content_of(step_file_of(path)))["files"]
+    there = parse_object(_content_of(step_file_of(path)))["index_sha256"]
     try:
-        now = index_of(path)
+        now = sum_of_index(path)
     except (OSError, ValueError) as error:
         raise _other_index(path, _in_words(error)) from error
-    differences = [
-        f"{name}: {_described(there.get(name))} there, {_described(now.get(name))} now"
-        for name in sorted({*there, *now})
-        if there.get(name) != now.get(name)
-    ]
-    if differences:
-        raise _other_index(path, "; ".join(differences))
+    if now != there:
+        raise _other_index(path, f"{INDEX_FILE} with another checksum")
 
 
-def index_of(path: Path) -> dict[str, dict[str, int | str]]:
-    """Size and SHA-256 of the files in `path` that describe all its other files."""
-    index: dict[str, dict[str, int | str]] = {}
-    for name in INDEX_FILES:
-        file = path / name
-        if os.path.lexists(file):
-            with open_regular(file) as stream:
-                digest = hashlib.file_digest(stream, "sha256")
-                index[name] = {"bytes": stream.tell(), "sha256": digest.hexdigest()}
-    return index
+def sum_of_index(path: Path) -> str:
+    """SHA-256 of the file in `path` that describes all its other files.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is no regular file.
+    """
+    with open_regular(path / INDEX_FILE) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +146,7 @@ def _content_of(file: Path) -> bytes:
 def _require_keys(content: Mapping[str, Any]) -> None:
     if content.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
         raise ValueError(f"format_version {short(content['format_version'])}, not {FORMAT_VERSION}")
-    expected = {*SavedRun.__slots__, "format_version", "files", CHECKSUM} - {"path"}
+    expected = {*SavedRun.__slots__, "format_version", "index_sha256", CHECKSUM} - {"path"}
     if wrong := sorted(expected ^ {*content}):
         raise ValueError(f"missing or unknown names: {short(wrong)}")
     if sealed(content) != content:
@@ -182,35 +176,17 @@ def _defining(value: object) -> dict[str, str | int | float]:
     return value
 
 
-def _require_index(value: object) -> None:
-    checks: dict[str, Callable[[Any], bool]] = {
-        "bytes": lambda part: type(part) is int and part >= 0,
-        "sha256": lambda part: type(part) is str and len(part) == SHA256_DIGITS,
-    }
-    if not isinstance(value, dict) or not value:
-        raise ValueError("no files")
-    for name, described in value.items():
-        if (
-            name not in INDEX_FILES
-            or not isinstance(described, dict)
-            or described.keys() != checks.keys()
-            or not all(check(described[key]) for key, check in checks.items())
-        ):
-            raise ValueError(f"files with {short(name)}: {short(described)}")
-
-
-def _described(entry: Mapping[str, Any] | None) -> str:
-    return "nothing" if entry is None else f"{entry['bytes']} bytes of {entry['sha256'][:12]}"
+def _require_sum(value: object) -> None:
+    if not isinstance(value, str) or len(value) != SHA256_DIGITS:
+        raise ValueError(f"index_sha256 {short(value)}")
 
 
 def _other_index(path: Path, text: str) -> CheckpointError:
     return CheckpointError(
-        f"expected the files of {path} as they were saved, got others ({text}); move "
+        f"expected the checkpoint {path} as it was saved, got another one ({text}); move "
         f"{step_file_of(path)} away to resume from an older one"
     )
 
 
 def _in_words(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "objects nested too deeply"
     return f"{type(error).__name__}: {error}" if isinstance(error, UnicodeError) else str(error)

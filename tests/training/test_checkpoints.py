@@ -18,7 +18,7 @@ DEFINING = {"seed": 1, "lr": 0.5}
 def _save(folder, step, *, fail=False):
     def save(path):
         path.mkdir(exist_ok=True)
-        (path / ".metadata").write_text(str(step))
+        (path / "sidestream.json").write_text(str(step))
         if fail:
             raise RuntimeError("disk full")
 
@@ -33,7 +33,7 @@ def test_newest_complete_checkpoint_is_found(tmp_path):
     with pytest.raises(RuntimeError):
         _save(tmp_path, 11, fail=True)
     assert newest_checkpoint(str(tmp_path)) == newest
-    assert (newest.path / ".metadata").read_text() == "10"
+    assert (newest.path / "sidestream.json").read_text() == "10"
 
 
 def test_unfinished_save_is_replaced(tmp_path):
@@ -76,14 +76,13 @@ def test_a_new_run_does_not_mix_into_an_old_one(tmp_path):
         refuse_to_mix(str(tmp_path))
 
 
-FILES = {".metadata": {"bytes": 1, "sha256": "0" * 64}}
 FIELDS = {
     "format_version": 2,
     "step": 3,
     "world_size": 2,
     "loss_first": 5.5,
     "defining": {},
-    "files": FILES,
+    "index_sha256": "0" * 64,
 }
 
 
@@ -118,7 +117,7 @@ def test_foreign_run_file_is_refused(tmp_path, content):
 def test_checkpoint_whose_folder_was_removed_is_passed_over(tmp_path):
     older = _save(tmp_path, 3)
     newer = _save(tmp_path, 4)
-    (newer.path / ".metadata").unlink()
+    (newer.path / "sidestream.json").unlink()
     newer.path.rmdir()
     assert newest_checkpoint(str(tmp_path)) == older
 
