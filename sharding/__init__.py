@@ -1,6 +1,11 @@
 """Ranks, modules, time: what shards a model and moves its parameters and gradients."""
 
-from .checkpoint import full_state_dict, load_checkpoint, save_checkpoint
+from .checkpoint import (
+    full_state_dict,
+    load_checkpoint,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
 from .entries import gathered, register_forward_method
 from .errors import CommunicationError
 from .fully_shard import (
@@ -32,6 +37,7 @@ __all__ = [
     "load_safetensors",
     "no_sync",
     "register_forward_method",
+    "remove_old_checkpoints",
     "save_checkpoint",
     "save_safetensors",
     "shorten_flight_record",

@@ -4,8 +4,8 @@
      "index_sha256": "...", "content_sha256": "..."}
 
 It is written last. The first checksum is that of `sidestream.json` in the folder, which has those
-of all other files there; the second is that of all before it. Whatever else it may be, a pipe, a device, other JSON, is refused in
-one sentence, and nothing waits for it.
+of all other files there; the second is that of all before it. Whatever else it may be, a pipe, a
+device, other JSON, is refused in one sentence, and nothing waits for it.
 """
 
 import hashlib
