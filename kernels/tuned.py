@@ -201,6 +201,10 @@ def read_entries(path: Path, name: str, triton: str) -> dict[Key, LaunchConfig]:
 
 def read_document(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `TableError` where there is none."""
+    if path.exists() and not path.is_file():  # a pipe would keep us until somebody writes
+        raise TableError(
+            "expected a file to read, got a folder, a pipe or a device; correct the path"
+        )
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)

@@ -245,3 +245,11 @@ def test_shipped_tables_are_good():
         content = tuned.read_document(path)
         assert path.name == tuned.file_name(content["device"])
         assert tuned.read_entries(path, content["device"], content["triton"])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_refused_and_never_waited_for(make, tmp_path):
+    make(tmp_path / FILE)
+    with pytest.raises(tuned.TableError, match="got a folder, a pipe or a device; correct"):
+        tuned.read_document(tmp_path / FILE)
