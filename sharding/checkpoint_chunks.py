@@ -29,7 +29,8 @@ class CheckpointChunks:
         """The tensor in a few words, for messages."""
         raise NotImplementedError
 
-    def _boxes(self) -> tuple[Box, ...]:
+    def boxes(self) -> tuple[Box, ...]:
+        """Those of the whole tensor that this rank holds."""
         if self.shape.numel() == 0:
             # No elements to write, yet a checkpoint must list the name and shape.
             return (Box((0,) * len(self.shape), tuple(self.shape), 0, 0),)
@@ -64,7 +65,7 @@ class CheckpointChunks:
 
         return [
             ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-            for box in self._boxes()
+            for box in self.boxes()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -73,7 +74,11 @@ class CheckpointChunks:
         Raises:
             ValueError: this rank holds no box that starts there.
         """
-        for box in self._boxes():
+        for box in self.boxes():
             if index.offset is not None and box.offsets == tuple(index.offset):
-                return self.local[box.flat_start : box.flat_start + box.numel].view(box.sizes)
+                return self.view_of(box)
         raise ValueError(f"{self.describe()}: expected the offset of one of its boxes, got {index}")
+
+    def view_of(self, box: Box) -> Tensor:
+        """The elements of `box`, one of `boxes`, in its shape; writing to it writes to `local`."""
+        return self.local[box.flat_start : box.flat_start + box.numel].view(box.sizes)

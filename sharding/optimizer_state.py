@@ -22,9 +22,10 @@ from .sharded_tensor import ShardedTensor
 from .torch_state_dict import part_like
 from .unit import Unit
 
-# Counters and the like: 0-d tensors in every state, so that shape does not tell them from a 0-d
-# parameter's moments.
-_SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
+SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
+"""Counters and the like: 0-d tensors in every state, so that shape does not tell them from a 0-d
+parameter's moments.
+"""
 
 State = dict[str, Any]
 
@@ -246,7 +247,7 @@ def prepare_state(
             for key in [key for key in state if key not in entries]:
                 del state[key]
             for key, like in entries.items():
-                if like is not None and key not in _SCALAR_STATE:
+                if like is not None and key not in SCALAR_STATE:
                     current = state.get(key)
                     if not isinstance(current, ShardedTensor) or current.dtype != like.dtype:
                         state[key] = param.with_local(
@@ -294,7 +295,7 @@ def take_own_parts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
 
 
 def _own_part(param: ShardedTensor, entry: str, value: Any) -> Any:
-    if not isinstance(value, Tensor) or entry in _SCALAR_STATE:
+    if not isinstance(value, Tensor) or entry in SCALAR_STATE:
         return value
     if value.shape != param.shape and value.numel() != 1:
         raise ValueError(
@@ -308,9 +309,7 @@ def _own_part(param: ShardedTensor, entry: str, value: Any) -> Any:
 def _has_shape(key: str, value: object, shape: Sequence[int]) -> bool:
     """Whether a state entry belongs to the parameter's elements one by one."""
     return isinstance(value, ShardedTensor) or (
-        isinstance(value, Tensor)
-        and tuple(value.shape) == tuple(shape)
-        and key not in _SCALAR_STATE
+        isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key not in SCALAR_STATE
     )
 
 

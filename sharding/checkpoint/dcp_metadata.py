@@ -18,6 +18,7 @@ import torch
 
 from .files import read_whole
 from .stored import (
+    DTYPES,
     BadCheckpoint,
     Chunk,
     Ints,
@@ -26,6 +27,7 @@ from .stored import (
     Place,
     Stored,
     StoredTensor,
+    counts,
     require_plain_name,
 )
 
@@ -99,11 +101,7 @@ _KNOWN: dict[tuple[str, str], object] = {
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     },
-    **{
-        ("torch", str(dtype).removeprefix("torch.")): dtype
-        for dtype in vars(torch).values()
-        if isinstance(dtype, torch.dtype)
-    },
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }
 
 
@@ -165,14 +163,14 @@ def _places(storage_data: object) -> dict[tuple[Key, Ints | None], Place]:
     for index, info in _require(dict, storage_data).items():
         at, stored = _require(_Index, index).state, _require(_Storage, info).state
         offset = at.get("offset")
-        key = _require(str, at["fqn"]), None if offset is None else _ints(offset)
+        key = _require(str, at["fqn"]), None if offset is None else counts(offset)
         if key in found:
             raise BadCheckpoint(f"expected every chunk once, got {key} twice")
         if stored.get("transform_descriptors"):
             raise BadCheckpoint(f"{key} is compressed or the like; save it without extensions")
         found[key] = Place(
             require_plain_name(stored["relative_path"]),
-            *_ints((stored["offset"], stored["length"])),
+            *counts((stored["offset"], stored["length"])),
         )
     return found
 
@@ -181,12 +179,12 @@ def _tensor(
     key: Key, state: Mapping[str, Any], places: dict[tuple[Key, Ints | None], Place]
 ) -> StoredTensor:
     boxes = [_require(_Chunk, chunk).state for chunk in _require(list, state["chunks"])]
-    boxes = [(_ints(box["offsets"]), _ints(box["sizes"])) for box in boxes]
+    boxes = [(counts(box["offsets"]), counts(box["sizes"])) for box in boxes]
     dtype = _require(
         torch.dtype, _require(tuple, _require(_Properties, state["properties"]).state)[0]
     )
     chunks = tuple(Chunk(offsets, sizes, places.pop((key, offsets))) for offsets, sizes in boxes)
-    return StoredTensor(_ints(state["size"]), dtype, chunks)
+    return StoredTensor(counts(state["size"]), dtype, chunks)
 
 
 def _path(key: Key, paths: object) -> KeyPath:
@@ -198,12 +196,6 @@ def _path(key: Key, paths: object) -> KeyPath:
     ):
         raise BadCheckpoint(f"'{key}': expected its path, got {path!r:.80}")
     return path
-
-
-def _ints(values: object) -> Ints:
-    if not isinstance(values, tuple) or any(type(v) is not int or v < 0 for v in values):
-        raise BadCheckpoint(f"expected counts, got {values!r:.80}")
-    return values
 
 
 def _require(kind: type[T], found: object) -> T:

@@ -139,7 +139,12 @@ def publish(target: Path) -> None:
     _remove(replaced)
     if target.exists():
         target.rename(replaced)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
     sync_folder(target.parent)
     _remove(replaced, ignore_errors=True)
 

@@ -21,7 +21,7 @@ from . import folder as checkpoint_folder
 from .agreement import Alike
 from .background import wait_for_save
 from .match import FittingState, match
-from .opening import open_checkpoint, require_files
+from .opening import identity_of, open_checkpoint, require_files
 from .ranks import Ranks, ranks_of
 from .read import Contents
 from .state import state_of
@@ -41,7 +41,8 @@ def load_checkpoint(
     A collective over the ranks that `module` is sharded over, or all of the job for a plain one.
     Their number may differ from that when it was saved. Returns the `extra` that this rank saved,
     the first one's if their number differs, None if there is none; its tensors come back on the
-    CPU. With `strict=False`, what only one side has is left alone, and a warning lists it.
+    CPU. With `strict=False`, what only one side has is left alone, and a warning lists it. Ranks
+    that read copies of the checkpoint, each from a disk of its own, compare all sums themselves.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
@@ -50,8 +51,8 @@ def load_checkpoint(
             missing, damaged or another checkpoint's, or holds objects that only unsafe unpickling
             could read. Or ranks pass different checkpoints. Nothing is loaded.
         TypeError: an argument of the wrong type.
-        OSError: a disk failed. If it did so only when files that had been checked were read again,
-            module and optimizer are half loaded.
+        OSError, RuntimeError: a disk failed, or, once all was checked, memory ran out or a hook of
+            the module raised; then the message says that module and optimizer are half loaded.
     """
     ranks = ranks_of(module)
     with Alike(ranks) as together:
@@ -66,19 +67,23 @@ def load_checkpoint(
         together.tell("path", stored.fingerprint, shown(found))
         together.tell("optimizer", "none" if optimizer is None else "one")
         together.tell("strict", str(strict))
+        with _refusing(found):
+            together.give(identity_of(stored))
+    # Copies of the same files, as on disks of several machines, are compared as a whole by each.
+    is_shared = all(identity == together.given[0] for identity in together.given)
+    share = (ranks.place, len(ranks.numbers)) if is_shared else (0, 1)
     with Contents(stored) as contents:
         with Alike(ranks), _refusing(found):
-            require_files(stored, ranks.place, len(ranks.numbers))
+            require_files(stored, *share)
             values = contents.values([*fitting.value_keys, *_extra_key(stored, ranks)])
-            if strict:
-                fitting.require_same_groups(values)
+            fitting.require_groups(values.setdefault("optim", {}), defaults or {}, strict=strict)
             tensors = _tensors(fitting, both["model"])
             contents.require_sound(tensors)
-        if optimizer is not None:
-            tensors |= _with_moments(module, optimizer, fitting)
-        with Alike(ranks):
+        with Alike(ranks), _half_loaded(found):
+            if optimizer is not None:
+                tensors |= _with_moments(module, optimizer, fitting)
             contents.fill(tensors)
-    _take_values(module, optimizer, both["model"], values)
+            _take_values(module, optimizer, both["model"], values)
     if fitting.left_alone:
         warnings.warn(
             f"checkpoint {shown(found)}: left alone, as only one side has it: "
@@ -97,6 +102,19 @@ def _refusing(folder: Path) -> Iterator[None]:
         raise ValueError(
             f"checkpoint {shown(folder)}: {' '.join(str(error).split())}; load "
             "another checkpoint. Nothing was loaded"
+        ) from error
+
+
+@contextmanager
+def _half_loaded(folder: Path) -> Iterator[None]:
+    """Say what state an error leaves: that of a disk, of memory, or of the module's own hooks."""
+    try:
+        yield
+    except Exception as error:
+        kind = OSError if isinstance(error, (OSError, BadCheckpoint)) else RuntimeError
+        raise kind(
+            f"checkpoint {shown(folder)}: {' '.join(str(error).split())}; module and optimizer are "
+            "half loaded: load a checkpoint again before they are used"
         ) from error
 
 
@@ -130,8 +148,7 @@ def _take_values(
     loaded = {**model, **values.get("model", {})}
     module.load_state_dict({key: loaded[plain_name(key)] for key in module.state_dict()})
     if optimizer is not None:
-        optim = values.get("optim", {"param_groups": []})
-        load_scalars(runtime_of(module), optimizer, _placed(optim, model))
+        load_scalars(runtime_of(module), optimizer, _placed(values["optim"], model))
 
 
 def _placed(optim: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +157,7 @@ def _placed(optim: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     for group in optim["param_groups"]:
         if not (group.get("capturable") or group.get("fused")):
             continue
-        for name in group.get("params", ()):
+        for name in group["params"]:
             for entry, value in states.get(name, {}).items():
                 if isinstance(value, Tensor):
                     states[name][entry] = value.to(model[name].device)

@@ -23,12 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..untrusted import parse_object
 from .dcp_metadata import read_dcp_metadata
-from .files import read_whole, require_sizes
+from .digests import require_sizes
+from .files import read_whole
 from .stored import (
+    DTYPES,
     SEGMENT_BYTES,
     BadCheckpoint,
     Chunk,
@@ -38,6 +38,7 @@ from .stored import (
     Place,
     Stored,
     StoredTensor,
+    counts,
     require_plain_name,
 )
 
@@ -49,12 +50,6 @@ is gone.
 """
 _HEAD = '{"sha256": "%s", "checkpoint":\n'
 _TAIL = "\n}\n"
-_MAX_INT = 2**63 - 1
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
 
 
 def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
@@ -128,7 +123,7 @@ def _stored(folder: Path, content: Mapping[str, Any], fingerprint: str) -> Store
         values={key: _place(*place) for key, place in content["values"].items()},
         paths={key: _path(path) for key, path in paths.items()},
         digests={
-            require_plain_name(name): _digest(num_bytes, _ints(crc32s))
+            require_plain_name(name): _digest(num_bytes, counts(crc32s))
             for name, (num_bytes, crc32s) in content["digests"].items()
         },
     )
@@ -136,18 +131,18 @@ def _stored(folder: Path, content: Mapping[str, Any], fingerprint: str) -> Store
 
 def _tensor(entry: Mapping[str, Any]) -> StoredTensor:
     chunks = (
-        Chunk(_ints(offsets), _ints(sizes), _place(*place))
+        Chunk(counts(offsets), counts(sizes), _place(*place))
         for offsets, sizes, *place in entry["chunks"]
     )
-    return StoredTensor(_ints(entry["shape"]), _DTYPES[entry["dtype"]], tuple(chunks))
+    return StoredTensor(counts(entry["shape"]), DTYPES[entry["dtype"]], tuple(chunks))
 
 
 def _place(file: object, start: object, num_bytes: object) -> Place:
-    return Place(require_plain_name(file), *_ints([start, num_bytes]))
+    return Place(require_plain_name(file), *counts([start, num_bytes]))
 
 
 def _digest(num_bytes: object, crc32s: Ints) -> Digest:
-    digest = Digest(_ints([num_bytes])[0], crc32s)
+    digest = Digest(counts([num_bytes])[0], crc32s)
     if len(crc32s) != math.ceil(digest.num_bytes / SEGMENT_BYTES):
         raise BadCheckpoint(f"expected a sum for each {SEGMENT_BYTES} bytes, got {len(crc32s)}")
     return digest
@@ -155,14 +150,6 @@ def _digest(num_bytes: object, crc32s: Ints) -> Digest:
 
 def _listed(place: Place) -> list[str | int]:
     return [place.file, place.start, place.num_bytes]
-
-
-def _ints(values: object) -> Ints:
-    if not isinstance(values, list) or not all(
-        type(value) is int and 0 <= value <= _MAX_INT for value in values
-    ):
-        raise BadCheckpoint(f"expected counts, got {values!r:.80}")
-    return tuple(values)
 
 
 def _path(parts: object) -> KeyPath:

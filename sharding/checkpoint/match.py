@@ -6,6 +6,7 @@ tensors, read in place; all others (step counters) are values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..optimizer_state import SCALAR_STATE
 from ..untrusted import shown
 from .stored import BadCheckpoint, Key, Stored
-
-_COUNTER = "step"  # how torch's optimizers name the entry that is never shaped like the parameter
 
 Entries = dict[str, dict[str, Tensor | None]]
 
@@ -47,20 +47,43 @@ class FittingState:
                 if like is not None:
                     yield f"optim.state.{name}.{entry}", name
 
-    def require_same_groups(self, values: Mapping[str, Any]) -> None:
-        """Compare the parameter groups in `values`, read from the checkpoint, with the optimizer's.
+    def require_groups(
+        self, optim: dict[str, Any], defaults: Mapping[str, Any], *, strict: bool
+    ) -> None:
+        """Compare the parameter groups in `optim`, read from the checkpoint, with the optimizer's,
+        whose class has the options `defaults`; where it holds none, it gets an empty list.
 
         Raises:
-            ValueError: a group holds other parameters.
+            BadCheckpoint: a group or an option is not of the kind that it should be.
+            ValueError: a group holds other parameters (where this is `strict`).
         """
+        saved_groups = optim.setdefault("param_groups", [])
+        for group in saved_groups:
+            _require_group(group, defaults)
         lines: list[str] = []
-        for number, names in enumerate(self.groups):
-            saved = values["optim"]["param_groups"][number]["params"]
+        for number, names in enumerate(self.groups if strict else ()):
+            saved = saved_groups[number]["params"]
             if set(saved) != set(names):
                 extra, lacking = sorted(set(saved) - set(names)), sorted(set(names) - set(saved))
                 lines.append(f"parameter group {number}: missing {lacking}, unexpected {extra}")
         if lines:
             raise _misfit(self.folder, lines)
+
+
+def _require_group(group: object, defaults: Mapping[str, Any]) -> None:
+    if not isinstance(group, dict):
+        raise BadCheckpoint(f"expected a parameter group, got {group!r:.80}")
+    names = group.setdefault("params", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise BadCheckpoint(f"expected the names of a group's parameters, got {names!r:.80}")
+    for option, default in defaults.items():
+        value = group.get(option, default)
+        if _is_number(default) and not (_is_number(value) or isinstance(value, Tensor)):
+            raise BadCheckpoint(f"expected a number as the option {option}, got {value!r:.80}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(slots=True)
@@ -70,13 +93,13 @@ class _Problems:
     shapes: list[str] = field(default_factory=list)
 
     def one_sided(self) -> list[str]:
-        lines = [f"missing: {', '.join(self.missing)}"] if self.missing else []
-        return lines + ([f"unexpected: {', '.join(self.unexpected)}"] if self.unexpected else [])
+        names = (("missing", self.missing), ("unexpected", self.unexpected))
+        return [f"{what}: {', '.join(map(shown, keys))}" for what, keys in names if keys]
 
     def compare(self, key: Key, expected: torch.Size, got: torch.Size | None) -> None:
         if got != expected:
             found = "no tensor" if got is None else f"{tuple(got)}"
-            self.shapes.append(f"shape of {key}: expected {tuple(expected)}, got {found}")
+            self.shapes.append(f"shape of {shown(key)}: expected {tuple(expected)}, got {found}")
 
 
 def match(
@@ -175,11 +198,9 @@ def _match_groups(
         for option in needed:
             if (number, option) not in known:
                 problems.missing.append(f"optim.param_groups.{number}.{option}")
-    for key in keys:
-        number_in_key = stored.paths[key][2:3]
-        if number_in_key not in [(number,) for number in range(num_groups)]:
-            problems.unexpected.append(key)
-    return keys
+    numbers = {(number,) for number in range(num_groups)}
+    problems.unexpected += [key for key in keys if stored.paths[key][2:3] not in numbers]
+    return [key for key in keys if stored.paths[key][2:3] in numbers]
 
 
 def _find_state(
@@ -205,12 +226,12 @@ def _require_alike(
         BadCheckpoint: parameters of one group that have state have other entries each.
     """
     for names in groups:
-        stepped = {name: set(found[name]) for name in names if found[name]}
+        stepped = {name: frozenset(found[name]) for name in names if found[name]}
+        usual = Counter(stepped.values()).most_common(1)
         for name, entries in stepped.items():
-            most = max(stepped.values(), key=list(stepped.values()).count)
-            if entries != most:
+            if entries != usual[0][0]:
                 raise BadCheckpoint(
-                    f"optim.state.{name}: expected the entries {sorted(most)} of the other "
+                    f"optim.state.{name}: expected the entries {sorted(usual[0][0])} of the other "
                     f"parameters in its group, got {sorted(entries)}"
                 )
 
@@ -223,7 +244,7 @@ def _match_state(
 ) -> Entries:
     """Returns `FittingState.entries`."""
     # A 0-d parameter's moments look like counters: what an entry is, the other parameters tell.
-    counters = {_COUNTER} | {
+    counters = SCALAR_STATE | {
         entry
         for name, keys in found.items()
         for entry, key in keys.items()
@@ -240,7 +261,7 @@ def _match_state(
                     )
             else:
                 problems.compare(key, shapes[name], shape)
-                if shape is not None:
+                if shape == shapes[name]:
                     like = torch.empty(shape, dtype=stored.tensors[key].dtype, device="meta")
             entries.setdefault(name, {})[entry] = like
     return entries

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from .dcp_metadata import METADATA_FILE, read_dcp_metadata
-from .files import open_regular, require_sums
+from .digests import require_sums
+from .files import open_regular
 from .manifest import MANIFEST_FILE, MARK, read_manifest
 from .stored import BadCheckpoint, Stored
 
@@ -30,6 +31,21 @@ def open_checkpoint(folder: Path) -> Stored:
     if stored.keys_under(MARK):
         raise BadCheckpoint(f"expected {MANIFEST_FILE} beside {METADATA_FILE}, got none")
     return stored
+
+
+def identity_of(stored: Stored) -> tuple[tuple[int, int, int], ...]:
+    """Tells whether ranks see the same files or copies: inode, size and time of each.
+
+    Raises:
+        BadCheckpoint: one is missing or no regular file.
+        OSError: one cannot be opened.
+    """
+    found = []
+    for name in sorted({place.file for _, place in stored.places()} | {*(stored.digests or ())}):
+        with open_regular(stored.folder / name) as file:
+            status = os.fstat(file.fileno())
+        found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)
 
 
 def require_files(stored: Stored, rank: int, world_size: int) -> None:

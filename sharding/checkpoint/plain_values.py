@@ -1,4 +1,6 @@
-"""Which values can be stored: those that are read back without running code."""
+"""Which values and tensors can be stored: those that are read back as they are, without running
+code.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import io
 import re
 
 import torch
+from torch import Tensor
 
 
 def require_plain(name: str, value: object) -> None:
@@ -30,3 +33,24 @@ def require_plain(name: str, value: object) -> None:
             f"{name}: expected numbers, strings, tensors and containers of them, got {found}; save "
             "its state instead (for example a state_dict)"
         ) from error
+
+
+def require_storable(name: str, tensor: Tensor) -> None:
+    """Check that `tensor`, stored under `name`, is its elements and nothing else.
+
+    Raises:
+        TypeError: it is sparse, quantised, without values, or a subclass that computes otherwise.
+    """
+    computes_otherwise = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    is_sharded = hasattr(tensor, "__create_write_items__")
+    if (
+        (computes_otherwise and not is_sharded)
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_meta
+    ):
+        raise TypeError(
+            f"{name}: expected a tensor whose elements are all of it, got a {tensor.layout} "
+            f"{type(tensor).__name__} on {tensor.device}; store what it is made of, or register it "
+            "with persistent=False"
+        )

@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from ..checkpoint_chunks import CheckpointChunks
 from .files import open_regular
 from .stored import BadCheckpoint, Chunk, Ints, Key, KeyPath, Place, Stored, overlap
 
@@ -96,10 +98,15 @@ class Contents:
         """Fill tensors, sharded or plain, in place with this rank's part; dtypes are converted.
 
         Raises:
+            BadCheckpoint: a file has changed since it was checked.
             OSError: a file cannot be read.
         """
         for key, tensor in wanted.items():
             dtype = self.stored.tensors[key].dtype
+            if isinstance(tensor, CheckpointChunks):
+                # Replicated parameters are gathered anew after a write, by all ranks: one that
+                # holds no elements counts as a writer too.
+                increment_version(tensor.local)
             for chunk, start, sizes, target in self._parts(key, tensor):
                 strides = _strides(chunk.sizes)
                 first = sum(a * b for a, b in zip(start, strides, strict=True))
@@ -153,13 +160,15 @@ class Contents:
         except Exception as error:
             raise _damage(key, place) from error
 
-    def _content(self, key: Key, place: Place) -> bytes:
+    def _content(self, key: Key, place: Place) -> bytearray:
         """The archive at `place`."""
+        if not place.num_bytes:
+            raise _damage(key, place)
         content = bytearray(place.num_bytes)
         self._read(place.file, place.start, torch.frombuffer(content, dtype=torch.uint8))
         if self.stored.digests is None:
             _as_damage(key, place, lambda: _compare_checksums(content))
-        return bytes(content)
+        return content
 
     def _first_byte(self, key: Key, chunk: Chunk, dtype: torch.dtype) -> int:
         """Where in its file the elements of `chunk` begin, in row-major order."""
@@ -234,6 +243,9 @@ class _Window(io.RawIOBase):
 
 def _regions(tensor: Tensor) -> Iterator[tuple[Ints, Tensor]]:
     """Every box of `tensor` that this rank holds: its offsets, and a view of its elements."""
+    if isinstance(tensor, CheckpointChunks):
+        yield from ((box.offsets, tensor.view_of(box)) for box in tensor.boxes())
+        return
     if not hasattr(tensor, "__create_chunk_list__"):
         yield (0,) * tensor.dim(), tensor.detach()
         return
@@ -245,7 +257,7 @@ def _regions(tensor: Tensor) -> Iterator[tuple[Ints, Tensor]]:
         yield tuple(chunk.offsets), shard.detach()
 
 
-def _load(content: bytes) -> Any:
+def _load(content: bytearray) -> Any:
     """What torch.save wrote, if it can be read without running code."""
     if not content.startswith(_ZIP):  # older formats take other ways through torch.load
         raise zipfile.BadZipFile
@@ -254,7 +266,7 @@ def _load(content: bytes) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def _compare_checksums(content: bytes | bytearray) -> None:
+def _compare_checksums(content: bytearray) -> None:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for entry in archive.infolist():
             if entry.CRC:  # 0: torch.save was told not to compute it

@@ -5,6 +5,7 @@ They are what `torch.distributed.checkpoint` writes for the state of a model and
     model.<name>                              parameters and buffers; each rank writes its boxes
     optim.state.<name>.<entry>                likewise; optim.param_groups.<i>.<option>
     extra.<rank>                              (extra,) as that rank passed it
+    sidestream.format_version                 says to readers without our manifest who wrote it
 
 so any world size, plain PyTorch and FSDP2 read them, and theirs load here. Names are the same with
 and without `torch.compile`. `checkpoint_folder` says where they lie, and how one replaces another.
@@ -28,6 +29,7 @@ from ..arguments import require_flag
 from ..uncompiled import uncompiled
 from ..untrusted import shown
 from . import folder as checkpoint_folder
+from . import plain_values
 from .agreement import Alike
 from .background import copied, end_save_before, start
 from .manifest import FORMAT_VERSION, MARK, write_manifest
@@ -99,30 +101,29 @@ def save_checkpoint(
             interrupted; the asynchronous save before failed and nobody asked. Whatever is raised,
             what was at `path` stays.
     """
-    from .plain_values import require_plain
-
     ranks = ranks_of(module)
     with Alike(ranks) as together:
         require_flag("asynchronous", asynchronous)
         end_save_before()
         target = checkpoint_folder.resolve_for_writing(path)
         state = state_of(module, optimizer)
-        require_plain("extra", extra)
+        plain_values.require_plain("extra", extra)
         for key, value in _values(state):
-            require_plain(key, value)
+            if isinstance(value, Tensor):
+                plain_values.require_storable(key, value)
+            else:
+                plain_values.require_plain(key, value)
         together.tell("path", target.name, shown(target))
         together.tell("optimizer", "none" if optimizer is None else "one")
         together.tell("asynchronous", str(asynchronous))
         written = {
-            **_row_major(state if ranks.leads else _sharded_only(state)),
+            **(state if ranks.leads else _sharded_only(state)),
             "extra": {str(ranks.place): (extra,)},
         }
         if ranks.leads:
             written[MARK] = {"format_version": FORMAT_VERSION}
         if asynchronous:
             written = copied(written)
-        if ranks.leads:
-            claim(target, ranks)
     writers = ranks.apart() if asynchronous else ranks
     _prepare(target, ranks)
     if asynchronous:
@@ -135,6 +136,8 @@ def _prepare(target: Path, ranks: Ranks) -> None:
     try:
         with Alike(ranks):
             if ranks.leads:
+                checkpoint_folder.require_room(target)
+                claim(target, ranks)
                 checkpoint_folder.prepare(target, ranks.number)
     except BaseException:
         checkpoint_folder.discard_partial(target)
@@ -146,7 +149,7 @@ def _write(target: Path, state: dict[str, Any], ranks: Ranks) -> None:
     from torch.distributed import checkpoint as dcp
 
     from .running_dcp import running_dcp
-    from .writer import CheckpointWriter
+    from .writer import CheckpointWriter, RowMajorPlanner
 
     partial = checkpoint_folder.partial_of(target)
     writer = CheckpointWriter(partial)
@@ -155,6 +158,7 @@ def _write(target: Path, state: dict[str, Any], ranks: Ranks) -> None:
             dcp.save(
                 state,
                 storage_writer=writer,
+                planner=RowMajorPlanner(),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
@@ -186,9 +190,8 @@ def _seal(target: Path, digests: Mapping[str, Digest], ranks: Ranks) -> None:
 
 
 def _values(state: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
-    """Key and value of all in the nested `state` that is stored as a pickle, as DCP takes it apart.
-
-    Numbers and the like, which always can be, are left out.
+    """Key and value of all tensors in the nested `state`, and of what is stored as a pickle, as DCP
+    takes it apart. Numbers and the like, which always can be, are left out.
 
     Raises:
         TypeError: it would not come back as it is.
@@ -199,7 +202,7 @@ def _values(state: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, ob
         parts = state.items() if isinstance(state, Mapping) else enumerate(state)
         for part, value in parts:
             yield from _values(value, f"{key}.{part}" if key else f"{part}", depth + 1)
-    elif not isinstance(state, Tensor) and type(state) not in (bool, int, float, str, NoneType):
+    elif type(state) not in (bool, int, float, str, NoneType):
         yield key, state
 
 
@@ -212,15 +215,6 @@ def _require_kept(state: Mapping[Any, Any], key: str, depth: int) -> None:
             f"{key}: expected dicts with text as keys, none of them empty, since others would not "
             f"come back as they are, got {found}; return a tuple around it, such as (state,)"
         )
-
-
-def _row_major(state: Any) -> Any:
-    """`state` with plain tensors laid out as a checkpoint holds them."""
-    if isinstance(state, Mapping):
-        return {key: _row_major(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_row_major(value) for value in state]
-    return state.contiguous() if type(state) is Tensor else state
 
 
 def _sharded_only(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,17 @@ from pathlib import Path, PurePosixPath
 import torch
 
 SEGMENT_BYTES = 64 << 20
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 
 Key = str
 KeyPath = tuple[str | int, ...]
 Ints = tuple[int, ...]
+
+_MAX_COUNT = 2**63 - 1
 
 
 class BadCheckpoint(ValueError):
@@ -104,6 +111,19 @@ class Stored:
         yield from self.values.items()
 
 
+def counts(values: object) -> Ints:
+    """`values`, if they are numbers of something.
+
+    Raises:
+        BadCheckpoint: they are not.
+    """
+    if not isinstance(values, (list, tuple)) or not all(
+        type(value) is int and 0 <= value <= _MAX_COUNT for value in values
+    ):
+        raise BadCheckpoint(f"expected counts, got {values!r:.80}")
+    return tuple(values)
+
+
 def require_plain_name(file: object) -> str:
     """`file`, if it names something in the checkpoint's own folder.
 
@@ -127,6 +147,12 @@ def _require_cover(key: Key, tensor: StoredTensor) -> None:
             raise BadCheckpoint(
                 f"'{key}': expected chunks inside its shape {shape}, got one of {chunk.sizes} at "
                 f"{chunk.offsets}"
+            )
+        num_bytes = math.prod(chunk.sizes) * tensor.dtype.itemsize
+        if num_bytes > chunk.place.num_bytes:  # archives do not compress
+            raise BadCheckpoint(
+                f"'{key}': expected at least {num_bytes} bytes for a chunk of {chunk.sizes}, got "
+                f"{chunk.place.num_bytes}"
             )
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     stored_numel = sum(math.prod(chunk.sizes) for chunk in filled)

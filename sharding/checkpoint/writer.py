@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -10,12 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import WriteItem
 
 from .digests import DigestedFile
 from .stored import Digest
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ARCHIVE_SOURCE = "inline_container"
 """Names the part of torch that writes archives in its errors. What such an error tells is that the
 archive came out shorter than it should; the reason that the system gave is lost there.
@@ -27,14 +31,17 @@ class _DigestingFileSystem(FileSystem):
 
     def __init__(self) -> None:
         self.digests: dict[str, Digest] = {}
+        self.latest: DigestedFile | None = None
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Open a new file, as the protocol of DCP asks for it."""
         assert mode == "wb", "a writer does not read"
-        file = DigestedFile(path)
+        self.latest = file = DigestedFile(path)
         with io.BufferedWriter(file) as stream:
             yield stream
+            stream.flush()
+            os.fsync(file.fileno())
         self.digests[Path(path).name] = file.digest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -47,7 +54,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """Writes to `folder`, one file a rank. `digests` are those of this rank's files, by name."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(folder, sync_files=False)  # DCP's comes before the last bytes are out
         self.fs = _DigestingFileSystem()
         self.digests = self.fs.digests
         self._folder = folder
@@ -61,17 +68,33 @@ class CheckpointWriter(dcp.FileSystemWriter):
         try:
             return super().write_data(*args, **kwargs)
         except OSError as error:
-            raise OSError(self._explained(str(error))) from error
+            raise OSError(self._explained(error)) from error
         except RuntimeError as error:
-            if _ARCHIVE_SOURCE not in str(error):
+            cause = self.fs.latest.error if self.fs.latest is not None else None
+            if _ARCHIVE_SOURCE not in str(error) or cause is None:
                 raise
-            raise OSError(self._explained("its file came out too short")) from error
+            raise OSError(self._explained(cause)) from error
 
-    def _explained(self, reason: str) -> str:
-        if not self._folder.is_dir():
+    def _explained(self, error: OSError) -> str:
+        reason = str(error)
+        if error.errno not in _FULL or not self._folder.is_dir():
             return reason
         free_mib = shutil.disk_usage(self._folder).free / 2**20
         return (
             f"{reason}, with {free_mib:,.1f} MiB free in {self._folder.parent}; make room, or lift "
             "the limit on the size of files"
         )
+
+
+class RowMajorPlanner(dcp.DefaultSavePlanner):
+    """Plans as DCP does; every chunk is written with its elements in row-major order, and as they
+    are read, since that is what our own reader takes an archive for.
+    """
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What is written for an item, as the protocol of DCP asks for it."""
+        made = super().transform_object(write_item, object)
+        if isinstance(made, Tensor):
+            plain = made.detach().resolve_conj().resolve_neg()
+            return plain.contiguous().as_subclass(Tensor)
+        return made
