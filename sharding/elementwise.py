@@ -246,6 +246,8 @@ def _convert(
             f"{like.device}, got a conversion to {dtype} on {device}: convert the model before "
             "fully_shard (compute in another dtype with MixedPrecisionPolicy)"
         )
+    if not is_other:
+        return like.with_local(like.local.clone())
     non_blocking = bool(kwargs.get("non_blocking"))
     return like.with_local(like.local.to(device, dtype, non_blocking=non_blocking, copy=True))
 

@@ -2,6 +2,7 @@
 
 import random
 import runpy
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ runpy.run_path(str(Path(__file__).with_name("checkout.py")))["make_importable"](
 from sidestream.tests import poison  # noqa: E402  (importable only after the line above)
 
 poison.install()
+
+# A suite in the background of a shell ignores SIGINT, and so would the programs it interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _RootIsAFolder:

@@ -78,6 +78,12 @@ class DigestedFile(io.FileIO):
             place, content = place + len(piece), content[len(piece) :]
         return tuple(crc32s)
 
+    def close(self) -> None:
+        """Bring the file to disk, then close it."""
+        if not self.closed:
+            os.fsync(self.fileno())
+        super().close()
+
     def digest(self) -> Digest:
         """Size and checksum of what was written."""
         return Digest(self._num_bytes, self._crc32s)

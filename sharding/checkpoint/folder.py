@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from ..arguments import kind_of
@@ -47,7 +48,7 @@ def resolve_for_writing(path: str | os.PathLike[str]) -> Path:
         FileExistsError: it is a link to something else.
     """
     target, given = resolve(path), Path(path).expanduser()
-    if given.is_symlink() and _found(target) is None:
+    if os.path.islink(given) and _found(target) is None:
         raise FileExistsError(
             f"path: expected a checkpoint to replace or nothing at {shown(given)}, got a link to "
             f"{shown(target)}, which is no checkpoint; remove the link, or give another path"
@@ -83,8 +84,10 @@ def _found(target: Path) -> Path | None:
     return next(filter(_is_checkpoint, (target, _replaced_of(target))), None)
 
 
-def prepare(target: Path, rank: int) -> None:
+def prepare(target: Path, rank: int, take: Callable[[], None]) -> None:
     """Make the folder to write to, as `rank`, and finish or undo what a crash left.
+
+    `take` is called once nothing stands in the way.
 
     Raises:
         FileExistsError: what is at `target` is no checkpoint, or more, or `target` lies in one.
@@ -95,6 +98,7 @@ def prepare(target: Path, rank: int) -> None:
         if not os.path.lexists(target) and _is_checkpoint(replaced):
             replaced.rename(target)
         require_room(target)
+        take()
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove(partial)
         partial.mkdir()
@@ -160,7 +164,7 @@ def _replaced_of(target: Path) -> Path:
 
 def _is_checkpoint(folder: Path) -> bool:
     """Whether `folder` itself, no link to one, is a checkpoint's."""
-    return not folder.is_symlink() and any(path.is_file() for path in indices_of(folder))
+    return not os.path.islink(folder) and any(path.is_file() for path in indices_of(folder))
 
 
 def _obstacle(target: Path) -> str | None:
@@ -185,7 +189,7 @@ def _obstacle(target: Path) -> str | None:
 
 def _remove(path: Path, *, ignore_errors: bool = False) -> None:
     """Remove the folder, file or link at `path`, if there is one; what a link leads to stays."""
-    if path.is_dir() and not path.is_symlink():
+    if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=ignore_errors)
         return
     with contextlib.suppress(OSError if ignore_errors else FileNotFoundError):

@@ -136,9 +136,8 @@ def _prepare(target: Path, ranks: Ranks) -> None:
     try:
         with Alike(ranks):
             if ranks.leads:
-                checkpoint_folder.require_room(target)
-                claim(target, ranks)
-                checkpoint_folder.prepare(target, ranks.number)
+                take = functools.partial(claim, target, ranks)
+                checkpoint_folder.prepare(target, ranks.number, take)
     except BaseException:
         checkpoint_folder.discard_partial(target)
         raise

@@ -40,8 +40,6 @@ class _DigestingFileSystem(FileSystem):
         self.latest = file = DigestedFile(path)
         with io.BufferedWriter(file) as stream:
             yield stream
-            stream.flush()
-            os.fsync(file.fileno())
         self.digests[Path(path).name] = file.digest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -55,8 +53,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, sync_files=False)  # DCP's comes before the last bytes are out
-        self.fs = _DigestingFileSystem()
-        self.digests = self.fs.digests
+        self.fs = self._files = _DigestingFileSystem()
+        self.digests = self._files.digests
         self._folder = folder
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +68,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         except OSError as error:
             raise OSError(self._explained(error)) from error
         except RuntimeError as error:
-            cause = self.fs.latest.error if self.fs.latest is not None else None
+            cause = None if self._files.latest is None else self._files.latest.error
             if _ARCHIVE_SOURCE not in str(error) or cause is None:
                 raise
             raise OSError(self._explained(cause)) from error

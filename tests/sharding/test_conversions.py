@@ -90,6 +90,7 @@ def test_a_gpu_without_an_index_is_the_current_one(current: int) -> None:
     tensor = ss.ShardedTensor(
         local, shape=(2, 3), start=0, name="w", group=None, intervals=((0, 6),)
     )
+    tensor = nn.Parameter(tensor, requires_grad=False)
     # What `tensor.to` calls; itself it asks for a GPU first.
     convert = torch.ops.aten._to_copy
     with mock.patch.object(torch.cuda, "current_device", return_value=current):

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import threading
 import zlib
 from pathlib import Path
@@ -12,9 +14,8 @@ import torch
 from torch import nn
 
 import sidestream as ss
-from sidestream.sharding.checkpoint import digests, files
-from sidestream.sharding.checkpoint.digests import DigestedFile
-from sidestream.sharding.checkpoint.files import require_sums
+from sidestream.sharding.checkpoint import digests
+from sidestream.sharding.checkpoint.digests import DigestedFile, require_sums
 from sidestream.sharding.checkpoint.stored import BadCheckpoint, Digest
 from sidestream.tests.ranks import run_on_ranks
 
@@ -48,8 +49,7 @@ def test_every_file_is_listed_with_its_size_and_checksum(world_size: int, tmp_pa
 def test_sums_are_those_of_the_whole_file_and_are_compared(
     sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (digests, files):
-        monkeypatch.setattr(module, "SEGMENT_BYTES", SEGMENT)
+    monkeypatch.setattr(digests, "SEGMENT_BYTES", SEGMENT)
     file = DigestedFile(tmp_path / "file")
     with io.BufferedWriter(file) as stream:
         for size in sizes:
@@ -82,3 +82,27 @@ def test_a_digested_file_follows_no_link(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError):
             DigestedFile(tmp_path / name)
     assert (tmp_path / "victim").read_text() == "mine" and not (tmp_path / "nothing").exists()
+
+
+EXITS = """
+import sys, time
+from unittest import mock
+from torch import nn
+from torch.distributed import checkpoint as dcp
+import sidestream as ss
+
+write = dcp.FileSystemWriter.write_data
+dcp.FileSystemWriter.write_data = lambda *args: time.sleep(0.5) or write(*args)
+ss.save_checkpoint(sys.argv[1], nn.Linear(1024, 1024), asynchronous=True)
+"""
+
+
+def test_large_files_are_summed_while_the_interpreter_ends(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXITS, str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    ss.load_checkpoint(tmp_path / "c", nn.Linear(1024, 1024))

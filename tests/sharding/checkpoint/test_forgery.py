@@ -160,9 +160,9 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no tensors": (lambda c: c.pop("tensors"), "KeyError: 'tensors'"),
     "a list": (lambda c: "[]", "the fields of format 2"),
     "no JSON": (lambda c: "{", "the fields of format 2"),
-    "deep": (lambda c: "[" * 100_000 + "]" * 100_000, "RecursionError"),
-    "a name twice": (lambda c: '{"a": 1, "a": 2}', "every name once"),
-    "no finite number": (lambda c: '{"format_version": NaN}', "expected numbers"),
+    "deep": (lambda c: "[" * 100_000 + "]" * 100_000, "nested too deeply"),
+    "a name twice": (lambda c: '{"a": 1, "a": 2}', "twice in one object"),
+    "no finite number": (lambda c: '{"format_version": NaN}', "no number of JSON"),
     "a name too many": (
         lambda c: _rename(c, "model.first.bias", "model.first.bios"),
         "missing: model.first.bias",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
@@ -135,3 +136,79 @@ def test_extra_state_that_would_come_back_otherwise_is_refused(
     with pytest.raises(TypeError, match=message):
         ss.save_checkpoint(tmp_path / "c", WithState(state))
     assert not list(tmp_path.iterdir())
+
+
+class Odd(Tensor):
+    """A subclass that computes as its base does."""
+
+
+LAYOUTS: dict[str, Tensor] = {
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "transposed subclass": torch.arange(6.0).view(2, 3).t().as_subclass(Odd),
+    "conjugated": torch.arange(6.0).to(torch.complex64).mul(1 + 2j).conj(),
+    "negated": torch.arange(6.0).to(torch.complex64).mul(1 + 2j).conj().imag,
+    "part of another": torch.arange(20.0)[3:9],
+    "repeated": torch.ones(1, 3).expand(4, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buffers_of_every_layout_come_back_with_their_values(layout: str, tmp_path: Path) -> None:
+    saved, loaded = nn.Module(), nn.Module()
+    saved.register_buffer("x", LAYOUTS[layout])
+    loaded.register_buffer("x", torch.zeros_like(LAYOUTS[layout].clone().resolve_conj()))
+    ss.save_checkpoint(tmp_path / "c", saved)
+    ss.load_checkpoint(tmp_path / "c", loaded)
+    assert torch.equal(loaded.x, saved.x)
+
+
+UNSTORABLE: dict[str, Tensor] = {
+    "sparse": torch.eye(3).to_sparse(),
+    "without values": torch.empty(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSTORABLE)
+def test_tensors_that_are_not_their_elements_are_refused(kind: str, tmp_path: Path) -> None:
+    module = nn.Module()
+    module.register_buffer("x", UNSTORABLE[kind])
+    with pytest.raises(TypeError, match=r"^model\.x: expected a tensor whose elements are all"):
+        ss.save_checkpoint(tmp_path / "c", module)
+    assert not list(tmp_path.iterdir())
+
+
+def test_optimizer_options_of_another_kind_are_refused(tmp_path: Path) -> None:
+    model, optimizer = make("a")
+    optimizer.param_groups[0]["lr"] = "fast"
+    ss.save_checkpoint(tmp_path / "c", model, optimizer)
+    other, other_optimizer = make("a", seed=1)
+    with pytest.raises(ValueError, match="expected a number as the option lr, got 'fast'"):
+        ss.load_checkpoint(tmp_path / "c", other, other_optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_without_strict_plain_state_without_groups_is_taken(tmp_path: Path) -> None:
+    model, optimizer = make("a")
+    optim = {"state": named_state(runtime_of(model), optimizer)["state"]}
+    dcp.save({"model": model.state_dict(), "optim": optim}, checkpoint_id=tmp_path / "c")
+    other, other_optimizer = make("a", seed=1)
+    with pytest.warns(UserWarning, match="missing: optim.param_groups.0.params"):
+        ss.load_checkpoint(tmp_path / "c", other, other_optimizer, strict=False)
+    assert same(parts(other, other_optimizer, "a"), parts(model, optimizer, "a"))
+
+
+def test_0d_parameters_alone_keep_their_counters(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.gain = nn.Parameter(torch.tensor(2.0))
+    model.forward = lambda: model.gain * 3  # type: ignore[method-assign]
+    optimizer = torch.optim.NAdam(model.parameters())
+    ss.fully_shard(model, optimizer)
+    model().backward()
+    optimizer.step()
+    ss.save_checkpoint(tmp_path / "c", model, optimizer)
+    before = named_state(runtime_of(model), optimizer)["state"]["gain"]
+    expected = {key: getattr(x, "local", x).clone() for key, x in before.items()}
+    optimizer.state.clear()
+    ss.load_checkpoint(tmp_path / "c", model, optimizer)
+    after = named_state(runtime_of(model), optimizer)["state"]["gain"]
+    assert {key: getattr(x, "local", x) for key, x in after.items()} == expected
