@@ -37,7 +37,7 @@ class DigestedFile(io.FileIO):
         Raises:
             FileExistsError: there is one, or a link, which is not followed.
         """
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
         super().__init__(path, "x")
         self._num_bytes = 0
         self._crc32s: Ints = ()
@@ -46,7 +46,7 @@ class DigestedFile(io.FileIO):
         """Append `content`, or the first part of it; returns how many bytes."""
         try:
             return self._write(memoryview(content).cast("B"))
-        except OSError as error:
+        except BaseException as error:
             self.error = error
             raise
 

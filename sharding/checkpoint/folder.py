@@ -46,8 +46,14 @@ def resolve_for_writing(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         FileExistsError: it is a link to something else.
+        ValueError: its name is kept for what is being written.
     """
     target, given = resolve(path), Path(path).expanduser()
+    if target.name.startswith(".") and target.suffix in (".partial", ".replaced"):
+        raise ValueError(
+            f"path: expected a name that is not made from another checkpoint's, got "
+            f"{shown(target.name)}, which saving beside it would remove; give another path"
+        )
     if os.path.islink(given) and _found(target) is None:
         raise FileExistsError(
             f"path: expected a checkpoint to replace or nothing at {shown(given)}, got a link to "
@@ -102,9 +108,9 @@ def prepare(target: Path, rank: int, take: Callable[[], None]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove(partial)
         partial.mkdir()
-    except FileExistsError:
-        raise
-    except OSError as error:
+    except (OSError, RecursionError) as error:
+        if isinstance(error, FileExistsError) and error.errno is None:
+            raise  # our own, from `require_room`
         raise OSError(
             f"path: expected a place where rank {rank} can make a folder, got {shown(target)}, "
             f"where it cannot ({error}); give a path that this user can write to"

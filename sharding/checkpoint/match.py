@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..messages import listed
 from ..optimizer_state import SCALAR_STATE
 from ..untrusted import shown
-from .stored import BadCheckpoint, Key, Stored
+from .stored import BadCheckpoint, Key, KeyPath, Stored
 
 Entries = dict[str, dict[str, Tensor | None]]
 
@@ -55,31 +56,43 @@ class FittingState:
 
         Raises:
             BadCheckpoint: a group or an option is not of the kind that it should be.
-            ValueError: a group holds other parameters (where this is `strict`).
+            ValueError: a group holds other parameters; if not `strict`, only those count that both
+                sides have.
         """
-        saved_groups = optim.setdefault("param_groups", [])
-        for group in saved_groups:
-            _require_group(group, defaults)
+        saved_groups = [set(_names_in(group, defaults)) for group in optim.get("param_groups", [])]
+        optim.setdefault("param_groups", [])
         lines: list[str] = []
-        for number, names in enumerate(self.groups if strict else ()):
-            saved = saved_groups[number]["params"]
-            if set(saved) != set(names):
-                extra, lacking = sorted(set(saved) - set(names)), sorted(set(names) - set(saved))
-                lines.append(f"parameter group {number}: missing {lacking}, unexpected {extra}")
+        # Without any the optimizer is left alone.
+        for number, names in enumerate(map(set, self.groups if saved_groups else ())):
+            saved = saved_groups[number]
+            extra, lacking = saved - names, names - saved
+            if not strict:
+                extra &= {name for group in self.groups for name in group}
+                lacking &= {name for group in saved_groups for name in group}
+            if extra or lacking:
+                lines.append(
+                    f"parameter group {number}: missing {sorted(lacking)}, unexpected "
+                    f"{sorted(extra)}"
+                )
         if lines:
             raise _misfit(self.folder, lines)
 
 
-def _require_group(group: object, defaults: Mapping[str, Any]) -> None:
+def _names_in(group: object, defaults: Mapping[str, Any]) -> list[str]:
+    """The names of the parameters in a stored group, whose options are checked."""
     if not isinstance(group, dict):
         raise BadCheckpoint(f"expected a parameter group, got {group!r:.80}")
     names = group.setdefault("params", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise BadCheckpoint(f"expected the names of a group's parameters, got {names!r:.80}")
+        raise BadCheckpoint(
+            f"expected the names of a group's parameters, got {names!r:.80}: save what "
+            "get_optimizer_state_dict gives, since optimizer.state_dict() has numbers for names"
+        )
     for option, default in defaults.items():
         value = group.get(option, default)
         if _is_number(default) and not (_is_number(value) or isinstance(value, Tensor)):
             raise BadCheckpoint(f"expected a number as the option {option}, got {value!r:.80}")
+    return names
 
 
 def _is_number(value: object) -> bool:
@@ -89,6 +102,8 @@ def _is_number(value: object) -> bool:
 @dataclass(slots=True)
 class _Problems:
     missing: list[str] = field(default_factory=list)
+    of_groups: list[str] = field(default_factory=list)
+    """Those of `missing` and `unexpected` that tell optimizers apart."""
     unexpected: list[str] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
 
@@ -122,14 +137,18 @@ def match(
     model_tensors, value_keys = _match_model(stored, model, problems)
     entries: Entries = {}
     groups: tuple[tuple[str, ...], ...] = ()
+    is_known = False
     if optim is not None and defaults is not None:
         groups = tuple(tuple(group["params"]) for group in optim["param_groups"])
-        value_keys += _match_groups(stored, len(groups), defaults, problems)
+        group_keys = _match_groups(stored, len(groups), defaults, problems)
+        is_known = not problems.of_groups
+        value_keys += group_keys if is_known else []
         shapes = {name: model[name].shape for names in groups for name in names}
         found = _find_state(stored, shapes, problems)
         if stored.digests is None:
             _require_alike(found, groups)
-        entries = _match_state(stored, found, shapes, problems)
+        # Without strict, that of another optimizer or other groups is left alone as a whole.
+        entries = _match_state(stored, found, shapes, problems) if is_known or strict else {}
         value_keys += [
             found[name][entry]
             for name, known in entries.items()
@@ -138,8 +157,10 @@ def match(
         ]
     one_sided = problems.one_sided()
     if lines := (one_sided if strict else []) + problems.shapes:
-        raise _misfit(shown(stored.folder), lines)
-    known_params = set(model_tensors) if stored.keys_under("optim") else set()
+        raise _misfit(shown(stored.folder), lines + _hint(stored))
+    known_params = set(model_tensors) if is_known else set()
+    if groups and not is_known:
+        one_sided.append("therefore the optimizer stays as it is, its state too")
     return FittingState(
         folder=shown(stored.folder),
         model_tensors=tuple(model_tensors),
@@ -156,6 +177,26 @@ def _misfit(folder: str, lines: list[str]) -> ValueError:
         f"checkpoint {folder} does not fit the model or the optimizer, and nothing was loaded:\n  "
         + "\n  ".join(lines)
     )
+
+
+def _hint(stored: Stored) -> list[str]:
+    """What else the checkpoint holds, where that may be what is missed."""
+    places: set[KeyPath] = {("model",), ("extra",), ("sidestream",)}
+    places |= {("optim", "state"), ("optim", "param_groups")}
+    numbered = [path for path in stored.paths.values() if path[:2] == ("optim", "state")]
+    if any(str(part).isdecimal() for path in numbered for part in path[2:3]):
+        return [
+            "its optimizer's state has numbers for names: save what get_optimizer_state_dict gives, "
+            "not optimizer.state_dict()"
+        ]
+    others = [k for k, path in stored.paths.items() if not {path[:1], path[:2]} & places]
+    if not others:
+        return []
+    return [
+        f"beside what load_checkpoint reads ('model' and 'optim', each as get_state_dict gives it, "
+        f"not flattened) there are: {listed([shown(key) for key in others])}; load those with "
+        "torch.distributed.checkpoint"
+    ]
 
 
 def _match_model(
@@ -198,8 +239,11 @@ def _match_groups(
         for option in needed:
             if (number, option) not in known:
                 problems.missing.append(f"optim.param_groups.{number}.{option}")
+                problems.of_groups.append(option)
     numbers = {(number,) for number in range(num_groups)}
-    problems.unexpected += [key for key in keys if stored.paths[key][2:3] not in numbers]
+    others = [key for key in keys if stored.paths[key][2:3] not in numbers]
+    problems.unexpected += others
+    problems.of_groups += others
     return [key for key in keys if stored.paths[key][2:3] in numbers]
 
 

@@ -14,6 +14,7 @@ and without `torch.compile`. `checkpoint_folder` says where they lie, and how on
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
@@ -116,6 +117,7 @@ def save_checkpoint(
         together.tell("path", target.name, shown(target))
         together.tell("optimizer", "none" if optimizer is None else "one")
         together.tell("asynchronous", str(asynchronous))
+        together.tell("module", *_described(state["model"]))
         written = {
             **(state if ranks.leads else _sharded_only(state)),
             "extra": {str(ranks.place): (extra,)},
@@ -130,6 +132,15 @@ def save_checkpoint(
         return start(functools.partial(_write, target, written, writers), shown(target))
     _write(target, written, writers)
     return None
+
+
+def _described(model: Mapping[str, Any]) -> tuple[str, str]:
+    """What must agree of the ranks' modules, and in words."""
+    tensors = [(name, x) for name, x in model.items() if isinstance(x, Tensor)]
+    parts = [(name, tuple(x.shape), hasattr(x, "__create_write_items__")) for name, x in tensors]
+    num_sharded = sum(is_sharded for _, _, is_sharded in parts)
+    text = f"one of {len(parts)} tensors, {num_sharded} of them sharded"
+    return hashlib.sha256(repr(parts).encode()).hexdigest(), text
 
 
 def _prepare(target: Path, ranks: Ranks) -> None:

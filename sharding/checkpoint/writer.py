@@ -71,6 +71,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
             cause = None if self._files.latest is None else self._files.latest.error
             if _ARCHIVE_SOURCE not in str(error) or cause is None:
                 raise
+            if not isinstance(cause, OSError):
+                raise cause from error
             raise OSError(self._explained(cause)) from error
 
     def _explained(self, error: OSError) -> str:

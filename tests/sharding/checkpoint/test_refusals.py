@@ -91,6 +91,13 @@ def test_paths(call: Callable[..., Any], case: tuple[Any, type[Exception], str])
         call(path, nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("name", [".c.partial", ".c.replaced"])
+def test_names_that_saving_beside_them_would_remove(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a name that is not made from another"):
+        ss.save_checkpoint(tmp_path / name, nn.Linear(2, 2))
+    assert not list(tmp_path.iterdir())
+
+
 EXTRAS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "function": (lambda model: {"step": lambda: 1}, "cannot be saved .*local object"),
     "lock": (lambda model: [threading.Lock()], "cannot be saved .*lock"),

@@ -1,5 +1,6 @@
 """What only the model or only the checkpoint has, and what would come back otherwise."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
@@ -186,15 +188,84 @@ def test_optimizer_options_of_another_kind_are_refused(tmp_path: Path) -> None:
         ss.load_checkpoint(tmp_path / "c", other, other_optimizer)
 
 
+def in_groups(
+    kind: type[torch.optim.Optimizer], *names: tuple[str, ...], **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of "a" and "b" with the groups of an optimizer that are named."""
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model.forward = lambda x: model["b"](model["a"](x))  # type: ignore[method-assign]
+    groups = [{"params": [model.get_parameter(n) for n in part], "lr": 0.5} for part in names]
+    optimizer = kind(groups, **options)
+    ss.fully_shard(model, optimizer)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+A, B = ("a.weight", "a.bias"), ("b.weight", "b.bias")
+OTHERS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
+    "another optimizer": lambda: in_groups(torch.optim.SGD, A + B, momentum=0.9),
+    "fewer groups": lambda: in_groups(torch.optim.AdamW, A + B),
+    "more groups": lambda: in_groups(torch.optim.AdamW, A, B[:1], B[1:]),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_without_strict_another_optimizer_or_other_groups_stay_as_they_are(
+    other: str, tmp_path: Path
+) -> None:
+    ss.save_checkpoint(tmp_path / "c", *in_groups(torch.optim.AdamW, A, B))
+    model, optimizer = OTHERS[other]()
+    before = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+    kept = {k: v for name in "ab" for k, v in parts(model, optimizer, name).items() if " " in k}
+    with pytest.warns(UserWarning, match="optimizer stays as it is, its state too"):
+        ss.load_checkpoint(tmp_path / "c", model, optimizer, strict=False)
+    after = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+    assert repr(after) == repr(before)
+    now = {k: v for name in "ab" for k, v in parts(model, optimizer, name).items() if " " in k}
+    assert same(now, kept)
+
+
+def test_without_strict_a_parameter_in_another_group_is_refused(tmp_path: Path) -> None:
+    ss.save_checkpoint(tmp_path / "c", *in_groups(torch.optim.AdamW, A, B))
+    model, optimizer = in_groups(torch.optim.AdamW, A[:1], (*A[1:], *B))
+    with pytest.raises(ValueError, match=r"group 0: missing \[\], unexpected \['a.bias'\]"):
+        ss.load_checkpoint(tmp_path / "c", model, optimizer, strict=False)
+
+
+PLAIN: dict[str, tuple[Callable[[Any, Any], dict[str, Any]], str]] = {
+    "numbers for names": (
+        lambda m, o: {"model": m.state_dict(), "optim": o.state_dict()},
+        r"unexpected: optim.state.0.step.*numbers for names: save what get_optimizer_state_dict",
+    ),
+    "flattened": (
+        lambda m, o: dict(
+            zip(
+                ("model", "optim"),
+                get_state_dict(m, o, options=StateDictOptions(flatten_optimizer_state_dict=True)),
+                strict=True,
+            )
+        ),
+        r"not flattened\) there are: optim.state.a.weight.step",
+    ),
+    "another key": (
+        lambda m, o: dict(zip(("model", "optimizer"), get_state_dict(m, o), strict=True)),
+        r"missing: optim.param_groups.0.params.*there are: optimizer.state",
+    ),
+    "no key": (lambda m, o: m.state_dict(), r"missing: model.a.weight.*there are: a.weight"),
+}
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_without_strict_plain_state_without_groups_is_taken(tmp_path: Path) -> None:
-    model, optimizer = make("a")
-    optim = {"state": named_state(runtime_of(model), optimizer)["state"]}
-    dcp.save({"model": model.state_dict(), "optim": optim}, checkpoint_id=tmp_path / "c")
-    other, other_optimizer = make("a", seed=1)
-    with pytest.warns(UserWarning, match="missing: optim.param_groups.0.params"):
-        ss.load_checkpoint(tmp_path / "c", other, other_optimizer, strict=False)
-    assert same(parts(other, other_optimizer, "a"), parts(model, optimizer, "a"))
+@pytest.mark.parametrize("layout", PLAIN)
+def test_plain_checkpoints_under_other_keys_say_what_is_there(layout: str, tmp_path: Path) -> None:
+    state, message = PLAIN[layout]
+    model, optimizer = in_groups(torch.optim.AdamW, A + B)
+    dcp.save(state(model, optimizer), checkpoint_id=tmp_path / "c")
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        ss.load_checkpoint(tmp_path / "c", model, optimizer)
 
 
 def test_0d_parameters_alone_keep_their_counters(tmp_path: Path) -> None:
