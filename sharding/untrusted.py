@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+_MAX_LINE = 2_000
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -78,6 +79,15 @@ def shown(value: object) -> str:
     """`value` for a message, with escapes where it could not be printed."""
     text = str(value)
     return text if text.isprintable() else ascii(text)
+
+
+def one_line(error: BaseException) -> str:
+    """What `error` says in one line, not longer than a screen, with escapes where it could not be
+    printed.
+    """
+    text = " ".join(str(error).split())
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]} ..."
 
 
 def sync_folder(folder: Path) -> None:

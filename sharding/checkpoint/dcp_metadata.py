@@ -12,7 +12,8 @@ import io
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from reprlib import repr as brief
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -105,12 +106,48 @@ _KNOWN: dict[tuple[str, str], object] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+_PYTHON_UNPICKLER: Any = pickle._Unpickler
+_OPCODES = b"".join(
+    (
+        *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINPUT),
+        *(pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.NONE, pickle.NEWTRUE),
+        *(pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+        *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.EMPTY_TUPLE, pickle.TUPLE1),
+        *(pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE, pickle.EMPTY_LIST, pickle.APPEND),
+        *(pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS, pickle.GLOBAL),
+        *(pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
+    )
+)
+
+
+class _Unpickler(_PYTHON_UNPICKLER):
+    """Python's own unpickler, not that in C: its memo is as large as what is in it, whatever number
+    an entry claims to have.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        opcode: _PYTHON_UNPICKLER.dispatch[opcode] for opcode in _OPCODES
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for `module.name`."""
         if (module, name) not in _KNOWN:
             raise BadCheckpoint(f"it names {module}.{name}, which metadata has no need of")
         return _KNOWN[module, name]
+
+    def _set_items(self) -> None:
+        # Hashing nested tuples that repeat each other takes for ever.
+        if any(type(key) not in (str, _Index) for key in self.stack[::2]):
+            raise BadCheckpoint("it has keys other than names")
+        _PYTHON_UNPICKLER.load_setitems(self)
+
+    def _set_item(self) -> None:
+        if type(self.stack[-2]) not in (str, _Index):
+            raise BadCheckpoint("it has a key other than a name")
+        _PYTHON_UNPICKLER.load_setitem(self)
+
+    dispatch[pickle.SETITEMS[0]] = _set_items
+    dispatch[pickle.SETITEM[0]] = _set_item
 
 
 def read_dcp_metadata(folder: Path) -> Stored:
@@ -194,7 +231,7 @@ def _path(key: Key, paths: object) -> KeyPath:
         or any(type(part) not in (str, int) for part in path)
         or ".".join(map(str, path)) != key
     ):
-        raise BadCheckpoint(f"'{key}': expected its path, got {path!r:.80}")
+        raise BadCheckpoint(f"'{key}': expected its path, got {brief(path)}")
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from pathlib import Path
@@ -23,6 +24,10 @@ def open_regular(path: Path) -> io.FileIO:
         return untrusted.open_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BadCheckpoint(f"expected a file {path.name}, got none") from error
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise BadCheckpoint(f"expected a file {path.name}, got links in a circle") from error
     except ValueError as error:
         raise BadCheckpoint(str(error)) from error
 
@@ -40,4 +45,4 @@ def read_whole(path: Path) -> bytes:
             raise BadCheckpoint(
                 f"expected {path.name} of at most {_MAX_INDEX_BYTES} bytes, got {num_bytes}"
             )
-        return file.read()
+        return file.read() or b""  # None: what only looks like a file has nothing to say now

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from ..arguments import kind_of
+from ..messages import listed
 from ..untrusted import shown, sync_folder
 from .manifest import MANIFEST_FILE
 from .opening import indices_of
+
+_OWN = re.compile(r"__\d+_\d+\.distcp|\.metadata|sidestream\.json")
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -188,8 +192,11 @@ def _obstacle(target: Path) -> str | None:
             f"a folder around other checkpoints, such as {shown(inside)}; give a sub-folder beside "
             "them"
         )
-    if folders or (not _is_checkpoint(target) and any(target.iterdir())):
-        return "other files; give another path"
+    others = [part.name for part in target.iterdir() if not _OWN.fullmatch(part.name)]
+    if others or (not _is_checkpoint(target) and any(target.iterdir())):
+        return (
+            f"other files ({listed([shown(name) for name in sorted(others)])}); give another path"
+        )
     return None
 
 

@@ -16,7 +16,7 @@ from ..arguments import require_flag
 from ..fully_shard import runtime_of
 from ..optimizer_state import load_scalars, named_state, prepare_state
 from ..uncompiled import plain_name, uncompiled
-from ..untrusted import shown
+from ..untrusted import one_line, shown
 from . import folder as checkpoint_folder
 from .agreement import Alike
 from .background import wait_for_save
@@ -75,7 +75,9 @@ def load_checkpoint(
     with Contents(stored) as contents:
         with Alike(ranks), _refusing(found):
             require_files(stored, *share)
-            values = contents.values([*fitting.value_keys, *_extra_key(stored, ranks)])
+            extra_key = _extra_key(stored, ranks)
+            values = contents.values([*fitting.value_keys, *extra_key])
+            extra = _extra_in(values) if extra_key else None
             fitting.require_groups(values.setdefault("optim", {}), defaults or {}, strict=strict)
             tensors = _tensors(fitting, both["model"])
             contents.require_sound(tensors)
@@ -90,7 +92,7 @@ def load_checkpoint(
             f"{'; '.join(fitting.left_alone)}",
             stacklevel=2,
         )
-    return next(iter(values["extra"].values()))[0] if "extra" in values else None
+    return extra
 
 
 @contextmanager
@@ -98,9 +100,13 @@ def _refusing(folder: Path) -> Iterator[None]:
     """Say which checkpoint it is that is bad."""
     try:
         yield
+    except OSError as error:
+        raise OSError(
+            f"checkpoint {shown(folder)}: {one_line(error)}; nothing was loaded"
+        ) from error
     except BadCheckpoint as error:
         raise ValueError(
-            f"checkpoint {shown(folder)}: {' '.join(str(error).split())}; load "
+            f"checkpoint {shown(folder)}: {one_line(error)}; load "
             "another checkpoint. Nothing was loaded"
         ) from error
 
@@ -113,7 +119,7 @@ def _half_loaded(folder: Path) -> Iterator[None]:
     except Exception as error:
         kind = OSError if isinstance(error, (OSError, BadCheckpoint)) else RuntimeError
         raise kind(
-            f"checkpoint {shown(folder)}: {' '.join(str(error).split())}; module and optimizer are "
+            f"checkpoint {shown(folder)}: {one_line(error)}; module and optimizer are "
             "half loaded: load a checkpoint again before they are used"
         ) from error
 
@@ -162,6 +168,15 @@ def _placed(optim: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
                 if isinstance(value, Tensor):
                     states[name][entry] = value.to(model[name].device)
     return optim
+
+
+def _extra_in(values: dict[str, Any]) -> Any:
+    """The extra in `values`, which holds one."""
+    held = values.pop("extra")
+    found = [*held.values()] if isinstance(held, dict) else []
+    if len(found) != 1 or not isinstance(found[0], tuple) or len(found[0]) != 1:
+        raise BadCheckpoint("expected a tuple of one value as extra, got something else")
+    return found[0][0]
 
 
 def _extra_key(stored: Stored, ranks: Ranks) -> list[Key]:

@@ -21,6 +21,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 from ..untrusted import parse_object
@@ -154,7 +155,7 @@ def _listed(place: Place) -> list[str | int]:
 
 def _path(parts: object) -> KeyPath:
     if not isinstance(parts, list) or not all(type(part) in (str, int) for part in parts):
-        raise BadCheckpoint(f"expected the path of a key, got {parts!r:.80}")
+        raise BadCheckpoint(f"expected the path of a key, got {brief(parts)}")
     return tuple(parts)
 
 

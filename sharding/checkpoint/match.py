@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from reprlib import repr as brief
 from typing import Any
 
 import torch
@@ -81,17 +82,23 @@ class FittingState:
 def _names_in(group: object, defaults: Mapping[str, Any]) -> list[str]:
     """The names of the parameters in a stored group, whose options are checked."""
     if not isinstance(group, dict):
-        raise BadCheckpoint(f"expected a parameter group, got {group!r:.80}")
+        raise BadCheckpoint(f"expected a parameter group, got {brief(group)}")
     names = group.setdefault("params", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise BadCheckpoint(
-            f"expected the names of a group's parameters, got {names!r:.80}: save what "
+            f"expected the names of a group's parameters, got {brief(names)}: save what "
             "get_optimizer_state_dict gives, since optimizer.state_dict() has numbers for names"
         )
     for option, default in defaults.items():
         value = group.get(option, default)
         if _is_number(default) and not (_is_number(value) or isinstance(value, Tensor)):
-            raise BadCheckpoint(f"expected a number as the option {option}, got {value!r:.80}")
+            raise BadCheckpoint(f"expected a number as the option {option}, got {brief(value)}")
+        if isinstance(default, tuple) and not (
+            isinstance(value, (tuple, list)) and len(value) == len(default)
+        ):
+            raise BadCheckpoint(
+                f"expected {brief(default)} or the like as {option}, got {brief(value)}"
+            )
     return names
 
 
@@ -155,6 +162,11 @@ def match(
             for entry, like in known.items()
             if like is None
         ]
+    problems.unexpected += [
+        key
+        for key in _others(stored)
+        if stored.digests is not None or (stored.paths[key][0] == "optim" and optim is not None)
+    ]
     one_sided = problems.one_sided()
     if lines := (one_sided if strict else []) + problems.shapes:
         raise _misfit(shown(stored.folder), lines + _hint(stored))
@@ -179,18 +191,22 @@ def _misfit(folder: str, lines: list[str]) -> ValueError:
     )
 
 
-def _hint(stored: Stored) -> list[str]:
-    """What else the checkpoint holds, where that may be what is missed."""
+def _others(stored: Stored) -> list[Key]:
+    """Keys of what no checkpoint of ours holds."""
     places: set[KeyPath] = {("model",), ("extra",), ("sidestream",)}
     places |= {("optim", "state"), ("optim", "param_groups")}
+    return [key for key, path in stored.paths.items() if not {path[:1], path[:2]} & places]
+
+
+def _hint(stored: Stored) -> list[str]:
+    """What else the checkpoint holds, where that may be what is missed."""
     numbered = [path for path in stored.paths.values() if path[:2] == ("optim", "state")]
     if any(str(part).isdecimal() for path in numbered for part in path[2:3]):
         return [
-            "its optimizer's state has numbers for names: save what get_optimizer_state_dict gives, "
-            "not optimizer.state_dict()"
+            "its optimizer's state has numbers for names: save what get_optimizer_state_dict "
+            "gives, not optimizer.state_dict()"
         ]
-    others = [k for k, path in stored.paths.items() if not {path[:1], path[:2]} & places]
-    if not others:
+    if not (others := _others(stored)):
         return []
     return [
         f"beside what load_checkpoint reads ('model' and 'optim', each as get_state_dict gives it, "

@@ -14,6 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from reprlib import repr as brief
 from typing import Any, TypeVar
 
 import torch
@@ -166,8 +167,7 @@ class Contents:
             raise _damage(key, place)
         content = bytearray(place.num_bytes)
         self._read(place.file, place.start, torch.frombuffer(content, dtype=torch.uint8))
-        if self.stored.digests is None:
-            _as_damage(key, place, lambda: _compare_checksums(content))
+        _as_damage(key, place, lambda: _require_stored(content, self.stored.digests is None))
         return content
 
     def _first_byte(self, key: Key, chunk: Chunk, dtype: torch.dtype) -> int:
@@ -266,10 +266,13 @@ def _load(content: bytearray) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def _compare_checksums(content: bytearray) -> None:
+def _require_stored(content: bytearray, compares_checksums: bool) -> None:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for entry in archive.infolist():
-            if entry.CRC:  # 0: torch.save was told not to compute it
+            # What is compressed may be as large as it likes.
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(content):
+                raise zipfile.BadZipFile
+            if compares_checksums and entry.CRC:  # 0: torch.save was told not to compute it
                 with archive.open(entry) as file:
                     while file.read(_PIECE_BYTES):
                         pass
@@ -309,7 +312,7 @@ def _nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
             if isinstance(node, tuple):
                 break
         if isinstance(node, tuple) or path[-1] in node:
-            raise BadCheckpoint(f"expected one value at {path}, got another one as well")
+            raise BadCheckpoint(f"expected one value at {brief(path)}, got another one as well")
         node[path[-1]] = (value,)
     built = _built(tree)
     return built if isinstance(built, dict) else {}
@@ -322,5 +325,7 @@ def _built(node: Any) -> Any:
     if kinds == {int} and min(node) >= 0 and max(node) < _MAX_LIST:
         return [_built(node.get(part, (None,))) for part in range(max(node) + 1)]
     if kinds - {str}:
-        raise BadCheckpoint(f"expected the names of a dict or the places of a list, got {[*node]}")
+        raise BadCheckpoint(
+            f"expected the names of a dict or the places of a list, got {brief([*node])}"
+        )
     return {part: _built(below) for part, below in node.items()}

@@ -144,13 +144,16 @@ def _described(model: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _prepare(target: Path, ranks: Ranks) -> None:
+    is_ours = False  # another model's, which may be written there, stays
     try:
         with Alike(ranks):
             if ranks.leads:
                 take = functools.partial(claim, target, ranks)
                 checkpoint_folder.prepare(target, ranks.number, take)
+                is_ours = True
     except BaseException:
-        checkpoint_folder.discard_partial(target)
+        if is_ours:
+            checkpoint_folder.discard_partial(target)
         raise
 
 

@@ -11,14 +11,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from reprlib import repr as brief
 
 import torch
 
 SEGMENT_BYTES = 64 << 20
+_NOT_PLAIN = ("torch.quint", "torch.qint", "torch.bits")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(_NOT_PLAIN)
 }
 
 Key = str
@@ -26,6 +28,9 @@ KeyPath = tuple[str | int, ...]
 Ints = tuple[int, ...]
 
 _MAX_COUNT = 2**63 - 1
+_MAX_DEPTH = 100  # of the nested state dict
+_MAX_NAME = 255  # of a file
+_MAX_PAIRS = 1 << 22  # of chunks to compare; ranks' intervals and slices need a few for each
 
 
 class BadCheckpoint(ValueError):
@@ -89,6 +94,9 @@ class Stored:
     digests: Mapping[str, Digest] | None
 
     def __post_init__(self) -> None:
+        for key, path in self.paths.items():
+            if len(path) > _MAX_DEPTH or ".".join(map(str, path)) != key:
+                raise BadCheckpoint(f"'{brief(key)}': expected its path, got {brief(path)}")
         for key, tensor in self.tensors.items():
             _require_cover(key, tensor)
         _require_apart(self.places())
@@ -120,7 +128,7 @@ def counts(values: object) -> Ints:
     if not isinstance(values, (list, tuple)) or not all(
         type(value) is int and 0 <= value <= _MAX_COUNT for value in values
     ):
-        raise BadCheckpoint(f"expected counts, got {values!r:.80}")
+        raise BadCheckpoint(f"expected counts, got {brief(values)}")
     return tuple(values)
 
 
@@ -130,9 +138,9 @@ def require_plain_name(file: object) -> str:
     Raises:
         BadCheckpoint: it leads elsewhere, or is no name.
     """
-    if not isinstance(file, str) or "\0" in file or file in ("", ".", ".."):
-        raise BadCheckpoint(f"expected the name of a file, got {file!r}")
-    if PurePosixPath(file).name != file or "\\" in file:
+    if not isinstance(file, str) or not file.isprintable() or not 0 < len(file) <= _MAX_NAME:
+        raise BadCheckpoint(f"expected the name of a file, got {brief(file)}")
+    if file in (".", "..") or PurePosixPath(file).name != file or "\\" in file:
         raise BadCheckpoint(f"expected a file in the checkpoint's own folder, got {file!r}")
     return file
 
@@ -172,11 +180,15 @@ def _overlaps(chunks: list[Chunk]) -> Iterator[bool]:
     starts = [{chunk.offsets[dim] for chunk in chunks} for dim in range(len(chunks[0].offsets))]
     dim = max(range(len(starts)), key=lambda dim: len(starts[dim]))
     ordered = sorted(chunks, key=lambda chunk: chunk.offsets[dim])
+    num_pairs = 0
     for position, first in enumerate(ordered):
         end = first.offsets[dim] + first.sizes[dim]
         for second in ordered[position + 1 :]:
             if second.offsets[dim] >= end:
                 break
+            num_pairs += 1
+            if num_pairs > _MAX_PAIRS:
+                raise BadCheckpoint(f"expected chunks that lie in order, got {len(chunks)} in none")
             yield overlap(first.offsets, first.sizes, second.offsets, second.sizes) is not None
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import resource
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -169,7 +170,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "a long list": (
         lambda c: c["paths"].update({LR: ["optim", "param_groups", 2**40, "lr"]}),
-        "missing: optim.param_groups.0.lr",
+        "expected its path",
     ),
 }
 
@@ -270,3 +271,62 @@ def test_a_manifest_that_is_gone_is_missed(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.folder, folder)
     (folder / "sidestream.json").unlink()
     assert "expected sidestream.json beside .metadata, got none" in case.try_to_load(folder)
+
+
+# A tuple of twice a tuple of twice ..., each of them one object.
+DOUBLED = b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(60))
+
+
+BOMBS: dict[str, bytes] = {
+    "a large memo": b"\x80\x04}r\x00\x00\x00\x10.",
+    "a key that takes for ever to hash": b"\x80\x04})\x94" + DOUBLED + b"K\x00s.",
+    "an opcode that no metadata has": b"\x80\x04\x8f.",
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_metadata_that_would_take_all_memory_or_time(case: Case, bomb: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(BOMBS[bomb])
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert case.try_to_load(tmp_path) != "loaded"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib < 200 * 1024
+
+
+def _crossing(content: dict[str, Any]) -> None:
+    """Chunks that all meet in every dimension that they could be told apart by."""
+    chunks = [[[0, i], [2**20, 1], "__0_0.distcp", 0, 2**23] for i in range(4000)]
+    content["tensors"]["model.first.weight"].update(shape=[2**20, 4000], chunks=chunks)
+    content["tensors"]["model.first.weight"]["chunks"] = [
+        [[i, 0], [1, 1], "__0_0.distcp", 0, 8] for i in range(3000)
+    ] + [[[0, i], [3000, 1], "__0_0.distcp", 0, 12000] for i in range(3000)]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("case", ["ours"], indirect=True)
+def test_chunks_in_no_order_are_refused_in_time(case: Case, tmp_path: Path) -> None:
+    assert forged(case, _crossing, tmp_path) != "loaded"
+
+
+def _extra_as(path: list[Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["paths"].update({"extra.0": path})
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("case", ["ours"], indirect=True)
+@pytest.mark.parametrize("path", [["extra"], ["extra", 0], [], ["x"] * 200], ids=repr)
+def test_an_extra_at_another_path_is_refused(case: Case, path: list[Any], tmp_path: Path) -> None:
+    assert forged(case, _extra_as(path), tmp_path) != "loaded"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("case", ["plain"], indirect=True)
+def test_a_compressed_value_is_not_unpacked(case: Case, tmp_path: Path) -> None:
+    folder = with_planted_value(case, pickle.dumps(0.5, protocol=2), tmp_path / "c")
+    with zipfile.ZipFile(folder / "__9_0.distcp", "w", zipfile.ZIP_DEFLATED) as files:
+        files.writestr("archive/data.pkl", pickle.dumps(0.5, protocol=2) + bytes(10**6))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = metadata.storage_data[MetadataIndex("optim.param_groups.0.lr")]
+    place.length = (folder / "__9_0.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "got damaged bytes" in case.try_to_load(folder)

@@ -228,3 +228,12 @@ def test_names_that_cannot_be_printed_are_escaped_in_errors(name: str, tmp_path:
         for message in messages:
             assert message.isprintable(), ascii(message)
             message.encode()
+
+
+def test_a_checkpoint_with_files_of_others_in_it_is_not_replaced(tmp_path: Path) -> None:
+    ss.save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra="old")
+    (tmp_path / "c" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"got other files \(notes.txt\); give another"):
+        ss.save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra="new")
+    assert (tmp_path / "c" / "notes.txt").read_text() == "mine"
+    assert ss.load_checkpoint(tmp_path / "c", nn.Linear(2, 2)) == "old"
