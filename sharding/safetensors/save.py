@@ -28,8 +28,8 @@ from ..uncompiled import uncompiled
 from ..untrusted import shown
 from .files import CHUNK_BYTES, Staging
 from .folder import ExportFolder
-from .format import StoredTensor, TensorSpec, plan_export
-from .state import ModuleState, state_of
+from .format import FileTensor, TensorSpec, plan_export
+from .state import ModuleState, tensors_of
 
 _CASTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LEAST_NUMEL = 2**16
@@ -70,7 +70,7 @@ def save_safetensors(
     ranks = ranks_of(module)
     with Alike(ranks) as alike:
         _check_options(max_shard_bytes, dtype)
-        state = state_of(module, "save_safetensors")
+        state = tensors_of(module, "save_safetensors")
         _require_storable(state)
         entries = {entry.names[0]: entry.tensor for entry in state.entries}
         specs = [
@@ -137,7 +137,7 @@ def _lies_in_parts(tensor: Tensor) -> TypeGuard[ShardedTensor]:
     return isinstance(tensor, ShardedTensor) and not tensor.is_whole
 
 
-def _write(tensor: Tensor, stored: StoredTensor, sink: _Sink, gathering: _Gathering) -> None:
+def _write(tensor: Tensor, stored: FileTensor, sink: _Sink, gathering: _Gathering) -> None:
     """Have `sink` write the whole `tensor`, from all ranks."""
     if _lies_in_parts(tensor):
         for start, piece in gathering.pieces(tensor, stored.dtype, sink):
