@@ -284,7 +284,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 import sidestream as ss
-from sidestream.tests.sharding.checkpoint.test_asynchronous import WRITE, full, make
+from sidestream.tests.sharding.checkpoint.test_background import WRITE, full, make
 
 rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if world_size > 1:
