@@ -170,7 +170,7 @@ def _end_background_groups() -> None:
     """
     while _BACKGROUND:
         _, group = _BACKGROUND.popitem()
-        if dist.is_initialized():
+        if group in _world.pg_map:  # not destroyed with those of a job before this one
             dist.destroy_process_group(group)
 
 

@@ -91,10 +91,11 @@ class FolderBoard:
         """Leave the verdict, if there is none."""
         # Written elsewhere, then given its name, if that is free: nobody reads half of it.
         written = self._folder / f"{_VERDICT}.{os.getpid()}.{threading.get_ident()}"
-        written.write_text(verdict, encoding="utf-8", errors="replace")
-        with contextlib.suppress(FileExistsError):
-            os.link(written, self._folder / _VERDICT)
-        written.unlink()
+        try:
+            written.write_text(verdict, encoding="utf-8", errors="replace")
+            _name(written, self._folder / _VERDICT)
+        finally:
+            written.unlink(missing_ok=True)
 
     def verdict(self) -> str:
         """The verdict; empty while there is none."""
@@ -105,6 +106,21 @@ class FolderBoard:
 
     def _file(self, rank: int) -> Path:
         return self._folder / f"beat-{rank}"
+
+
+def _name(written: Path, name: Path) -> None:
+    """Have the file `written` under `name` too, unless there is one; raises OSError."""
+    try:
+        os.link(written, name)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without hard links: the text is short enough for one write
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            try:
+                os.write(descriptor, written.read_bytes())
+            finally:
+                os.close(descriptor)
 
 
 class StoreBoard:

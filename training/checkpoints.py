@@ -15,6 +15,7 @@ from pathlib import Path
 from .errors import CheckpointError
 from .ranks import wait_for_all
 from .step_file import (
+    INDEX_FILE,
     STEP_DIGITS,
     Defining,
     SavedRun,
@@ -30,6 +31,7 @@ MAX_SHOWN_CHARACTERS = 80
 
 _STEP = re.compile(f"step-[0-9]{{{STEP_DIGITS}}}", re.ASCII)
 _LEFTOVER = re.compile(rf"\.{_STEP.pattern}(\.json)?\.partial", re.ASCII)
+_REPLACED = re.compile(rf"\.({_STEP.pattern})\.replaced", re.ASCII)
 
 
 def newest_checkpoint(folder: str) -> SavedRun | None:
@@ -75,7 +77,7 @@ def checkpoint_to_resume(folder: str, defining: Defining, last_step: int) -> Sav
             f"expected a checkpoint before step {last_step}, got {saved.path}: the run is "
             "complete, nothing to resume"
         )
-    require_same_index(saved.path)
+    require_same_index(saved)
     return saved
 
 
@@ -158,9 +160,16 @@ def _remove_older(folder: str, keep: int) -> None:
 def _remove_leftovers(folder: Path) -> None:
     """Remove what saves that were killed have begun; this run saves nothing else at this time."""
     for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name):
+        if _LEFTOVER.fullmatch(path.name) or _is_replaced(path):
             with contextlib.suppress(OSError):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
                     path.unlink()
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether `path` is what a checkpoint was before another one took its name, which is there."""
+    match = _REPLACED.fullmatch(path.name)
+    # Where the new one is not there, this is what there is of that step.
+    return match is not None and (path.with_name(match[1]) / INDEX_FILE).is_file()

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from .boards import Beat, Board
+from .remarks import say
 
 BEAT_S = 1.0
 # The main thread's own error says more than the verdict: it has this long to come.
@@ -163,7 +164,7 @@ class Heart:
         """Tell `text` and end the process at once; the first to come, of all threads, is heard."""
         if not self._once.acquire(blocking=False):
             threading.Event().wait()
-        _say(text)
+        say(text)
         self._judge_by(text)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -220,7 +221,7 @@ class Heart:
             verdict, grace_s = self._verdict, VERDICT_GRACE_S
             if not verdict:
                 verdict = self._silence.verdict(silent, now_s)
-                _say(verdict)
+                say(verdict)
                 self._judge_by(verdict)
                 # Longer than those stay who read it: this may be the store's host.
                 grace_s += 2 * BEAT_S
@@ -251,15 +252,11 @@ class Heart:
         for rank in self._silence.late(self._others, now_s):
             if rank not in self._silence.beats and rank not in self._told:
                 self._told.add(rank)
-                _say(
+                say(
                     f"rank {self._rank} has not heard of rank {rank} for "
                     f"{self._silence.limit_s:g} s: it has not started, or was ended {STARTING}; "
                     f"waiting up to {self._silence.start_limit_s:g} s for it"
                 )
-
-
-def _say(text: str) -> None:
-    print(f"sidestream: {text}", file=sys.stderr, flush=True)
 
 
 def _out_of_reach() -> contextlib.suppress:

@@ -9,6 +9,7 @@ say what they were waiting for, then they are ended, each by its own pid. The la
 end: all ranks are ended. The launcher dies: every rank reads the end of its pipe and ends itself.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from .heartbeat import BEAT_S, STARTING, Silence
 from .interruption import ENDING_SIGNALS, NotedSignals, noting_signals
 from .launch_folder import launch_folder
 from .ranks import INIT_METHOD_VARIABLE
+from .remarks import say
 
 GRACE_S = 12.0
 TERMINATE_S = 3.0
@@ -149,8 +151,9 @@ class _Watch:
             return 0
         first = failed[0]
         verdict = self._verdict(failed)
-        _say(verdict)
-        self.board.judge(verdict)
+        say(verdict)
+        with contextlib.suppress(OSError):  # a full disk: then they hear nothing, and are ended
+            self.board.judge(verdict)
         if first.process.poll() in ASKED_TO_END:
             grace_s = 0.0
         running = self._wait_for_others(failed, grace_s)
@@ -162,16 +165,16 @@ class _Watch:
             code, tail = rank.process.returncode, rank.tail()
             if rank in running and grace_s:
                 place = places[rank.rank]
-                _say(
+                say(
                     f"rank {rank.rank} was still running{place} {grace_s:g} s later, so it was "
                     "ended"
                 )
             elif rank in running:
                 continue
             elif code and rank not in failed:
-                _say(f"rank {rank.rank} {describe_exit(code)}")
+                say(f"rank {rank.rank} {describe_exit(code)}")
             if code and tail:
-                _say(f"the last lines of rank {rank.rank}:\n{tail}")
+                say(f"the last lines of rank {rank.rank}:\n{tail}")
         code = first.process.returncode
         return code if code > 0 else 128 - code
 
@@ -199,7 +202,7 @@ class _Watch:
         """Wait for all but `failed`, and return those that still run after `grace_s`."""
         running = [rank for rank in _running(self.ranks) if rank not in failed]
         if running and grace_s:
-            _say(f"waiting up to {grace_s:g} s for {_names(running)} to end with an error")
+            say(f"waiting up to {grace_s:g} s for {_names(running)} to end with an error")
         deadline = time.monotonic() + grace_s
         while running and time.monotonic() < deadline:
             self.signals.raise_noted()
@@ -249,7 +252,3 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 def _names(ranks: Sequence[_Rank]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank.rank) for rank in ranks)
-
-
-def _say(text: str) -> None:
-    print(f"sidestream: {text}", file=sys.stderr, flush=True)

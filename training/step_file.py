@@ -13,12 +13,12 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from ..sharding.untrusted import open_regular, parse_object
+from ..sharding.untrusted import open_regular, parse_object, sync_folder
 from .errors import CheckpointError
 
 FORMAT_VERSION = 2
@@ -35,13 +35,17 @@ Defining = Mapping[str, str | int | float]
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A complete checkpoint: where it is, after which step, and of which run."""
+    """A complete checkpoint: where it is, after which step, and of which run.
+
+    `index_sha256` is what the file beside it says of its folder; empty until that is read.
+    """
 
     path: Path
     step: int
     world_size: int
     loss_first: float
     defining: Defining
+    index_sha256: str = field(default="", compare=False)
 
 
 def step_file_of(path: Path) -> Path:
@@ -50,7 +54,7 @@ def step_file_of(path: Path) -> Path:
 
 
 def write_step_file(saved: SavedRun) -> None:
-    """Write the file that makes the checkpoint at `saved.path` complete."""
+    """Write the file that makes the checkpoint at `saved.path` complete, also after a power cut."""
     loss = saved.loss_first
     content = {
         "format_version": FORMAT_VERSION,
@@ -68,6 +72,7 @@ def write_step_file(saved: SavedRun) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, final)
+    sync_folder(final.parent)
 
 
 def read_step_file(path: Path) -> SavedRun:
@@ -86,8 +91,8 @@ def read_step_file(path: Path) -> SavedRun:
             world_size=_whole(content, "world_size"),
             loss_first=_loss(content["loss_first"]),
             defining=_defining(content["defining"]),
+            index_sha256=_sum(content["index_sha256"]),
         )
-        _require_sum(content["index_sha256"])
         if path.name != folder_name(saved.step):
             raise ValueError(f"step {saved.step}, which belongs to {folder_name(saved.step)}")
     except (OSError, ValueError) as error:
@@ -98,19 +103,18 @@ def read_step_file(path: Path) -> SavedRun:
     return saved
 
 
-def require_same_index(path: Path) -> None:
-    """Compare the folder at `path` with what the file beside it, already read once, says of it.
+def require_same_index(saved: SavedRun) -> None:
+    """Compare the folder of `saved`, which was read, with what the file beside it said.
 
     Raises:
         CheckpointError: the folder's index is missing or another one.
     """
-    there = parse_object(_content_of(step_file_of(path)))["index_sha256"]
     try:
-        now = sum_of_index(path)
+        now = sum_of_index(saved.path)
     except (OSError, ValueError) as error:
-        raise _other_index(path, _in_words(error)) from error
-    if now != there:
-        raise _other_index(path, f"{INDEX_FILE} with another checksum")
+        raise _other_index(saved.path, _in_words(error)) from error
+    if now != saved.index_sha256:
+        raise _other_index(saved.path, f"{INDEX_FILE} with another checksum")
 
 
 def sum_of_index(path: Path) -> str:
@@ -147,7 +151,7 @@ def _content_of(file: Path) -> bytes:
 def _require_keys(content: Mapping[str, Any]) -> None:
     if content.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
         raise ValueError(f"format_version {short(content['format_version'])}, not {FORMAT_VERSION}")
-    expected = {*SavedRun.__slots__, "format_version", "index_sha256", CHECKSUM} - {"path"}
+    expected = {*SavedRun.__slots__, "format_version", CHECKSUM} - {"path"}
     if wrong := sorted(expected ^ {*content}):
         raise ValueError(f"missing or unknown names: {short(wrong)}")
     if sealed(content) != content:
@@ -177,9 +181,10 @@ def _defining(value: object) -> dict[str, str | int | float]:
     return value
 
 
-def _require_sum(value: object) -> None:
+def _sum(value: object) -> str:
     if not isinstance(value, str) or len(value) != SHA256_DIGITS:
         raise ValueError(f"index_sha256 {short(value)}")
+    return value
 
 
 def _other_index(path: Path, text: str) -> CheckpointError:

@@ -39,10 +39,8 @@ class _Saving(Future[None]):
 
     def result(self, timeout: float | None = None) -> None:
         """Wait for the end, and raise what went wrong."""
-        try:
-            super().result(timeout)
-        finally:
-            self._was_asked |= self.done()
+        self.exception(timeout)
+        super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end, and return what went wrong."""

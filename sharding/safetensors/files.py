@@ -23,7 +23,7 @@ from .format import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     SINGLE,
-    StoredTensor,
+    FileTensor,
     header_length,
     parse_header,
     parse_index,
@@ -90,7 +90,9 @@ class OpenFile:
         while memory:
             count = os.preadv(self._file.fileno(), [memory], position)
             if count == 0:
-                raise OSError(f"{self.path}: ends at byte {position}, cut since it was opened")
+                raise OSError(
+                    f"{shown(self.path)}: ends at byte {position}, cut since it was opened"
+                )
             memory, position = memory[count:], position + count
 
     def read(self, position: int, nbytes: int) -> bytes:
@@ -105,7 +107,7 @@ class Source:
     """Where a stored tensor lies."""
 
     file: OpenFile
-    stored: StoredTensor
+    stored: FileTensor
 
     def read(self, staging: Staging, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel), in `staging`, as the file has them; raises OSError."""
@@ -160,8 +162,8 @@ def _place_of(path: str | os.PathLike[str]) -> Path:
     if place.exists():
         return place
     raise FileNotFoundError(
-        f"path: expected a safetensors file, or a folder with {SINGLE} or {INDEX}, got {place}, "
-        "where there is nothing; give the path of the export"
+        f"path: expected a safetensors file, or a folder with {SINGLE} or {INDEX}, got "
+        f"{shown(place)}, where there is nothing; give the path of the export"
     )
 
 
@@ -185,14 +187,15 @@ def _open_sharded(path: Path, files: contextlib.ExitStack) -> StoredModel:
             if weight_map.get(tensor) != name:
                 raise _damaged(
                     path,
-                    f"expected '{shown(tensor)}' in {weight_map.get(tensor, 'no file')}, got one "
-                    f"in {name}",
+                    f"expected '{shown(tensor)}' in {shown(weight_map.get(tensor, 'no file'))}, "
+                    f"got one in {shown(name)}",
                 )
             sources[tensor] = Source(file, stored)
     if lacking := sorted(weight_map.keys() - sources.keys()):
         raise _damaged(
             path,
-            f"expected '{shown(lacking[0])}' in {weight_map[lacking[0]]}, got a file without it",
+            f"expected '{shown(lacking[0])}' in {shown(weight_map[lacking[0]])}, got a file "
+            "without it",
         )
     with contextlib.closing(OpenFile(path)) as again:
         if again.identity != index.identity:
@@ -221,14 +224,15 @@ def _open(path: Path, files: contextlib.ExitStack) -> OpenFile:
         file = OpenFile(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"path: expected {path.name} in {path.parent}, got a folder without it; give the path "
-            f"of a whole export (a single file, {SINGLE}, or {INDEX} with all files that it names)"
+            f"path: expected {shown(path.name)} in {shown(path.parent)}, got a folder without it; "
+            f"give the path of a whole export (a single file, {SINGLE}, or {INDEX} with all files "
+            "that it names)"
         ) from error
     files.callback(file.close)
     return file
 
 
-def _read_header(file: OpenFile) -> tuple[dict[str, StoredTensor], bytes]:
+def _read_header(file: OpenFile) -> tuple[dict[str, FileTensor], bytes]:
     """The tensors of a file, and a digest of its header, its size and samples of the rest."""
     try:
         first = file.read(0, min(LENGTH_BYTES, file.size))
@@ -244,7 +248,7 @@ def _read_header(file: OpenFile) -> tuple[dict[str, StoredTensor], bytes]:
 
 
 def _damaged(path: Path, what: str) -> ValueError:
-    return ValueError(f"{path}: {what}. Nothing was loaded; copy or export it again")
+    return ValueError(f"{shown(path)}: {what}. Nothing was loaded; copy or export it again")
 
 
 def _combined(parts: list[bytes]) -> str:

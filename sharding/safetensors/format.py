@@ -67,7 +67,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class FileTensor:
     """A tensor in a file: it starts at byte `start` of the file."""
 
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class PlannedFile:
 
     name: str
     header: bytes
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, FileTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def header_length(first: bytes, file_bytes: int) -> int:
     return length
 
 
-def parse_header(header: bytes, file_bytes: int) -> dict[str, StoredTensor]:
+def parse_header(header: bytes, file_bytes: int) -> dict[str, FileTensor]:
     """The tensors in a file of `file_bytes` with this `header` (without its length).
 
     Raises:
@@ -144,7 +144,7 @@ def parse_header(header: bytes, file_bytes: int) -> dict[str, StoredTensor]:
             f"{file_bytes - data_start}: the file was cut short or appended to"
         )
     return {
-        name: StoredTensor(spec.dtype, spec.shape, data_start + start)
+        name: FileTensor(spec.dtype, spec.shape, data_start + start)
         for name, (spec, start, _) in found.items()
     }
 

@@ -1,8 +1,8 @@
 """Weights from safetensors files into a model: every rank reads its own elements, straight to their
 place.
 
-What is read for what follows from names, shapes and dtypes alone (`match`), and is decided for the
-whole model before the first element changes.
+What is read for what follows from names, shapes and dtypes alone (`plan_load`), and is decided for
+the whole model before the first element changes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..sharded_tensor import ShardedTensor
 from ..uncompiled import uncompiled
 from ..untrusted import shown
 from .files import Source, Staging, StoredModel, open_model
-from .format import StoredTensor
-from .state import Entry, ModuleState, state_of
+from .format import FileTensor
+from .state import Entry, ModuleState, tensors_of
 
 
 class LoadedKeys(NamedTuple):
@@ -95,12 +95,12 @@ def load_safetensors(
     with contextlib.ExitStack() as files:
         with Alike(ranks) as alike:
             require_flag("strict", strict)
-            state = state_of(module, "load_safetensors")
+            state = tensors_of(module, "load_safetensors")
             model = open_model(path, files)
             alike.tell("path", model.fingerprint, str(model.place))
             alike.tell("strict", str(strict))
             stored = {name: source.stored for name, source in model.sources.items()}
-            plan = match(state.entries, list(state.unstorable), stored)
+            plan = plan_load(state.entries, list(state.unstorable), stored)
             _require_fit(state, plan, model, strict)
             staging = Staging()
             for place, names in plan.reads.items():
@@ -117,8 +117,8 @@ def load_safetensors(
     return plan.left_out()
 
 
-def match(
-    entries: Sequence[Entry], unstorable: Sequence[str], stored: Mapping[str, StoredTensor]
+def plan_load(
+    entries: Sequence[Entry], unstorable: Sequence[str], stored: Mapping[str, FileTensor]
 ) -> LoadPlan:
     """Compare the module's tensors, and names of what else it saves, with the `stored` ones."""
     plan = LoadPlan(missing=[*unstorable], kept=[*unstorable])
@@ -139,7 +139,7 @@ def match(
     return plan
 
 
-def _misfit(entry: Entry, name: str, stored: StoredTensor) -> str:
+def _misfit(entry: Entry, name: str, stored: FileTensor) -> str:
     """Why `stored` cannot be loaded into the module's tensor; empty if it can."""
     target = entry.tensor
     if entry.shape != stored.shape:
@@ -169,8 +169,8 @@ def _require_fit(state: ModuleState, plan: LoadPlan, model: StoredModel, strict:
             for name, reason in state.unstorable.items()
         ]
         raise ValueError(
-            f"{model.place} does not fit the module, and nothing was loaded (strict=False loads "
-            "what fits):\n  " + "\n  ".join(lines)
+            f"{shown(model.place)} does not fit the module, and nothing was loaded (strict=False "
+            "loads what fits):\n  " + "\n  ".join(lines)
         )
 
 

@@ -10,8 +10,9 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,8 @@ from ..uncompiled import uncompiled
 from ..untrusted import shown
 from .files import CHUNK_BYTES, Staging
 from .folder import ExportFolder
-from .format import StoredTensor, TensorSpec, plan_export
-from .state import ModuleState, state_of
+from .format import FileTensor, TensorSpec, plan_export
+from .state import ModuleState, tensors_of
 
 _CASTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LEAST_NUMEL = 2**16
@@ -69,7 +70,7 @@ def save_safetensors(
     ranks = ranks_of(module)
     with Alike(ranks) as alike:
         _check_options(max_shard_bytes, dtype)
-        state = state_of(module, "save_safetensors")
+        state = tensors_of(module, "save_safetensors")
         _require_storable(state)
         entries = {entry.names[0]: entry.tensor for entry in state.entries}
         specs = [
@@ -84,16 +85,21 @@ def save_safetensors(
         tensors = f"{len(specs)} tensors of {sum(spec.nbytes for spec in specs)} bytes"
         alike.tell("module", hashlib.sha256(repr(specs).encode()).hexdigest(), tensors)
     folder = ExportFolder(target, export) if ranks.leads else None
-    gathering = _Gathering()
     try:
         with Alike(ranks):
+            staging = Staging()
+            gathering = _Gathering(
+                (tensor, _stored_dtype(tensor, dtype))
+                for tensor in entries.values()
+                if _lies_in_parts(tensor)
+            )
             if folder is not None:
                 claim(target, ranks)
                 folder.prepare()
         for file in export.files:
             # A file at a time: where rank 0 cannot write, nobody gathers the rest.
             partial = None if folder is None else folder.partial(file.name)
-            with Alike(ranks), _Sink(partial, file.header) as sink:
+            with Alike(ranks), _Sink(partial, file.header, staging) as sink:
                 for name, stored in file.tensors.items():
                     _write(entries[name], stored, sink, gathering)
         with Alike(ranks):
@@ -127,14 +133,19 @@ def _stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 
-def _write(tensor: Tensor, stored: StoredTensor, sink: _Sink, gathering: _Gathering) -> None:
+def _lies_in_parts(tensor: Tensor) -> TypeGuard[ShardedTensor]:
+    return isinstance(tensor, ShardedTensor) and not tensor.is_whole
+
+
+def _write(tensor: Tensor, stored: FileTensor, sink: _Sink, gathering: _Gathering) -> None:
     """Have `sink` write the whole `tensor`, from all ranks."""
-    if isinstance(tensor, ShardedTensor) and not tensor.is_whole:
-        for start, piece in gathering.pieces(tensor, stored.dtype):
+    if _lies_in_parts(tensor):
+        for start, piece in gathering.pieces(tensor, stored.dtype, sink):
             sink.write(piece, stored.dtype, stored.start + start * stored.dtype.itemsize)
     elif sink.writes:
-        part = tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach().reshape(-1)
-        sink.write(part, stored.dtype, stored.start)
+        with sink.noting_errors():
+            whole = tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach()
+            sink.write(whole.reshape(-1), stored.dtype, stored.start)
 
 
 class _Gathering:
@@ -142,25 +153,36 @@ class _Gathering:
     and go leave gaps in the heap of a CPU, ten times as large.
     """
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, tensors: Iterable[tuple[ShardedTensor, torch.dtype]]) -> None:
+        """Allocate what `tensors` need in the dtypes that they are gathered in."""
+        nbytes: dict[torch.device, int] = {}
+        for tensor, dtype in tensors:
+            world_size, longest, most = _extent(tensor, dtype)
+            needed = (world_size + 1) * min(most, longest) * dtype.itemsize
+            nbytes[tensor.device] = max(needed, nbytes.get(tensor.device, 0))
+        self._memory = {
+            device: torch.empty(count, dtype=torch.uint8, device=device)
+            for device, count in nbytes.items()
+        }
 
-    def pieces(self, tensor: ShardedTensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    def pieces(
+        self, tensor: ShardedTensor, dtype: torch.dtype, sink: _Sink
+    ) -> Iterator[tuple[int, Tensor]]:
         """The whole tensor: where each piece starts and its elements [n], valid until the next (a
-        collective).
+        collective). What fails on this rank alone is noted in `sink`.
 
         A gather takes some elements of every rank's interval, so that pieces come from as many
         places of the tensor as there are ranks.
         """
-        world_size, width = len(tensor.intervals), dtype.itemsize
-        most = max(_LEAST_NUMEL, CHUNK_BYTES // (width * world_size))
-        longest = max(stop - start for start, stop in tensor.intervals)
+        world_size, longest, most = _extent(tensor, dtype)
         for done in range(0, longest, most):
             count = min(most, longest - done)
-            memory = self._first((world_size + 1) * count * width, tensor.device)
-            part, parts = memory[: count * width], memory[count * width :]
-            own = tensor.local[done : done + count]
-            part.view(dtype)[: own.numel()].copy_(own)
+            nbytes = count * dtype.itemsize
+            memory = self._memory[tensor.device]
+            part, parts = memory[:nbytes], memory[nbytes : (world_size + 1) * nbytes]
+            with sink.noting_errors():
+                own = tensor.local[done : done + count]
+                part.view(dtype)[: own.numel()].copy_(own)
             with communicating(f"gather of parameter {tensor.name!r}"):
                 start_all_gather(tensor.communicator, parts, part).wait()
             received = parts.view(dtype).view(world_size, count)
@@ -168,30 +190,32 @@ class _Gathering:
                 if start + done < stop:
                     yield start + done, values[: stop - start - done]
 
-    def _first(self, nbytes: int, device: torch.device) -> Tensor:
-        if len(self._memory) < nbytes or self._memory.device != device:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._memory[:nbytes]
+
+def _extent(tensor: ShardedTensor, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Ranks, elements of the longest interval, and how many of it one gather takes."""
+    world_size = len(tensor.intervals)
+    longest = max(stop - start for start, stop in tensor.intervals)
+    return world_size, longest, max(_LEAST_NUMEL, CHUNK_BYTES // (dtype.itemsize * world_size))
 
 
 class _Sink:
     """A new file that tensors are written to; on disk when the block ends.
 
-    Without a path it takes everything and writes nothing. What fails shows when the block ends: the
-    other ranks go on gathering until then.
+    Without a path it takes everything and writes nothing. What fails is raised when the block ends:
+    the other ranks go on gathering until then, and this one with them.
     """
 
-    def __init__(self, path: Path | None, header: bytes) -> None:
+    def __init__(self, path: Path | None, header: bytes, staging: Staging) -> None:
         self.writes = path is not None
         self._path = path
         self._header = header
         self._descriptor: int | None = None
-        self._error: OSError | None = None
-        self._staging = Staging() if path is not None else None
+        self._error: Exception | None = None
+        self._staging = staging
 
     def __enter__(self) -> _Sink:
         if self._path is not None:
-            with self._noting_errors():
+            with self.noting_errors():
                 # Exclusively: a link that somebody planted under this name is not followed.
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                 self._descriptor = os.open(self._path, flags, 0o666)
@@ -200,9 +224,9 @@ class _Sink:
 
     def write(self, values: Tensor, dtype: torch.dtype, position: int) -> None:
         """Write `values` [n], of any device and dtype, as `dtype` from byte `position` on."""
-        if self._staging is None or self._error is not None:
+        if not self.writes or self._error is not None:
             return
-        with self._noting_errors():
+        with self.noting_errors():
             for start, count in self._staging.pieces(0, len(values), dtype):
                 self._staging.elements(count, dtype).copy_(values[start : start + count])
                 memory = self._staging.first(count * dtype.itemsize)
@@ -216,23 +240,26 @@ class _Sink:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._descriptor is not None:
-            with self._noting_errors():
+            with self.noting_errors():
                 try:
                     os.fsync(self._descriptor)
                 finally:
                     os.close(self._descriptor)
-        if self._error is not None and kind is None:
-            assert self._path is not None
+        if self._error is None or kind is not None:
+            return
+        if isinstance(self._error, OSError) and self._path is not None:
             free_mib = shutil.disk_usage(self._path.parent).free / 2**20
             raise OSError(
                 f"path: expected room for the export in {self._path.parent}, got "
                 f"{self._error.strerror} with {free_mib:,.1f} MiB free; make room, or lift the "
                 "limit on the size of files. Nothing was replaced"
             ) from self._error
+        raise self._error
 
     @contextlib.contextmanager
-    def _noting_errors(self) -> Iterator[None]:
+    def noting_errors(self) -> Iterator[None]:
+        """Keep an error of the block until all is gathered."""
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - raised when the file ends
             self._error = self._error or error

@@ -40,7 +40,7 @@ class ModuleState:
     unstorable: dict[str, str]
 
 
-def state_of(module: nn.Module, caller: str) -> ModuleState:
+def tensors_of(module: nn.Module, caller: str) -> ModuleState:
     """The tensors of `module`, themselves, not copies.
 
     Raises:

@@ -235,6 +235,7 @@ def test_without_our_launcher_a_rank_that_never_came_is_named():
     try:
         told = rank.stderr.readline()
         while "has not heard of" not in told:
+            assert told, "the rank ended"
             told = rank.stderr.readline()
     finally:
         rank.kill()

@@ -36,6 +36,14 @@ def text_file(tmp_path_factory):
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def expected(text_file, tmp_path_factory):
+    """The checksum of the parameters that a run ends with which nobody kills."""
+    whole = TrainOptions(**TINY, data=text_file)
+    meeting = tmp_path_factory.mktemp("whole") / "m"
+    return run_on_ranks(_train, 2, whole, str(meeting), {}, backend=None)[0]
+
+
 # ---- ranks without a launcher, killed by a thread of their own
 
 
@@ -66,9 +74,7 @@ def _options(text_file, folder, *, resume):
 
 
 @pytest.mark.timeout(60 + 20 * KILLS)
-def test_killed_and_resumed_ranks_end_in_the_same_bits(text_file, tmp_path):
-    whole = TrainOptions(**TINY, data=text_file)
-    expected = run_on_ranks(_train, 2, whole, str(tmp_path / "m"), {}, backend=None)[0]
+def test_killed_and_resumed_ranks_end_in_the_same_bits(text_file, expected, tmp_path):
     moments = random.Random(0)
     for count in range(KILLS):
         folder = tmp_path / f"saved-{count}"
@@ -142,8 +148,9 @@ def _run_killed(command, who, step, delay_s):
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 60 * COMMAND_KILLS)
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds ranks in /proc")
-def test_a_command_whose_processes_are_killed_resumes_to_the_same_bits(text_file, tmp_path):
-    expected = _result(_command(text_file))["params_sha256"]
+def test_a_command_whose_processes_are_killed_resumes_to_the_same_bits(
+    text_file, expected, tmp_path
+):
     moments = random.Random(1)
     for count in range(COMMAND_KILLS):
         who = ("launcher", "rank", "all")[count % 3]

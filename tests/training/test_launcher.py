@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -59,6 +60,39 @@ def test_survivor_that_raises_is_heard_and_the_killed_one_named_first(capfd):
     told = capfd.readouterr().err
     assert told.index("rank 0 was killed by SIGKILL") < told.index("rank 1 exited with code 1")
     assert "rank 1 | rank 1 waited for the gather of unit blocks.0" in told
+
+
+def _refuse(error):
+    def refuse(*_, **__):
+        raise OSError(error, os.strerror(error))
+
+    return refuse
+
+
+# Rank 0 fails with what it reads where all ranks look for the reason.
+LISTEN = (
+    "import pathlib, time\n"
+    "if rank: sys.exit('the reason')\n"
+    "verdict = pathlib.Path(os.environ['SIDESTREAM_LAUNCHED'], 'verdict')\n"
+    "while not verdict.exists(): time.sleep(0.02)\n"
+    "sys.exit(verdict.read_text())"
+)
+
+
+def test_the_verdict_is_left_where_there_are_no_hard_links(monkeypatch, capfd):
+    monkeypatch.setattr("os.link", _refuse(errno.EPERM))
+    assert launch(_command(LISTEN), 2, grace_s=5) == 1
+    told = capfd.readouterr().err
+    assert "\nrank 1 exited with code 1" in f"\n{told}"
+    assert "rank 1 | the reason" in told and "still running" not in told
+
+
+def test_a_full_disk_keeps_no_exit_code_and_no_lines_of_a_rank(monkeypatch, capfd):
+    monkeypatch.setattr("pathlib.Path.write_text", _refuse(errno.ENOSPC))
+    assert launch(_command(LISTEN), 2, grace_s=0.5) == 1
+    told = capfd.readouterr().err
+    assert "rank 1 | the reason" in told
+    assert "rank 0 was still running 0.5 s later" in told
 
 
 @pytest.mark.timeout(30)

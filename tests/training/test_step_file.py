@@ -17,6 +17,7 @@ from sidestream.training.step_file import (
     CHECKSUM,
     SavedRun,
     read_step_file,
+    require_same_index,
     sealed,
     write_step_file,
 )
@@ -131,7 +132,7 @@ def test_a_name_twice_is_refused(tmp_path):
     _save(tmp_path, 3)
     text = _file(tmp_path).read_text()
     _file(tmp_path).write_text(text.replace('"step": 3', '"step": 4,\n"step": 3'))
-    assert "a name twice" in _refused(tmp_path)
+    assert "'step' twice" in _refused(tmp_path)
 
 
 @pytest.mark.timeout(20)
@@ -280,3 +281,42 @@ def test_a_planted_link_is_not_written_through(tmp_path):
     write_step_file(saved)
     assert victim.read_text() == "kept"
     assert read_step_file(saved.path) == saved
+
+
+def test_what_was_read_once_is_compared_whatever_the_file_is_by_then(tmp_path):
+    _save(tmp_path, 3)
+    saved = read_step_file(tmp_path / "step-00000003")
+    _file(tmp_path).unlink()
+    require_same_index(saved)
+    (saved.path / "sidestream.json").write_text("index of 4")
+    with pytest.raises(CheckpointError, match="another checksum"):
+        require_same_index(saved)
+
+
+def test_the_name_of_a_step_file_is_on_disk_before_an_older_checkpoint_goes(tmp_path, monkeypatch):
+    _save(tmp_path, 1)
+    seen = []
+    monkeypatch.setattr(
+        "sidestream.training.step_file.sync_folder",
+        lambda folder: seen.append((folder, _names(folder))),
+    )
+    _save(tmp_path, 2, keep=1)
+    both = [f"step-{step:08d}{end}" for step in (1, 2) for end in ("", ".json")]
+    assert seen == [(tmp_path, both)]
+    assert _names(tmp_path) == both[2:]
+
+
+def test_what_a_checkpoint_replaced_goes_once_that_is_there(tmp_path):
+    for step in (3, 4):
+        replaced = tmp_path / f".step-0000000{step}.replaced"
+        replaced.mkdir()
+        (replaced / "sidestream.json").write_text("the one before")
+    (tmp_path / "step-00000003").mkdir()
+    _save(tmp_path, 8)  # nothing but what was replaced is whole
+    assert {".step-00000003.replaced", ".step-00000004.replaced"} <= {*_names(tmp_path)}
+    (tmp_path / "step-00000003" / "sidestream.json").write_text("the new one, without its file")
+    _save(tmp_path, 9)
+    names = _names(tmp_path)
+    assert ".step-00000003.replaced" not in names and ".step-00000004.replaced" in names
+    assert (tmp_path / "step-00000003").is_dir()
+    assert newest_checkpoint(str(tmp_path)).step == 9

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream as ss
+from sidestream.sharding.safetensors import files as safetensors_files
 from sidestream.sharding.safetensors import save as safetensors_save
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 
@@ -182,6 +183,35 @@ def fill_disk(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_full_disk_is_told_on_every_rank_and_the_old_export_stays(tmp_path: Path) -> None:
     run_on_ranks(fill_disk, 2, tmp_path / "export")
+
+
+def run_out_of_memory(rank: int, world_size: int, folder: Path) -> None:
+    """While the others gather, a rank cannot copy its part, or not write what was gathered."""
+    failures = [
+        (1, torch.Tensor, "copy_", 3),
+        (0, torch.Tensor, "copy_", 3),
+        (0, safetensors_files.Staging, "elements", 3),
+        (0, safetensors_files.Staging, "elements", 0),
+    ]
+    for failing, owner, method, zero in failures:
+        ss.save_safetensors(folder, sharded(1.0, zero), max_shard_bytes=20_000)
+        model = sharded(2.0, zero)
+        with contextlib.ExitStack() as patches:
+            if rank == failing:
+                full = mock.patch.object(owner, method, side_effect=MemoryError("no room"))
+                patches.enter_context(full)
+            kind, by = (MemoryError, "") if rank == failing else (RuntimeError, f"rank {failing}: ")
+            with pytest.raises(kind, match=f"^{by}no room") as failure:
+                ss.save_safetensors(folder, model, max_shard_bytes=20_000)
+        assert not isinstance(failure.value, ss.CommunicationError)
+        model = sharded(0.0, zero)
+        ss.load_safetensors(folder, model)
+        assert all((value == 1).all() for value in ss.full_state_dict(model).values())
+        assert not [*folder.glob(".*")]
+
+
+def test_an_error_amid_the_gathers_is_told_on_every_rank(tmp_path: Path) -> None:
+    run_on_ranks(run_out_of_memory, 2, tmp_path / "export", timeout_s=40)
 
 
 def die_while_writing(rank: int, world_size: int, folder: Path) -> str:

@@ -59,10 +59,10 @@ FILES: dict[str, tuple[bytes, str]] = {
     "header of exabytes": (content(HEADER, length=2**63), "a length of 9223372036854775808"),
     "no header": (content(b"", length=0), r"starts with '\{', got b''"),
     "no object": (content([1]), r"starts with '\{'"),
-    "no JSON": (content(b'{"weight": '), "expected JSON as header"),
-    "not UTF-8": (content(b'{"\xff": 1}'), "expected JSON as header"),
-    "too deep": (content(b'{"a":' + b"[" * 100_000), "expected JSON as header"),
-    "name twice": (content(TWICE), "'bias' stands there twice"),
+    "no JSON": (content(b'{"weight": '), "expected a JSON object as header"),
+    "not UTF-8": (content(b'{"\xff": 1}'), "expected a JSON object as header"),
+    "too deep": (content(b'{"a":' + b"[" * 100_000), "expected a JSON object as header"),
+    "name twice": (content(TWICE), "'bias' twice in one object"),
     "half a surrogate": (content({"\ud800": HEADER["bias"]}), "a name in UTF-8"),
     "metadata of numbers": (content({"__metadata__": {"a": 1}, **HEADER}), "texts in __metadata__"),
     "metadata no object": (content({"__metadata__": [], **HEADER}), "texts in __metadata__"),
@@ -131,13 +131,13 @@ def both(weight: Any, bias: Any) -> dict[str, Any]:
 
 
 INDEXES: dict[str, tuple[Any, str]] = {
-    "no JSON": (b"{", "expected JSON as index"),
+    "no JSON": (b"{", "expected a JSON object as index"),
     "no object": (b"[]", "a JSON object as index"),
     "no weight_map": (b"{}", "weight_map, got None"),
     "weight_map a list": ([], "weight_map, got"),
     "name twice": (
         b'{"weight_map": {"weight": "a", "weight": "b"}}',
-        "'weight' stands there twice",
+        "'weight' twice in one object",
     ),
     "file a number": (both(FIRST, 2), "own folder for 'bias', got 2"),
     "file in a folder": (both(FIRST, f"x/{SECOND}"), "own folder for 'bias'"),
@@ -158,6 +158,23 @@ def test_a_damaged_index_is_refused(weight_map: Any, message: str, tmp_path: Pat
     check_refused(tmp_path, ValueError, message)
 
 
+ODD = "\x1b[2Jmodel\nfirst.safetensors"
+"""Would clear a terminal, and begin a line of its own."""
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["missing", "with another tensor"])
+def test_names_of_files_are_shown_with_escapes(exists: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "export\r"
+    folder.mkdir()
+    write_sharded(folder, both(ODD, SECOND))
+    if exists:
+        (folder / ODD).write_bytes((folder / SECOND).read_bytes())
+    for place in (folder, folder / "a\tb"):
+        with pytest.raises((ValueError, FileNotFoundError)) as refusal:
+            ss.load_safetensors(place, make())
+        assert str(refusal.value).isprintable()
+
+
 def fifo(path: Path) -> None:
     os.mkfifo(path)
 
@@ -175,9 +192,9 @@ def dangling(path: Path) -> None:
 
 
 PLANTED: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
-    "a FIFO": (fifo, ValueError, "expected a regular file"),
-    "a link to a device": (to_device, ValueError, "expected a regular file"),
-    "a folder": (Path.mkdir, ValueError, "expected a regular file"),
+    "a FIFO": (fifo, ValueError, "expected a file"),
+    "a link to a device": (to_device, ValueError, "expected a file"),
+    "a folder": (Path.mkdir, ValueError, "expected a file"),
     "nothing": (no_file, FileNotFoundError, "a folder without it"),
     "a link to nothing": (dangling, FileNotFoundError, "a folder without it"),
 }

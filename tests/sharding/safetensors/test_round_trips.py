@@ -79,7 +79,7 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
+def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {
         key.replace("_orig_mod.", ""): value for key, value in ss.full_state_dict(model).items()
     }
@@ -111,7 +111,7 @@ def check_round_trip(rank: int, world_size: int, folder: Path) -> None:
         path = folder / f"zero{zero}"
         limit = SEVERAL_FILES if zero % 2 else ONE_FILE
         model = make(seed=zero, zero=zero, compiles=world_size == 2 and zero == 3)
-        expected = state_of(model)
+        expected = values_of(model)
         with small_pieces():
             ss.save_safetensors(path, model, max_shard_bytes=limit)
         untied = {name: value for name, value in expected.items() if name != "head.weight"}
@@ -124,7 +124,7 @@ def check_round_trip(rank: int, world_size: int, folder: Path) -> None:
         with small_pieces():
             left_out = ss.load_safetensors(path, other)
         assert left_out == ([], [])
-        assert same(state_of(other), expected), zero
+        assert same(values_of(other), expected), zero
         assert torch.equal(other.gone, before)
         other.eval(), model.eval()
         if world_size != 2 or zero != 3:  # calling it would compile it
@@ -140,7 +140,7 @@ def test_a_plain_module_needs_no_process_group(tmp_path: Path) -> None:
     model, other = Odd(), Odd()
     ss.save_safetensors(tmp_path / "new" / "folder", model)
     assert ss.load_safetensors(tmp_path / "new" / "folder" / "model.safetensors", other) == ([], [])
-    assert same(state_of(model), state_of(other))
+    assert same(values_of(model), values_of(other))
     assert other.turned.stride() == (1, 4)
 
 
@@ -149,9 +149,9 @@ def save_part(rank: int, world_size: int, folder: Path) -> None:
         model, other = make(seed=0, zero=zero), make(seed=1, zero=3 - zero)
         ss.save_safetensors(folder, model.blocks[1])
         ss.load_safetensors(folder, other.blocks[1])
-        expected = state_of(model.blocks[1])
+        expected = values_of(model.blocks[1])
         assert same(stored_in(folder), expected)
-        assert same(state_of(other.blocks[1]), expected)
+        assert same(values_of(other.blocks[1]), expected)
 
 
 def test_a_part_of_a_sharded_model_is_a_model(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def load_of_package(rank: int, world_size: int, folder: Path, stored: dict[str, 
         model = make(seed=1, zero=zero)
         ss.load_safetensors(folder / "model.safetensors", model)
         expected = {**stored, "head.weight": stored["embedding.weight"]}
-        state = state_of(model)
+        state = values_of(model)
         assert same(state, {name: value.to(state[name].dtype) for name, value in expected.items()})
 
 
@@ -221,7 +221,7 @@ def save_narrow(rank: int, world_size: int, folder: Path) -> None:
         model = make(seed=0, zero=zero)
         ss.save_safetensors(folder, model, dtype=torch.bfloat16)
         for name, value in stored_in(folder).items():
-            whole = state_of(model)[name]
+            whole = values_of(model)[name]
             expected = whole.to(torch.bfloat16) if whole.is_floating_point() else whole
             assert torch.equal(value, expected) and value.dtype == expected.dtype, name
 
@@ -234,11 +234,11 @@ def save_main(rank: int, world_size: int, folder: Path) -> None:
     policy = ss.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = make(seed=0, zero=3, mixed_precision_policy=policy)
     ss.save_safetensors(folder, model)
-    expected = state_of(model)
+    expected = values_of(model)
     assert all(torch.equal(value, expected[name]) for name, value in stored_in(folder).items())
     other = make(seed=1, zero=2, mixed_precision_policy=policy)
     ss.load_safetensors(folder, other)
-    assert same(state_of(other), expected)
+    assert same(values_of(other), expected)
 
 
 def test_main_parameters_are_what_is_stored(tmp_path: Path) -> None:
@@ -253,8 +253,8 @@ def save_by_stage(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]
         ss.save_safetensors(folder / "stage", model)
         other = make(seed=7, zero=1, device_mesh=mesh)
         ss.load_safetensors(folder / "stage", other)
-        assert same(state_of(other), state_of(model))
-    return state_of(model)
+        assert same(values_of(other), values_of(model))
+    return values_of(model)
 
 
 def test_only_the_ranks_of_a_module_take_part(tmp_path: Path) -> None:

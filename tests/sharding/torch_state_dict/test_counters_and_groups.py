@@ -4,12 +4,9 @@ ranks, through torch.distributed.checkpoint and its state-dict API.
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,56 +17,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-import sidestream
-from sidestream.tests import ranks
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.torch_state_dict.models import (
+    FULL,
+    MARKS,
+    Both,
+    are_equal,
+    make_plain,
+    make_sharded,
+    train,
+    whole,
+)
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
-ranks.preload("torch.distributed.checkpoint.state_dict")
-
-Both = tuple[nn.Module, torch.optim.Optimizer]
-FULL = StateDictOptions(full_state_dict=True)
-
-
-def _plain(seed: int, shape: tuple[int, int] = (5, 7)) -> Both:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, shape[0]), nn.ReLU(), nn.Linear(*shape), nn.ReLU())
-    model.append(nn.Linear(shape[1], 2))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def _ours(seed: int, zero: int, **options: Any) -> Both:
-    model, optimizer = _plain(seed)
-    options = {"fsdp_unit_modules": [nn.Linear], **options}
-    sidestream.fully_shard(model, optimizer, zero_dp_strategy=zero, **options)
-    return model, optimizer
-
-
-def _step(both: Both, seed: int = 0) -> Both:
-    model, optimizer = both
-    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).sum().backward()
-    for param in model.parameters():
-        if param.grad is not None:  # the average over three ranks is rounded
-            param.grad.copy_(param.grad.bfloat16())
-    optimizer.step()
-    optimizer.zero_grad()
-    return both
-
-
-def _whole(both: Both) -> list[Tensor]:
-    """Every parameter, moment and counter."""
-    model, optimizer = both
-    tensors = list(model.parameters())
-    for param in model.parameters():
-        tensors += [value for _, value in sorted(optimizer.state[param].items())]
-    return [getattr(x, "full_tensor", lambda x=x: x)().detach().clone() for x in tensors]
-
-
-def _are_equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+pytestmark = MARKS
 
 
 # ---- every parameter's own counter
@@ -81,7 +41,7 @@ def _unfrozen_later(both: Both, until: int) -> Both:
         both[0][4].requires_grad_(step >= 2)
         both[0][0].requires_grad_(step >= 4)
         if step < until:
-            _step(both, step)
+            train(both, step)
     return both
 
 
@@ -90,15 +50,15 @@ def _counted(rank: int, world: int, folder: str) -> list[str]:
     for zero in range(4):
         # Unfrozen steps ago, and just now, when it has no state yet.
         for until in (3, 4):
-            expected = _whole(_unfrozen_later(_plain(0), until + 1))
+            expected = whole(_unfrozen_later(make_plain(0), until + 1))
             for api in ("load_state_dict", "set_optimizer_state_dict", "full"):
-                saved = _unfrozen_later(_ours(0, zero), until)
+                saved = _unfrozen_later(make_sharded(0, zero), until)
                 case = f"{api}, ZeRO-{zero}, {until} steps"
-                loaded = _unfrozen_later(_ours(1, zero), 0)
+                loaded = _unfrozen_later(make_sharded(1, zero), 0)
                 _through(api, saved, loaded, f"{folder}/{case}", until)
                 loaded[0][4].requires_grad_(until >= 2)
                 loaded[0][0].requires_grad_(until >= 4)
-                if not _are_equal(_whole(_step(loaded, until)), expected):
+                if not are_equal(whole(train(loaded, until)), expected):
                     wrong.append(case)
     return wrong
 
@@ -134,20 +94,20 @@ def _over_two_of_four(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     stage = rank // 2
     for zero in range(4):
-        both = _ours(stage, zero, device_mesh=mesh["shard"])
-        plain = _step(_plain(stage))
-        _step(both)
+        both = make_sharded(stage, zero, device_mesh=mesh["shard"])
+        plain = train(make_plain(stage))
+        train(both)
         state = {
             "m": get_model_state_dict(both[0], options=FULL),
             "o": get_optimizer_state_dict(*both, options=FULL),
         }
-        other = _ours(7, zero, device_mesh=mesh["shard"])
+        other = make_sharded(7, zero, device_mesh=mesh["shard"])
         set_model_state_dict(other[0], copy.deepcopy(state["m"]), options=FULL)
         set_optimizer_state_dict(*other, copy.deepcopy(state["o"]), options=FULL)
         for name, got in (("saved", both), ("loaded", other)):
-            if not _are_equal(_whole(got), _whole(plain)):
+            if not are_equal(whole(got), whole(plain)):
                 wrong.append(f"{name}, ZeRO-{zero}")
-        if not _are_equal(list(state["m"].values()), list(plain[0].state_dict().values())):
+        if not are_equal(list(state["m"].values()), list(plain[0].state_dict().values())):
             wrong.append(f"gathered, ZeRO-{zero}")
     dist.barrier()
     return wrong

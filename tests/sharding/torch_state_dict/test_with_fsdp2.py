@@ -21,19 +21,19 @@ from torch.distributed.tensor import DTensor
 
 import sidestream
 from sidestream.sharding.sharded_tensor import ShardedTensor
-from sidestream.tests import ranks
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.torch_state_dict.models import (
+    FROM_RANK_0,
+    FULL,
+    MARKS,
+    flat,
+    round_gradients,
+)
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
-ranks.preload("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
+pytestmark = MARKS
 
 Optimizer = torch.optim.Optimizer
-FULL = StateDictOptions(full_state_dict=True)
 ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -64,9 +64,7 @@ class _Trained(NamedTuple):
     def step(self, seed: int) -> "_Trained":
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
         self.model(x).square().mean().backward()
-        for param in self.model.parameters():
-            if param.grad is not None:  # a third of a sum is rounded otherwise there and here
-                param.grad.copy_(param.grad.bfloat16())
+        round_gradients(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self
@@ -75,15 +73,7 @@ class _Trained(NamedTuple):
         """SHA-256 of every whole tensor and option, by name."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
-        return {key: _sum(value) for key, value in _flat(state).items()}
-
-
-def _flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(state, (dict, list, tuple)):
-        items = state.items() if isinstance(state, dict) else enumerate(state)
-        parts = (_flat(value, f"{prefix}.{key}") for key, value in items)
-        return {key: value for part in parts for key, value in part.items()}
-    return {prefix: state}
+        return {key: _sum(value) for key, value in flat(state).items()}
 
 
 def _sum(value: Any) -> str:
@@ -168,7 +158,7 @@ def _flattened_load(trained: _Trained, path: str, rank: int) -> None:
 
 def _full_save(trained: _Trained, path: str, rank: int) -> None:
     state = _states(trained, FULL)
-    assert {type(x) for x in _flat(state).values() if isinstance(x, Tensor)} == {Tensor}
+    assert {type(x) for x in flat(state).values() if isinstance(x, Tensor)} == {Tensor}
     torch.save(state, f"{path}-{rank}.pt")
 
 
@@ -180,7 +170,7 @@ def _full_load(trained: _Trained, path: str, rank: int) -> None:
 def _rank_0_save(trained: _Trained, path: str, rank: int) -> None:
     state = _states(trained, ON_RANK_0)
     if rank == 0:
-        assert {type(x) for x in _flat(state).values() if isinstance(x, Tensor)} == {Tensor}
+        assert {type(x) for x in flat(state).values() if isinstance(x, Tensor)} == {Tensor}
         torch.save(state, f"{path}.pt")
     else:
         assert state == {"m": {}, "o": {}}

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import sidestream
 from sidestream.sharding.sharded_tensor import ShardedTensor
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.torch_state_dict.models import (
+    MARKS,
+    Both,
+    are_equal,
+)
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
-
-Both = tuple[nn.Module, torch.optim.Optimizer]
+pytestmark = MARKS
 
 
 class _Model(nn.Module):
@@ -74,10 +74,6 @@ def _values(state: Any) -> list[Tensor]:
     return [(state.to_local() if isinstance(state, ShardedTensor) else state).detach().clone()]
 
 
-def _are_equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
-
-
 def _staging(*, shared: bool = False, in_thread: bool = False) -> StagingOptions:
     return StagingOptions(False, shared, in_thread, False)
 
@@ -116,7 +112,7 @@ def _save_twice(
                 dist.barrier()
                 loaded = _state(_made(1, zero))
                 dcp.load(loaded, checkpoint_id=path)
-                if not _are_equal(_values(loaded), expected):
+                if not are_equal(_values(loaded), expected):
                     wrong.append(f"{name}, ZeRO-{zero}, save {number}")
             if stager is not None:
                 stager.close()
@@ -145,7 +141,7 @@ def _copied(rank: int, world: int) -> list[str]:
             utils._copy_state_dict(_state(both), copy)
             expected = _values(_state(both))
             _step(both)
-            if not _are_equal(_values(copy), expected):
+            if not are_equal(_values(copy), expected):
                 wrong.append(f"ZeRO-{zero}, shared {shared}")
     return wrong
 

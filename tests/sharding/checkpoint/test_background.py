@@ -21,6 +21,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sidestream as ss
+from sidestream.sharding import process_groups
+from sidestream.sharding.checkpoint import background
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -282,7 +284,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 import sidestream as ss
-from sidestream.tests.sharding.checkpoint.test_asynchronous import WRITE, full, make
+from sidestream.tests.sharding.checkpoint.test_background import WRITE, full, make
 
 rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if world_size > 1:
@@ -323,3 +325,44 @@ def test_the_end_of_the_program_waits_until_all_is_published(tmp_path: Path) -> 
 def test_the_end_of_the_program_tells_of_a_failure_that_nobody_asked_for(tmp_path: Path) -> None:
     (output,) = outputs_of_programs(1, tmp_path)
     assert f"the asynchronous save of {tmp_path / 'c'} failed, and nobody asked: writing" in output
+
+
+class EndsMeanwhile(threading.Condition):
+    """That of a save which fails once somebody has stopped waiting for it."""
+
+    def __init__(self, saving: Future[None]) -> None:
+        super().__init__()
+        self._saving: list[Future[None]] = [saving]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        while self._saving:
+            self._saving.pop().set_exception(OSError("no space"))
+
+
+def test_who_stopped_waiting_just_before_the_failure_has_not_asked() -> None:
+    saving = background._Saving("here")
+    saving._condition = EndsMeanwhile(saving)  # type: ignore[attr-defined]
+    with pytest.raises(TimeoutError):
+        saving.result(0.0)
+    assert isinstance(saving.lost_error(), OSError)
+    assert saving.lost_error() is None
+
+
+def starts_anew(rank: int, world_size: int, folder: str) -> None:
+    """What the end of the program does where a model keeps the group of an earlier job alive."""
+    old = dist.group.WORLD
+    assert old is not None
+    process_groups.background_group(old)
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    assert dist.group.WORLD is not None
+    latest = process_groups.background_group(dist.group.WORLD)
+    process_groups._end_background_groups()
+    with pytest.raises(ValueError, match="Invalid process group"):
+        dist.destroy_process_group(latest)
+
+
+def test_groups_of_an_earlier_job_do_not_disturb_the_end_of_the_program(tmp_path: Path) -> None:
+    run_on_ranks(starts_anew, 2, str(tmp_path), timeout_s=30)

@@ -13,17 +13,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import sidestream
-from sidestream.tests import ranks
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.torch_state_dict.models import (
+    FULL,
+    MARKS,
+    Both,
+    flat,
+)
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
-ranks.preload("torch.distributed.checkpoint.state_dict")
-
-Both = tuple[nn.Module, torch.optim.Optimizer]
-FULL = StateDictOptions(full_state_dict=True)
+pytestmark = MARKS
 
 
 class _Kinds(nn.Module):
@@ -87,16 +85,8 @@ def _train(both: Both) -> Both:
     return both
 
 
-def _flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(state, (dict, list, tuple)):
-        items = state.items() if isinstance(state, dict) else enumerate(state)
-        parts = (_flat(value, f"{prefix}.{key}") for key, value in items)
-        return {key: value for part in parts for key, value in part.items()}
-    return {prefix: state}
-
-
 def _differences(case: str, expected: Any, got: Any) -> list[str]:
-    expected, got = _flat(expected), _flat(got)
+    expected, got = flat(expected), flat(got)
     wrong = sorted(f"{case}: {key}" for key in expected.keys() ^ got.keys())
     for key in expected.keys() & got.keys():
         want, have = expected[key], got[key]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,75 +20,38 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
-import sidestream
 from sidestream.sharding.sharded_tensor import ShardedTensor
-from sidestream.tests import ranks
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.torch_state_dict.models import (
+    FROM_RANK_0,
+    FULL,
+    MARKS,
+    Both,
+    are_equal,
+    make_plain,
+    make_sharded,
+    train,
+    whole,
+)
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
-ranks.preload("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
-
-Both = tuple[nn.Module, torch.optim.Optimizer]
-FULL = StateDictOptions(full_state_dict=True)
-FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
-def _plain(seed: int, shape: tuple[int, int] = (5, 7)) -> Both:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, shape[0]), nn.ReLU(), nn.Linear(*shape), nn.ReLU())
-    model.append(nn.Linear(shape[1], 2))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def _ours(seed: int, zero: int, **options: Any) -> Both:
-    model, optimizer = _plain(seed)
-    options = {"fsdp_unit_modules": [nn.Linear], **options}
-    sidestream.fully_shard(model, optimizer, zero_dp_strategy=zero, **options)
-    return model, optimizer
+pytestmark = MARKS
 
 
 def _in_one_unit(seed: int) -> Both:
-    return _ours(seed, 3, fsdp_unit_modules=None)
+    return make_sharded(seed, 3, fsdp_unit_modules=None)
 
 
 def _fsdp2(seed: int) -> Both:
     torch.manual_seed(seed)
-    model, _ = _plain(seed)
+    model, _ = make_plain(seed)
     fsdp2_fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def _step(both: Both, seed: int = 0) -> Both:
-    model, optimizer = both
-    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).sum().backward()
-    for param in model.parameters():
-        if param.grad is not None:  # the average over three ranks is rounded
-            param.grad.copy_(param.grad.bfloat16())
-    optimizer.step()
-    optimizer.zero_grad()
-    return both
-
-
-def _whole(both: Both) -> list[Tensor]:
-    """Every parameter, moment and counter."""
-    model, optimizer = both
-    tensors = list(model.parameters())
-    for param in model.parameters():
-        tensors += [value for _, value in sorted(optimizer.state[param].items())]
-    return [getattr(x, "full_tensor", lambda x=x: x)().detach().clone() for x in tensors]
-
-
-def _are_equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
-
-
 SOURCES: dict[str, Callable[[int], Both]] = {
-    "a plain twin": _plain,
+    "a plain twin": make_plain,
     "one unit": _in_one_unit,
-    "replicated": lambda seed: _ours(seed, 0),
+    "replicated": lambda seed: make_sharded(seed, 0),
     "FSDP2": _fsdp2,
 }
 
@@ -96,11 +59,11 @@ SOURCES: dict[str, Callable[[int], Both]] = {
 def _load_every_source(rank: int, world: int) -> list[str]:
     wrong = []
     for name, make in SOURCES.items():
-        source = _step(_step(make(0), 0), 1)
-        expected = _whole(source)
-        later = _whole(_step(_step(_step(_plain(0), 0), 1), 2))
+        source = train(train(make(0), 0), 1)
+        expected = whole(source)
+        later = whole(train(train(train(make_plain(0), 0), 1), 2))
         for zero in range(4):
-            model, optimizer = both = _step(_ours(1, zero), 5)
+            model, optimizer = both = train(make_sharded(1, zero), 5)
             model.load_state_dict(source[0].state_dict())
             optimizer.load_state_dict(source[1].state_dict())
             for param in model.parameters():
@@ -108,9 +71,9 @@ def _load_every_source(rank: int, world: int) -> list[str]:
                     moment = optimizer.state[param][key]
                     if not isinstance(moment, ShardedTensor) or not param.has_layout_of(moment):
                         wrong.append(f"{name}, ZeRO-{zero}: {param.name} {key} is {moment}")
-            if not _are_equal(_whole(both), expected):
+            if not are_equal(whole(both), expected):
                 wrong.append(f"{name}, ZeRO-{zero}: loaded")
-            if not _are_equal(_whole(_step(both, 2)), later):
+            if not are_equal(whole(train(both, 2)), later):
                 wrong.append(f"{name}, ZeRO-{zero}: a step later")
     return wrong
 
@@ -123,13 +86,13 @@ def test_whole_state_and_parts_of_another_layout_are_cut_to_this_ranks(world: in
 def _load_in_place(rank: int, world: int, folder: str) -> list[str]:
     wrong = []
     for zero in range(4):
-        source, both = _step(_step(_ours(0, zero), 0), 1), _step(_ours(1, zero), 5)
+        source, both = train(train(make_sharded(0, zero), 0), 1), train(make_sharded(1, zero), 5)
         path = f"{folder}/{zero}"
         dcp.save(dict(zip("mo", (x.state_dict() for x in source), strict=True)), checkpoint_id=path)
         dcp.load(dict(zip("mo", (x.state_dict() for x in both), strict=True)), checkpoint_id=path)
-        if not _are_equal(_whole(both), _whole(source)):
+        if not are_equal(whole(both), whole(source)):
             wrong.append(f"ZeRO-{zero}: loaded")
-        if not _are_equal(_whole(_step(both, 2)), _whole(_step(source, 2))):
+        if not are_equal(whole(train(both, 2)), whole(train(source, 2))):
             wrong.append(f"ZeRO-{zero}: a step later")
     return wrong
 
@@ -140,11 +103,11 @@ def test_tensors_and_counters_are_loaded_in_place_without_load_state_dict(tmp_pa
 
 def _spread_whole_state(rank: int, world: int) -> list[str]:
     """What `load_state_dict` was given of the whole tensors that torch spreads."""
-    plain = _step(_plain(0))
+    plain = train(make_plain(0))
     states = copy.deepcopy((get_model_state_dict(plain[0]), get_optimizer_state_dict(*plain)))
     kinds = set()
     for options in (FULL, FROM_RANK_0):
-        model, optimizer = _ours(1, 3)
+        model, optimizer = make_sharded(1, 3)
         empty: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         mine = states if rank == 0 or options is FULL else empty
 
@@ -159,7 +122,7 @@ def _spread_whole_state(rank: int, world: int) -> list[str]:
         optimizer.register_load_state_dict_pre_hook(see_optimizer, prepend=True)
         set_model_state_dict(model, copy.deepcopy(mine[0]), options=options)
         set_optimizer_state_dict(model, optimizer, copy.deepcopy(mine[1]), options=options)
-        assert _are_equal(_whole((model, optimizer)), _whole(plain))
+        assert are_equal(whole((model, optimizer)), whole(plain))
     return sorted(kinds)
 
 
@@ -170,9 +133,9 @@ def test_of_a_whole_state_that_torch_spreads_a_rank_keeps_its_part_alone() -> No
 def _refused(rank: int, world: int) -> list[str]:
     wrong = []
     for zero in range(4):
-        model, optimizer = both = _step(_ours(0, zero))
-        before = _whole(both)
-        other, others_optimizer = _step(_plain(1, (6, 8)))
+        model, optimizer = both = train(make_sharded(0, zero))
+        before = whole(both)
+        other, others_optimizer = train(make_plain(1, (6, 8)))
         missing = {key: x for key, x in model.state_dict().items() if key != "4.bias"}
         no_groups: dict[str, Any] = {"state": {}, "param_groups": []}
         entry = r"'exp_avg' of '0.weight' to have its shape \(5, 3\) or one value, got \(6, 3\)"
@@ -185,7 +148,7 @@ def _refused(rank: int, world: int) -> list[str]:
         ):
             with pytest.raises((ValueError, RuntimeError), match=text):
                 load(state)
-            if not _are_equal(_whole(both), before):
+            if not are_equal(whole(both), before):
                 wrong.append(f"{text}, ZeRO-{zero}")
         keys = set_model_state_dict(model, missing, options=StateDictOptions(strict=False))
         if keys.missing_keys != ["4.bias"]:
