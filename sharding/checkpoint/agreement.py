@@ -84,4 +84,5 @@ class Alike:
 def _report(error: BaseException) -> tuple[type[Exception], str]:
     """What other ranks raise where one has `error`."""
     known = next((known for known in _SHAREABLE if isinstance(error, known)), RuntimeError)
-    return known, str(error) if isinstance(error, Exception) else in_words(error)
+    has_text = isinstance(error, Exception) and str(error)
+    return known, str(error) if has_text else in_words(error)

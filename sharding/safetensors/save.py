@@ -84,6 +84,9 @@ def save_safetensors(
         alike.tell("max_shard_bytes", str(max_shard_bytes))
         tensors = f"{len(specs)} tensors of {sum(spec.nbytes for spec in specs)} bytes"
         alike.tell("module", hashlib.sha256(repr(specs).encode()).hexdigest(), tensors)
+    with Alike(ranks):
+        if ranks.leads:
+            claim(target, ranks)  # first: what another model writes there is not ours to discard
     folder = ExportFolder(target, export) if ranks.leads else None
     try:
         with Alike(ranks):
@@ -94,7 +97,6 @@ def save_safetensors(
                 if _lies_in_parts(tensor)
             )
             if folder is not None:
-                claim(target, ranks)
                 folder.prepare()
         for file in export.files:
             # A file at a time: where rank 0 cannot write, nobody gathers the rest.

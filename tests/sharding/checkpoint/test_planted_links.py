@@ -139,12 +139,13 @@ def plant_device_inside(path: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [plant_pipe_inside, plant_device_inside], ids=["pipe", "device"])
-def test_pipes_and_devices_in_the_folder_that_is_replaced_go_with_it(
+def test_pipes_and_devices_in_the_folder_that_would_be_replaced_are_refused_at_once(
     plant: Callable[[Path], None], tmp_path: Path
 ) -> None:
     plant(tmp_path / "c")
-    save(tmp_path / "c", "new")
-    assert load(tmp_path / "c") == "new" and os.listdir(tmp_path) == ["c"]
+    with pytest.raises(FileExistsError, match="got other files"):
+        save(tmp_path / "c", "new")
+    assert load(tmp_path / "c") == "old" and os.listdir(tmp_path) == ["c"]
 
 
 def pipe_as_metadata(path: Path) -> None:

@@ -274,7 +274,7 @@ def test_saving_replaces_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "deep") == ["c"]
     _write(tmp_path / "mine", "thesis.tex", b"years of work")
     _write(tmp_path, "file", b"text")
-    for name, found in [("mine", "other files"), ("file", "a file")]:
+    for name, found in [("mine", r"other files \(thesis.tex\)"), ("file", "a file")]:
         with pytest.raises(FileExistsError, match=f"{name}, got {found}; give another path"):
             save_checkpoint(tmp_path / name, model)
     assert (tmp_path / "mine" / "thesis.tex").exists()
