@@ -8,6 +8,7 @@ import time
 import pytest
 
 from sidestream.cli import main
+from sidestream.tests.training.processes import one_thread_each, runs
 from sidestream.training.interruption import Interrupted, noting_signals, raising_signals
 from sidestream.training.launch_folder import launch_folder
 from sidestream.training.launcher import launch
@@ -37,14 +38,6 @@ TRAIN = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--ba
 TRAIN += ["--steps", "100"]
 
 
-def _runs(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("who", ["launcher", "group", "rank"])
 def test_all_end_in_seconds_with_the_signal_as_the_code_and_no_traceback(who, number, tmp_path):
@@ -72,14 +65,14 @@ def test_all_end_in_seconds_with_the_signal_as_the_code_and_no_traceback(who, nu
     }
     expected["group"] = f"{expected['launcher']}|sidestream: rank . was killed by {number.name}\n"
     assert re.fullmatch(expected[who], run.stderr), run.stderr
-    assert not any(_runs(int(path.read_text())) for path in tmp_path.iterdir())
+    assert not any(runs(int(path.read_text())) for path in tmp_path.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_training_that_is_told_to_end_leaves_its_last_checkpoint_whole(tmp_path, capsys):
     saving = [*TRAIN, "--checkpoint", str(tmp_path / "saved")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = one_thread_each()
     command = [sys.executable, "-m", "sidestream", *saving]
     command += ["--nproc", "2", "--checkpoint-every", "1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
+from sidestream.tests.training.processes import one_thread_each
 from sidestream.training import checkpoints, step_file, trainer
 from sidestream.training.options import TrainOptions
 from sidestream.training.ranks import Place
@@ -27,13 +28,6 @@ COMMAND_KILLS = int(os.environ.get("SIDESTREAM_KILLS", "1"))  # each starts Pyth
 STEPS = 12
 TINY = {"device": "cpu", "model": "tiny", "seq_len": 16, "batch": 8, "steps": STEPS}
 SAVING = {"checkpoint_every": 1, "keep_checkpoints": 2}
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 100)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +107,9 @@ def _arguments(options):
     ]
 
 
-def _environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 def _result(command):
     run = subprocess.run(
-        command, capture_output=True, text=True, env=_environment(), timeout=120, check=False
+        command, capture_output=True, text=True, env=one_thread_each(), timeout=120, check=False
     )
     assert run.returncode == 0, run.stderr
     return parse_result(run.stdout)
@@ -135,7 +125,7 @@ def _kill(who, launcher_pid):
 def _run_killed(command, who, step, delay_s):
     """Run `command` and SIGKILL `who` a while after `step` was saved; return the exit code."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=_environment(), **pipes) as run:
+    with subprocess.Popen(command, env=one_thread_each(), **pipes) as run:
         for line in run.stdout:
             if re.search(f"saved .*{step_file.folder_name(step)}", line):
                 time.sleep(delay_s)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from sidestream.tests.training.processes import runs
 from sidestream.training.launcher import describe_exit, launch, rank_environment
 
 # Ranks of these tests are plain interpreters: what is tested is how they are started and ended,
@@ -109,7 +110,7 @@ def test_interrupt_ends_all_ranks(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         launch(_command(code), 2)
     thread.join()
-    assert not any(_runs(int(path.read_text())) for path in tmp_path.iterdir())
+    assert not any(runs(int(path.read_text())) for path in tmp_path.iterdir())
 
 
 @pytest.mark.timeout(60)
@@ -151,11 +152,3 @@ def test_environment_shares_cores_and_keeps_what_the_caller_says(tmp_path, monke
 )
 def test_exit_is_described(code, expected):
     assert describe_exit(code) == expected
-
-
-def _runs(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

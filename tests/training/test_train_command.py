@@ -1,5 +1,4 @@
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from sidestream.cli import main
+from sidestream.tests.training.processes import one_thread_each
 from sidestream.training import train_command
 from sidestream.training.result import parse_result
 
@@ -58,7 +58,7 @@ def test_killed_rank_ends_the_others_with_an_error_that_names_what_they_waited_f
     errors = []
     killed_at = None
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment()
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_thread_each()
     ) as run:
         for line in run.stderr:
             errors.append(line)
@@ -83,7 +83,9 @@ def test_two_ranks_train_and_the_last_line_is_the_result(tmp_path):
     path = tmp_path / "result.json"
     command = [sys.executable, "-m", "sidestream", "train", "--nproc", "2", *TINY]
     command += ["--steps", "3", "--grad-wire", "bf16", "--bucket-mib", "0.1", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, env=_environment(), check=False)
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=one_thread_each(), check=False
+    )
     assert run.returncode == 0, run.stderr
     last_line = run.stdout.rstrip("\n").splitlines()[-1]
     result = parse_result(last_line)
@@ -91,7 +93,3 @@ def test_two_ranks_train_and_the_last_line_is_the_result(tmp_path):
     assert result["world"] == 2
     assert result["wire_bytes_per_step"] > 0
     assert len(result["params_sha256"]) == 64
-
-
-def _environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -15,13 +15,6 @@ from sidestream.training.result import parse_result
 TINY = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]
 
 
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 100)
-    return str(path)
-
-
 @pytest.fixture(autouse=True)
 def _one_thread():
     before = torch.get_num_threads()
