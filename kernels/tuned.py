@@ -201,7 +201,8 @@ def read_entries(path: Path, name: str, triton: str) -> dict[Key, LaunchConfig]:
 
 def read_document(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `TableError` where there is none."""
-    if path.exists() and not path.is_file():  # a pipe would keep us until somebody writes
+    # A pipe would keep us until somebody writes to it.
+    if os.path.exists(path) and not os.path.isfile(path):
         raise TableError(
             "expected a file to read, got a folder, a pipe or a device; correct the path"
         )
