@@ -39,6 +39,17 @@ def open_regular(path: Path) -> io.FileIO:
     return file
 
 
+def read_at(file: io.FileIO, memory: memoryview, position: int) -> memoryview:
+    """Fill `memory` from byte `position` of `file` on; returns the rest, which lies beyond its end.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    while memory and (count := os.preadv(file.fileno(), [memory], position)):
+        memory, position = memory[count:], position + count
+    return memory
+
+
 def _require_regular(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")

@@ -11,7 +11,6 @@ group could meet in another order on another rank.
 from __future__ import annotations
 
 import atexit
-import io
 import logging
 import threading
 import traceback
@@ -19,11 +18,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..sharded_tensor import ShardedTensor
+from .plain_values import read_back
 
 _logger = logging.getLogger("sidestream")
 
@@ -142,7 +141,4 @@ def copied(state: Any) -> Any:
         return state.detach().clone() if is_sharded else state.detach().to("cpu", copy=True)
     if state is None or type(state) in (bool, int, float, str):
         return state
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, map_location="cpu", weights_only=True)
+    return read_back(state)

@@ -12,7 +12,6 @@ import io
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from reprlib import repr as brief
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -24,11 +23,11 @@ from .stored import (
     Chunk,
     Ints,
     Key,
-    KeyPath,
     Place,
     Stored,
     StoredTensor,
     counts,
+    key_path,
     require_plain_name,
 )
 
@@ -183,13 +182,13 @@ def _stored(folder: Path, metadata: Mapping[str, Any], fingerprint: str) -> Stor
             tensors[_require(str, key)] = _tensor(key, _require(_Tensor, entry).state, places)
     if places:
         raise BadCheckpoint(f"expected what is stored to be in the index, got {next(iter(places))}")
-    paths = metadata.get("planner_data") or {}
+    paths = _require(dict, metadata.get("planner_data") or {})
     return Stored(
         folder=folder,
         fingerprint=fingerprint,
         tensors=tensors,
         values=values,
-        paths={key: _path(key, paths) for key in metadata["state_dict_metadata"]},
+        paths={key: key_path(paths.get(key, (key,))) for key in metadata["state_dict_metadata"]},
         digests=None,
     )
 
@@ -222,17 +221,6 @@ def _tensor(
     )
     chunks = tuple(Chunk(offsets, sizes, places.pop((key, offsets))) for offsets, sizes in boxes)
     return StoredTensor(counts(state["size"]), dtype, chunks)
-
-
-def _path(key: Key, paths: object) -> KeyPath:
-    path = _require(dict, paths).get(key, (key,))
-    if (
-        not isinstance(path, tuple)
-        or any(type(part) not in (str, int) for part in path)
-        or ".".join(map(str, path)) != key
-    ):
-        raise BadCheckpoint(f"'{key}': expected its path, got {brief(path)}")
-    return path
 
 
 def _require(kind: type[T], found: object) -> T:

@@ -10,7 +10,7 @@ import io
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,28 +89,32 @@ class DigestedFile(io.FileIO):
         return Digest(self._num_bytes, self._crc32s)
 
 
-def require_sizes(folder: Path, expected: Iterable[tuple[str, Digest]]) -> None:
-    """Compare the sizes of files of `folder` with what is known of them.
+def statuses_of(folder: Path, sizes: Mapping[str, int], *, exact: bool) -> list[os.stat_result]:
+    """The status of each file of `folder` that `sizes` names, which has as many bytes, or, unless
+    `exact`, at least as many.
 
     Raises:
         BadCheckpoint: one is missing or has another size.
         OSError: one cannot be opened.
     """
-    for name, digest in expected:
+    statuses = []
+    for name, size in sorted(sizes.items()):
         with open_regular(folder / name) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-        if num_bytes != digest.num_bytes:
-            raise BadCheckpoint(f"expected {name} of {digest.num_bytes} bytes, got {num_bytes}")
+            status = os.fstat(file.fileno())
+        if status.st_size < size or (exact and status.st_size > size):
+            expected = f"{size} bytes" if exact else f"at least {size} bytes"
+            raise BadCheckpoint(f"expected {name} of {expected}, got {status.st_size}")
+        statuses.append(status)
+    return statuses
 
 
 def require_sums(folder: Path, expected: Mapping[str, Digest], rank: int, world_size: int) -> None:
-    """Compare this rank's share of the sums of files of `folder` with what is known of them.
+    """Compare this rank's share of the sums of files of `folder`, whose sizes are right.
 
     Raises:
         BadCheckpoint: one is missing or another one.
         OSError: one cannot be read.
     """
-    require_sizes(folder, expected.items())
     segments = [
         (name, place, crc32)
         for name, digest in sorted(expected.items())

@@ -20,8 +20,9 @@ from ..untrusted import one_line, shown
 from . import folder as checkpoint_folder
 from .agreement import Alike
 from .background import wait_for_save
+from .digests import require_sums
 from .match import FittingState, match
-from .opening import identity_of, open_checkpoint, require_files
+from .opening import identity_of, open_checkpoint
 from .ranks import Ranks, ranks_of
 from .read import Contents
 from .state import state_of
@@ -64,17 +65,17 @@ def load_checkpoint(
         with _refusing(found):
             stored = open_checkpoint(found)
             fitting = match(stored, both["model"], both.get("optim"), defaults, strict=strict)
+            together.give(identity_of(stored))
         together.tell("path", stored.fingerprint, shown(found))
         together.tell("optimizer", "none" if optimizer is None else "one")
         together.tell("strict", str(strict))
-        with _refusing(found):
-            together.give(identity_of(stored))
     # Copies of the same files, as on disks of several machines, are compared as a whole by each.
     is_shared = all(identity == together.given[0] for identity in together.given)
     share = (ranks.place, len(ranks.numbers)) if is_shared else (0, 1)
     with Contents(stored) as contents:
         with Alike(ranks), _refusing(found):
-            require_files(stored, *share)
+            if stored.digests is not None:
+                require_sums(found, stored.digests, *share)
             extra_key = _extra_key(stored, ranks)
             values = contents.values([*fitting.value_keys, *extra_key])
             extra = _extra_in(values) if extra_key else None

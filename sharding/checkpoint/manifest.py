@@ -21,12 +21,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from reprlib import repr as brief
 from typing import Any
 
 from ..untrusted import parse_object
 from .dcp_metadata import read_dcp_metadata
-from .digests import require_sizes
+from .digests import statuses_of
 from .files import read_whole
 from .stored import (
     DTYPES,
@@ -35,11 +34,11 @@ from .stored import (
     Chunk,
     Digest,
     Ints,
-    KeyPath,
     Place,
     Stored,
     StoredTensor,
     counts,
+    key_path,
     require_plain_name,
 )
 
@@ -60,7 +59,7 @@ def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
         BadCheckpoint: a file is missing or has another size, or what is stored is not right.
         OSError: it cannot be written.
     """
-    require_sizes(folder, digests.items())
+    statuses_of(folder, {name: d.num_bytes for name, d in digests.items()}, exact=True)
     stored = replace(read_dcp_metadata(folder), digests=digests)
     content = {
         "format_version": FORMAT_VERSION,
@@ -122,7 +121,7 @@ def _stored(folder: Path, content: Mapping[str, Any], fingerprint: str) -> Store
         fingerprint=fingerprint,
         tensors={key: _tensor(entry) for key, entry in content["tensors"].items()},
         values={key: _place(*place) for key, place in content["values"].items()},
-        paths={key: _path(path) for key, path in paths.items()},
+        paths={key: key_path(path) for key, path in paths.items()},
         digests={
             require_plain_name(name): _digest(num_bytes, counts(crc32s))
             for name, (num_bytes, crc32s) in content["digests"].items()
@@ -151,12 +150,6 @@ def _digest(num_bytes: object, crc32s: Ints) -> Digest:
 
 def _listed(place: Place) -> list[str | int]:
     return [place.file, place.start, place.num_bytes]
-
-
-def _path(parts: object) -> KeyPath:
-    if not isinstance(parts, list) or not all(type(part) in (str, int) for part in parts):
-        raise BadCheckpoint(f"expected the path of a key, got {brief(parts)}")
-    return tuple(parts)
 
 
 def _sum_of(body: str) -> str:

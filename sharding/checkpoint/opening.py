@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from .dcp_metadata import METADATA_FILE, read_dcp_metadata
-from .digests import require_sums
-from .files import open_regular
+from .digests import statuses_of
 from .manifest import MANIFEST_FILE, MARK, read_manifest
 from .stored import BadCheckpoint, Stored
 
@@ -34,36 +33,17 @@ def open_checkpoint(folder: Path) -> Stored:
 
 
 def identity_of(stored: Stored) -> tuple[tuple[int, int, int], ...]:
-    """Tells whether ranks see the same files or copies: inode, size and time of each.
+    """Check that the files are there, by their sizes; returns inode, size and time of each, which
+    tell whether ranks see the same files or copies.
 
     Raises:
-        BadCheckpoint: one is missing or no regular file.
+        BadCheckpoint: one is missing, or is too short or, where its size is known, too long.
         OSError: one cannot be opened.
     """
-    found = []
-    for name in sorted({place.file for _, place in stored.places()} | {*(stored.digests or ())}):
-        with open_regular(stored.folder / name) as file:
-            status = os.fstat(file.fileno())
-        found.append((status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(found)
-
-
-def require_files(stored: Stored, rank: int, world_size: int) -> None:
-    """Check that the files are those that were written: this rank's share of them where that takes
-    time.
-
-    Raises:
-        BadCheckpoint: one is missing, too short, damaged, or of another checkpoint.
-        OSError: one cannot be read.
-    """
-    if stored.digests is not None:
-        require_sums(stored.folder, stored.digests, rank, world_size)
-        return
-    ends: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for _, place in stored.places():
-        ends[place.file] = max(place.start + place.num_bytes, ends.get(place.file, 0))
-    for name, end in sorted(ends.items()):
-        with open_regular(stored.folder / name) as file:
-            found = os.fstat(file.fileno()).st_size
-        if found < end:
-            raise BadCheckpoint(f"expected {name} of at least {end} bytes, got {found}")
+        sizes[place.file] = max(place.start + place.num_bytes, sizes.get(place.file, 0))
+    if stored.digests is not None:
+        sizes = {name: digest.num_bytes for name, digest in stored.digests.items()}
+    statuses = statuses_of(stored.folder, sizes, exact=stored.digests is not None)
+    return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in statuses)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,8 @@ def require_plain(name: str, value: object) -> None:
     Raises:
         TypeError: it cannot.
     """
-    buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)
+        read_back(value)
     except Exception as error:  # an object can raise anything when it is pickled
         unsafe = re.search(r"GLOBAL (\S+)", str(error))
         found = (
@@ -33,6 +31,14 @@ def require_plain(name: str, value: object) -> None:
             f"{name}: expected numbers, strings, tensors and containers of them, got {found}; save "
             "its state instead (for example a state_dict)"
         ) from error
+
+
+def read_back(value: object) -> Any:
+    """What `value` is when it has been stored and read again, on the CPU."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, map_location="cpu", weights_only=True)
 
 
 def require_storable(name: str, tensor: Tensor) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..checkpoint_chunks import CheckpointChunks
+from ..untrusted import read_at
 from .files import open_regular
 from .stored import BadCheckpoint, Chunk, Ints, Key, KeyPath, Place, Stored, overlap
 
@@ -197,14 +198,9 @@ class Contents:
 
     def _read(self, name: str, start: int, target: Tensor) -> None:
         """Fill the contiguous CPU tensor `target` with the bytes of a file from `start` on."""
-        file = self._file(name)
-        file.seek(start)
-        rest = memoryview(target.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
-        while rest:
-            count = file.readinto(rest)
-            if not count:
-                raise BadCheckpoint(f"expected {len(rest)} more bytes of {name}, got its end")
-            rest = rest[count:]
+        memory = memoryview(target.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        if rest := read_at(self._file(name), memory, start):
+            raise BadCheckpoint(f"expected {len(rest)} more bytes of {name}, got its end")
 
     def _file(self, name: str) -> io.FileIO:
         if name not in self._files:

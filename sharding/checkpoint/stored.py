@@ -96,7 +96,7 @@ class Stored:
     def __post_init__(self) -> None:
         for key, path in self.paths.items():
             if len(path) > _MAX_DEPTH or ".".join(map(str, path)) != key:
-                raise BadCheckpoint(f"'{brief(key)}': expected its path, got {brief(path)}")
+                raise BadCheckpoint(f"{brief(key)}: expected its path, got {brief(path)}")
         for key, tensor in self.tensors.items():
             _require_cover(key, tensor)
         _require_apart(self.places())
@@ -130,6 +130,17 @@ def counts(values: object) -> Ints:
     ):
         raise BadCheckpoint(f"expected counts, got {brief(values)}")
     return tuple(values)
+
+
+def key_path(parts: object) -> KeyPath:
+    """`parts`, if they can be the path of a key.
+
+    Raises:
+        BadCheckpoint: they cannot.
+    """
+    if not isinstance(parts, (list, tuple)) or any(type(part) not in (str, int) for part in parts):
+        raise BadCheckpoint(f"expected the path of a key, got {brief(parts)}")
+    return tuple(parts)
 
 
 def require_plain_name(file: object) -> str:

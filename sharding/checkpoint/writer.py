@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import WriteItem
 
+from ..messages import room_in
 from .digests import DigestedFile
 from .stored import Digest
 
@@ -79,11 +79,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         reason = str(error)
         if error.errno not in _FULL or not self._folder.is_dir():
             return reason
-        free_mib = shutil.disk_usage(self._folder).free / 2**20
-        return (
-            f"{reason}, with {free_mib:,.1f} MiB free in {self._folder.parent}; make room, or lift "
-            "the limit on the size of files"
-        )
+        return f"{reason}, with {room_in(self._folder.parent)}"
 
 
 class RowMajorPlanner(dcp.DefaultSavePlanner):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import kind_of
-from ..untrusted import open_regular, shown
+from ..untrusted import open_regular, read_at, shown
 from .format import (
     INDEX,
     LENGTH_BYTES,
@@ -87,13 +87,9 @@ class OpenFile:
         Raises:
             OSError: the file ends before, or cannot be read.
         """
-        while memory:
-            count = os.preadv(self._file.fileno(), [memory], position)
-            if count == 0:
-                raise OSError(
-                    f"{shown(self.path)}: ends at byte {position}, cut since it was opened"
-                )
-            memory, position = memory[count:], position + count
+        if rest := read_at(self._file, memory, position):
+            end = position + len(memory) - len(rest)
+            raise OSError(f"{shown(self.path)}: ends at byte {end}, cut since it was opened")
 
     def read(self, position: int, nbytes: int) -> bytes:
         """`nbytes` from byte `position` on; raises as `read_into` does."""

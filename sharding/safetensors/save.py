@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeGuard
@@ -23,6 +22,7 @@ from ..checkpoint.agreement import Alike
 from ..checkpoint.ranks import claim, ranks_of
 from ..collectives import start_all_gather
 from ..errors import communicating
+from ..messages import room_in
 from ..sharded_tensor import ShardedTensor
 from ..uncompiled import uncompiled
 from ..untrusted import shown
@@ -250,11 +250,9 @@ class _Sink:
         if self._error is None or kind is not None:
             return
         if isinstance(self._error, OSError) and self._path is not None:
-            free_mib = shutil.disk_usage(self._path.parent).free / 2**20
             raise OSError(
-                f"path: expected room for the export in {self._path.parent}, got "
-                f"{self._error.strerror} with {free_mib:,.1f} MiB free; make room, or lift the "
-                "limit on the size of files. Nothing was replaced"
+                f"path: expected room for the export, got {self._error.strerror} with "
+                f"{room_in(self._path.parent)}. Nothing was replaced"
             ) from self._error
         raise self._error
 
