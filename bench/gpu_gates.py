@@ -34,8 +34,8 @@ TIMED_FOLDER = "tests/bench/"
 # What these compile takes one core a minute or two: each of their tests is a program of its own.
 HEAVY_FILES = (
     "tests/kernels/test_blocks_on_gpu.py",
-    "tests/kernels/test_message_on_gpu.py",
-    "tests/kernels/test_casts_on_gpu.py",
+    "tests/kernels/wire/test_on_gpu.py",
+    "tests/kernels/cast/test_on_gpu.py",
 )
 _TEST = re.compile(r"^def (test_\w+)", re.MULTILINE)
 SANITIZER = "compute-sanitizer"

@@ -15,26 +15,30 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..kernels import (
-    LaunchConfig,
-    cast_kernels,
-    flat_tiles,
-    fp8_launch,
-    hadamard,
-    launch,
-    message_decode,
-    message_kernels,
-    message_tiles,
-    mx_tiles,
-    norm,
-    nvfp4,
-    nvfp4_decode,
-    reduce_message_kernels,
-    tuned,
-)
+from ..kernels import LaunchConfig, launch, tuned
 from ..kernels.ahead import Configuration, casts, fp8, many_tensors, messages, mx, optimizers
 from ..kernels.ahead import nvfp4 as ahead_nvfp4
-from ..kernels.message_layout import message_format
+from ..kernels.cast import kernel as cast_kernels
+from ..kernels.fp8 import launch as fp8_launch
+from ..kernels.mx import tiles as mx_tiles
+from ..kernels.nvfp4 import decode as nvfp4_decode
+from ..kernels.nvfp4 import hadamard
+from ..kernels.nvfp4 import kernel as nvfp4
+from ..kernels.optim import norm
+from ..kernels.optim import tiles as flat_tiles
+from ..kernels.wire import (
+    pack as message_kernels,
+)
+from ..kernels.wire import (
+    sum as reduce_message_kernels,
+)
+from ..kernels.wire import (
+    tiles as message_tiles,
+)
+from ..kernels.wire import (
+    unpack as message_decode,
+)
+from ..kernels.wire.layout import message_format
 from .kernel_cases.case import Case
 from .kernel_cases.selection import all_cases
 from .op_names import ops_named

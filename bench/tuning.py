@@ -18,8 +18,9 @@ from typing import TypeVar
 
 import torch
 
-from ..kernels import LaunchConfig, aot, tuned
+from ..kernels import LaunchConfig, tuned
 from ..kernels.ahead import Configuration
+from ..kernels.ahead import compile as aot
 from .ahead.machines import amd_occupancy, occupancy
 from .ahead.measuring import MIN_CASES_A_PROCESS
 from .clocks import Clock, Ticker, rotation_of
@@ -58,7 +59,7 @@ class Resources:
 
 
 def resources_of(configuration: Configuration, target: str) -> Resources:
-    """Of a kernel compiled for one of `aot.TARGETS`."""
+    """Of a kernel compiled for one of `ahead.compile.TARGETS`."""
     compiled = configuration.compile(target)
     if aot.TARGETS[target].backend == "cuda":
         share: float | None = occupancy(

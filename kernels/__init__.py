@@ -17,8 +17,9 @@ A name that ends in an underscore writes into its arguments; the others return n
 held to. Importing this imports no Triton: that waits for the first call on a GPU.
 """
 
-from .cast_ops import cast, cast_back
-from .formats import (
+from .cast.op import cast, cast_back
+from .formats.swizzle import swizzle_scales, unswizzle_scales
+from .formats.table import (
     BF16,
     BLOCK_FORMATS,
     E2M1,
@@ -41,16 +42,15 @@ from .formats import (
     wire_format_named,
     wire_format_of,
 )
-from .fp8_scaling import dequantize_fp8, quantize_fp8, update_fp8_scales_
+from .fp8.op import dequantize_fp8, quantize_fp8, update_fp8_scales_
 from .launch import LaunchConfig
-from .message import pack_message_, unpack_message_
-from .message_layout import MessageLayout, message_layout, read_header
-from .mx_ops import dequantize_mx, quantize_mx
-from .nvfp4_ops import amax_nvfp4, dequantize_nvfp4, hadamard16, quantize_nvfp4
-from .ops import pack_, reduce_, unpack_
-from .optim_ops import Segments, flat_adamw_, flat_sgd_, l2_norm_
-from .reduce_message import reduce_messages_, reduce_peer_messages_
-from .swizzle import swizzle_scales, unswizzle_scales
+from .mx.op import dequantize_mx, quantize_mx
+from .nvfp4.op import amax_nvfp4, dequantize_nvfp4, hadamard16, quantize_nvfp4
+from .op import pack_, reduce_, unpack_
+from .optim.op import Segments, flat_adamw_, flat_sgd_, l2_norm_
+from .wire.layout import MessageLayout, message_layout, read_header
+from .wire.op import pack_message_, unpack_message_
+from .wire.sum_op import reduce_messages_, reduce_peer_messages_
 
 __all__ = [
     "BF16",

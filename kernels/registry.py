@@ -50,7 +50,7 @@ powers of two, values near FLT_MAX may decode to infinity |
 | NVFP4 | left out of every amax, +6 | an infinite amax counts as scale 1 |
 
 No other block is ever affected. Stochastic rounding takes 32 bits of Philox4x32-7, a function of
-the seed and of the element's index alone (`kernels/noise.py`).
+the seed and of the element's index alone (`kernels/formats/noise.py`).
 
 ## Optimizers and torch
 
@@ -127,20 +127,20 @@ MANY_TENSORS = (
     Row(
         "pack_", "pack_", _MANY,
         "source + destination; the destination twice with accumulate", _ONCE,
-        "bit-exact: `reference`, a naive loop", "this project", 0.92,
+        "bit-exact: `pack.reference`, a naive loop", "this project", 0.92,
         _PACK_GATES,
     ),
     Row(
         "unpack_", "unpack_", _MANY,
         "source + destination; the destination twice with accumulate", _ONCE,
-        "bit-exact: `reference`, a naive loop", "this project", 0.92,
+        "bit-exact: `pack.reference`, a naive loop", "this project", 0.92,
         _PACK_GATES,
     ),
     Row(
         "reduce_", "reduce_", "fp32, bf16, fp16",
         "world * part + result; the result twice with accumulate",
         "fp32 sum in rank order, then nearest even, once",
-        "bit-exact: `reference`, a naive loop", "this project", 0.90,
+        "bit-exact: `pack.reference`, a naive loop", "this project", 0.90,
         (
             *(Gate(f"bf16 -> fp32 world {world}", None, 48) for world in (2, 8, 64)),
             Gate("fp32 -> fp32 world 8", None, 48), Gate("fp32 -> bf16 world 8", None, 48),
@@ -185,7 +185,7 @@ CASTS = (
     ),
     Row(
         "dequantize_fp8_", "dequantize_fp8", "e4m3, e5m2 -> fp32, bf16, fp16",
-        "1 + 4 / block + result", _ONCE, "bit-exact: `reference_fp8`", "as quantize_fp8_", 0.88,
+        "1 + 4 / block + result", _ONCE, "bit-exact: `fp8.reference`", "as quantize_fp8_", 0.88,
         (
             *(Gate(scaling, 14.0) for scaling in ("tensor", "row", "1x128")),
             Gate("128x128", 14.5),
@@ -193,7 +193,7 @@ CASTS = (
     ),
     Row(
         "update_fp8_scales_", "update_fp8_scales_", "fp32 history -> fp32 scales",
-        "8 a history entry", "IEEE division", "bit-exact: `reference_fp8`, golden vectors",
+        "8 a history entry", "IEEE division", "bit-exact: `fp8.reference`, golden vectors",
         "TransformerEngine, delayed scaling", None,
     ),
 )  # fmt: skip
@@ -212,7 +212,7 @@ BLOCK_FORMATS = (
     ),
     Row(
         "dequantize_mx_", "dequantize_mx", "mxfp8, mxfp4 -> fp32, bf16, fp16",
-        "1 or 0.5 + 1/32 + result", _ONCE, "bit-exact: `reference_mx`", "OCP MX 1.0, 6.3", 0.88,
+        "1 or 0.5 + 1/32 + result", _ONCE, "bit-exact: `mx.reference`", "OCP MX 1.0, 6.3", 0.88,
         (
             Gate("e4m3", 6.5), Gate("e2m1", 10.5),
             Gate("e4m3 swizzled", 9.5), Gate("e2m1 swizzled", 12.5),
@@ -220,7 +220,7 @@ BLOCK_FORMATS = (
     ),
     Row(
         "amax_nvfp4_", "amax_nvfp4", "fp32, bf16, fp16 -> fp32", "source", "exact",
-        "bit-exact: `reference_nvfp4`", "TransformerEngine", 0.92,
+        "bit-exact: `nvfp4.reference`", "TransformerEngine", 0.92,
         (Gate("bf16", 4.0, 72), Gate("fp32", 3.5, 72), Gate("fp32 hadamard", 8.5)),
     ),
     Row(
@@ -236,14 +236,14 @@ BLOCK_FORMATS = (
     ),
     Row(
         "dequantize_nvfp4_", "dequantize_nvfp4", "nvfp4 -> fp32, bf16, fp16",
-        "0.5 + 1/16 + result", _ONCE, "bit-exact: `reference_nvfp4`",
+        "0.5 + 1/16 + result", _ONCE, "bit-exact: `nvfp4.reference`",
         "TransformerEngine; torchao", 0.88,
         (Gate("te bf16", 11.0), Gate("torchao fp32", 14.0), Gate("te bf16 swizzled", 15.5)),
     ),
     Row(
         "hadamard16_", "hadamard16", "fp32, bf16, fp16", "source + result",
         "fp32 sums in a fixed order, then nearest even, once",
-        "bit-exact: `reference_hadamard`; its matrix in FP64",
+        "bit-exact: `nvfp4.reference_hadamard`; its matrix in FP64",
         "NVIDIA, NVFP4 pretraining, 2025", 0.88,
         (Gate("forward bf16", 9.0), Gate("inverse fp32", 9.0)),
     ),
@@ -290,13 +290,13 @@ MESSAGES = (
         "reduce_messages_", "reduce_messages_", f"{_MESSAGE} -> fp32, bf16, fp16",
         "world * message + result; the result twice with accumulate",
         "decoded by one product, fp32 sum in rank order, then nearest even, once",
-        "bit-exact: `reference_reduce_message`, the formats' own decoders", "this project", 0.90,
+        "bit-exact: `wire.reference_sum`, the formats' own decoders", "this project", 0.90,
         tuple(Gate(f"{case} world 8", limit, 96) for case, limit in _SUM_OF_8),
     ),
     Row(
         "reduce_peer_messages_", "reduce_peer_messages_", f"{_MESSAGE} -> fp32, bf16, fp16",
         "as reduce_messages_, and 8 of address a message and program",
-        "as reduce_messages_", "bit-exact: `reference_reduce_message`", "this project", 0.90,
+        "as reduce_messages_", "bit-exact: `wire.reference_sum`", "this project", 0.90,
     ),
 )  # fmt: skip
 
@@ -306,7 +306,7 @@ OPTIMIZERS = (
     Row(
         "flat_adamw_", "flat_adamw_", _OPTIMIZER, "24 + gradient + compute",
         "fp32, one rounding an operation, IEEE division and root; fp64 scalars",
-        "bit-exact: `reference_optim`; torch.optim.AdamW: see below", "torch.optim.AdamW", 0.92,
+        "bit-exact: `optim.reference`; torch.optim.AdamW: see below", "torch.optim.AdamW", 0.92,
         tuple(
             Gate(step, 110.0, 128) for step in (*_STEPS, "bf16 -> bf16 one segment")
         ),
@@ -314,7 +314,7 @@ OPTIMIZERS = (
     Row(
         "flat_sgd_", "flat_sgd_", _OPTIMIZER, "8, 16 with momentum, + gradient + compute",
         "fp32, one rounding an operation; fp64 scalars",
-        "bit-exact: `reference_optim`; torch.optim.SGD: see below", "torch.optim.SGD", 0.92,
+        "bit-exact: `optim.reference`; torch.optim.SGD: see below", "torch.optim.SGD", 0.92,
         tuple(
             Gate(step, 45.0, 128) for step in (*_STEPS, "bf16 -> bf16 one segment")
         ),
@@ -322,7 +322,7 @@ OPTIMIZERS = (
     Row(
         "l2_norm_", "l2_norm_", "fp32, bf16, fp16, mixed -> fp32", "source",
         "fp32 sums of 64 KiB in a fixed order, then fp64, root, once",
-        "bit-exact: `reference_optim`", "this project", 0.92,
+        "bit-exact: `optim.reference`", "this project", 0.92,
         (Gate("fp32", 6.0, 128), Gate("half", 7.75, 128)),
     ),
 )  # fmt: skip

@@ -1,20 +1,9 @@
 """Ranks, modules, time: what shards a model and moves its parameters and gradients."""
 
-from .checkpoint import (
-    full_state_dict,
-    load_checkpoint,
-    remove_old_checkpoints,
-    save_checkpoint,
-)
+from .checkpoint import full_state_dict, load_checkpoint, remove_old_checkpoints, save_checkpoint
 from .entries import gathered, register_forward_method
 from .errors import CommunicationError
-from .fully_shard import (
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-    is_sharded,
-    no_sync,
-)
+from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, is_sharded, no_sync
 from .grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
 from .process_groups import shorten_flight_record

@@ -25,13 +25,7 @@ from .config import ShardConfig, resolve_config
 from .flat_runs import Located, Location, locate_params, sharded_locations
 from .optimizer import adopt, bind, is_bound, watch_all_steps
 from .optimizer_kinds import check_elementwise, describe_options
-from .partition import (
-    GroupPlan,
-    ParamEntry,
-    collect_params,
-    partition,
-    tree_signature,
-)
+from .partition import GroupPlan, ParamEntry, collect_params, partition, tree_signature
 from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups, require_mesh
 from .rank_dependent_writes import refuse_rank_dependent_writes

@@ -39,14 +39,7 @@ from .optimization import build_optimizer, learning_rate
 from .options import TrainOptions
 from .paths import require_writable_file, require_writable_folder
 from .progress import Reporter, reporter_for
-from .ranks import (
-    Place,
-    choose_device,
-    joined_group,
-    max_over_ranks,
-    mean_over_ranks,
-    wait_for_all,
-)
+from .ranks import Place, choose_device, joined_group, max_over_ranks, mean_over_ranks, wait_for_all
 from .recorder import Recorder
 from .result import RunResult, peak_memory_mib, sha256_of
 from .step_file import SavedRun

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...kernels import ahead, aot
+from ...kernels import ahead
+from ...kernels.ahead import compile as aot
 from .machines import MULTIPROCESSORS, Prediction, amd_occupancy, gpus_of, occupancy, predict
 
 KIND, SCHEMA_VERSION = "inspect", 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...kernels import ahead, aot
+from ...kernels import ahead
+from ...kernels.ahead import compile as aot
 from ...training.errors import UsageError
 from ..op_names import ops_named
 

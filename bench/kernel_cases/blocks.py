@@ -25,10 +25,10 @@ from ...kernels import (
     hadamard16,
     quantize_mx,
     quantize_nvfp4,
-    reference_hadamard,
-    reference_mx,
-    reference_nvfp4,
 )
+from ...kernels.mx import reference as reference_mx
+from ...kernels.nvfp4 import reference as reference_nvfp4
+from ...kernels.nvfp4 import reference_hadamard
 from . import rivals
 from .case import DTYPES, Case, Operands, Run, as_bind
 from .matrix import (

@@ -19,11 +19,11 @@ from ...kernels import (
     cast_back,
     dequantize_fp8,
     quantize_fp8,
-    reference_cast,
-    reference_fp8,
     registry,
     update_fp8_scales_,
 )
+from ...kernels.cast import reference as reference_cast
+from ...kernels.fp8 import reference as reference_fp8
 from . import rivals
 from .case import DTYPES, Case, Operands, Run, as_bind
 from .matrix import (

@@ -11,17 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ...kernels import pack_, reduce_, registry, unpack_
-from .case import (
-    DTYPES,
-    Bind,
-    Case,
-    Operands,
-    Run,
-    as_bind,
-    block_numel,
-    block_shapes,
-    offsets_of,
-)
+from .case import DTYPES, Bind, Case, Operands, Run, as_bind, block_numel, block_shapes, offsets_of
 
 # (source, destination); the first three are what training does: same dtype, FP32 sums, narrow wire.
 _STANDARD = (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16"))

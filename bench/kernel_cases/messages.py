@@ -20,12 +20,16 @@ from ...kernels import (
     pack_message_,
     reduce_messages_,
     reduce_peer_messages_,
-    reference_message,
-    reference_reduce_message,
     registry,
     unpack_message_,
 )
-from ...kernels.message_layout import DEFAULT_ROW_NUMEL, MESSAGE_FORMATS
+from ...kernels.wire import (
+    reference as reference_message,
+)
+from ...kernels.wire import (
+    reference_sum as reference_reduce_message,
+)
+from ...kernels.wire.layout import DEFAULT_ROW_NUMEL, MESSAGE_FORMATS
 from .case import DTYPES, Case, Operands, Run, block_numel, block_shapes
 
 _FP4 = (MXFP4.name, NVFP4.name)

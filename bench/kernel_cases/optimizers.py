@@ -12,17 +12,9 @@ from typing import Any
 
 import torch
 
-from ...kernels import flat_adamw_, flat_sgd_, l2_norm_, reference_optim, registry
-from .case import (
-    DTYPES,
-    Bind,
-    Case,
-    Operands,
-    Run,
-    as_bind,
-    block_numel,
-    block_shapes,
-)
+from ...kernels import flat_adamw_, flat_sgd_, l2_norm_, registry
+from ...kernels.optim import reference as reference_optim
+from .case import DTYPES, Bind, Case, Operands, Run, as_bind, block_numel, block_shapes
 
 LR, BETAS, EPS, DECAY, MOMENTUM = 1e-3, (0.9, 0.999), 1e-8, 1e-2, 0.9
 NEVER = 1e30  # a norm to clip at

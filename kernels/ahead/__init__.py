@@ -10,7 +10,7 @@ import functools
 
 from . import casts, fp8, many_tensors, messages, mx, nvfp4, optimizers
 from .case import HARDWARE_FP8, Case, Configuration
-from .counting import CountError
+from .count import CountError
 
 __all__ = ["HARDWARE_FP8", "Case", "Configuration", "CountError", "case_of", "cases"]
 

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .. import aot, registry
-from ..formats import BITS_PER_BYTE, ELEMENT_FORMATS, WIRE_FORMATS
+from .. import registry
+from ..formats.table import BITS_PER_BYTE, ELEMENT_FORMATS, WIRE_FORMATS
 from ..launch import THREADS_PER_WARP
+from . import compile as aot
 
 HARDWARE_FP8 = ("sm_90", "sm_100", "sm_120")
 _HARDWARE = "HARDWARE"
@@ -57,7 +58,7 @@ class Configuration:
         return {**self.constexprs, _HARDWARE: target in HARDWARE_FP8}
 
     def compile(self, target: str) -> aot.CompiledKernel:
-        """The kernel for one of `aot.TARGETS`; raises as `aot.compile_kernel`."""
+        """The kernel for one of `compile.TARGETS`; raises as `compile.compile_kernel`."""
         constexprs = self.constexprs_for(target)
         return aot.compile_kernel(
             self.kernel, self.signature, constexprs, target, num_warps=self.num_warps

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from .. import cast_kernels, cast_ops
+from ..cast import kernel as cast_kernels
+from ..cast import op as cast_ops
 from .case import Case, Configuration, element_bytes
-from .counting import path_cost
+from .count import path_cost
 
 # (format, stochastic).
 MODES = (

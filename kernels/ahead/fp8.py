@@ -5,9 +5,11 @@ Where two passes are needed, both have a case; what they move together is what t
 
 from __future__ import annotations
 
-from .. import fp8_kernels, fp8_launch, fp8_two_pass
+from ..fp8 import kernel as fp8_kernels
+from ..fp8 import launch as fp8_launch
+from ..fp8 import two_pass as fp8_two_pass
 from .case import Case, Configuration, element_bytes
-from .counting import path_cost
+from .count import path_cost
 
 POINTERS = {"codes": "*u8", "scale_inv": "*fp32"}
 # LINE, COUNT, CONTIGUOUS, warps.

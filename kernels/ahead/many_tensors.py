@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .. import launch, pack, reduce
+from .. import launch
+from ..pack import kernel as pack
+from ..pack import sum as reduce
 from .case import Case, Configuration, element_bytes
-from .counting import costliest_path, wide_path_cost
+from .count import costliest_path, wide_path_cost
 
 # (dtype of the flat buffer, accumulated). Tensors may be of any dtype: the table says which.
 PACK = (("*fp32", True), ("*bf16", True), ("*fp16", True), ("*bf16", False))

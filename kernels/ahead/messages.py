@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import message_decode, message_encode, message_kernels, message_tiles, wide
-from .. import reduce_message_kernels as sums
-from ..formats import BITS_PER_BYTE
-from ..message_layout import ALIGN_NUMEL, DEFAULT_ROW_NUMEL, message_format
+from .. import wide
+from ..formats.table import BITS_PER_BYTE
+from ..wire import (
+    encode as message_encode,
+)
+from ..wire import (
+    pack as message_kernels,
+)
+from ..wire import sum as sums
+from ..wire import (
+    tiles as message_tiles,
+)
+from ..wire import (
+    unpack as message_decode,
+)
+from ..wire.layout import ALIGN_NUMEL, DEFAULT_ROW_NUMEL, message_format
 from .case import Case, Configuration, element_bytes
-from .counting import path_cost
+from .count import path_cost
 
 KINDS = {"fp32": 0, "bf16": 1, "fp16": 2, "mixed": message_tiles.MIXED}
 PACK_COUNTS = ("tiles_at", "num_tiles", "header", "numel", "scales_at", "scales_end", "rows_at",

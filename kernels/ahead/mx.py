@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from .. import mx, mx_tiles
+from ..mx import kernel as mx
+from ..mx import tiles as mx_tiles
 from .case import Case, Configuration, element_bytes
-from .counting import program_cost
+from .count import program_cost
 
 BLOCK_NUMEL = 32
 TILE_NUMEL = mx_tiles.TILE_BLOCKS * BLOCK_NUMEL

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import hadamard, nvfp4, nvfp4_decode, wide
+from .. import wide
+from ..nvfp4 import decode as nvfp4_decode
+from ..nvfp4 import hadamard
+from ..nvfp4 import kernel as nvfp4
 from . import nvfp4_probes as probes
 from .case import Case, Configuration, element_bytes
-from .counting import program_cost
+from .count import program_cost
 
 # What a gate of the registry changes. An H100 has time for 25 instructions an element while it
 # moves the bytes of a cast of BF16, and for 20 in a pass over the amax.

@@ -6,7 +6,10 @@
 import triton
 import triton.language as tl
 
-from .. import hadamard, nvfp4, nvfp4_blocks, nvfp4_decode
+from ..nvfp4 import blocks as nvfp4_blocks
+from ..nvfp4 import decode as nvfp4_decode
+from ..nvfp4 import hadamard
+from ..nvfp4 import kernel as nvfp4
 
 
 @triton.jit
@@ -26,7 +29,7 @@ def quantize_probe(
     HARDWARE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """`nvfp4._quantize_full_tile` of this program's tile."""
+    """`nvfp4.kernel._quantize_full_tile` of this program's tile."""
     first_block = tl.program_id(0).to(tl.int64) * (TILE // 16)
     start = first_block * 16
     nvfp4._quantize_full_tile(
@@ -59,7 +62,7 @@ def dequantize_probe(
     HARDWARE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """`nvfp4_decode._dequantize_full_tile` of this program's tile."""
+    """`nvfp4.decode._dequantize_full_tile` of this program's tile."""
     first_block = tl.program_id(0).to(tl.int64) * (TILE // 16)
     nvfp4_decode._dequantize_full_tile(
         destination + first_block * 16,
@@ -76,7 +79,7 @@ def dequantize_probe(
 
 @triton.jit
 def amax_probe(source, amax, HADAMARD: tl.constexpr, TILE: tl.constexpr) -> None:
-    """The amax of this program's tile, as `nvfp4._amax_kernel` takes it of full ones."""
+    """The amax of this program's tile, as `nvfp4.kernel._amax_kernel` takes it of full ones."""
     start = tl.program_id(0).to(tl.int64) * TILE
     low, high = nvfp4_blocks.full_halves(source + start, HADAMARD, TILE)
     found = tl.maximum(nvfp4_blocks.magnitudes(low), nvfp4_blocks.magnitudes(high))
@@ -86,6 +89,6 @@ def amax_probe(source, amax, HADAMARD: tl.constexpr, TILE: tl.constexpr) -> None
 
 @triton.jit
 def hadamard_probe(source, destination, INVERSE: tl.constexpr, TILE: tl.constexpr) -> None:
-    """`hadamard._transform_full_block` of this program's block."""
+    """`nvfp4.hadamard._transform_full_block` of this program's block."""
     start = tl.program_id(0).to(tl.int64) * TILE
     hadamard._transform_full_block(source + start, destination + start, INVERSE, TILE)

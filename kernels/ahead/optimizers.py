@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .. import aot, flat_adamw, flat_sgd, flat_tiles, norm, reference_optim
+from ..optim import (
+    adamw as flat_adamw,
+)
+from ..optim import (
+    norm,
+)
+from ..optim import (
+    reference as reference_optim,
+)
+from ..optim import (
+    sgd as flat_sgd,
+)
+from ..optim import (
+    tiles as flat_tiles,
+)
+from . import compile as aot
 from .case import Case, Configuration, element_bytes
-from .counting import CountError, stretches
+from .count import CountError, stretches
 
 SHARED = {
     "param": "*fp32", "lr": "*fp32", "step": "*i32", "factor": "*fp32", "found_inf": "*i32",

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidestream.bench import (
-    gpu_check,
-    gpu_gates,
-    gpu_speed,
-    gpu_training,
-    kernel_table,
-    reports,
-)
+from sidestream.bench import gpu_check, gpu_gates, gpu_speed, gpu_training, kernel_table, reports
 from sidestream.bench.gpu_shared import TRAINING, TRYING
 from sidestream.bench.gpu_steps import Outcome, StepResult
 from sidestream.bench.kernel_cases import many_tensors

@@ -12,7 +12,8 @@ import pytest
 from sidestream.bench.ahead import checkout, measuring, selection, table
 from sidestream.bench.ahead.machines import Prediction
 from sidestream.cli import main
-from sidestream.kernels import ahead, aot, registry
+from sidestream.kernels import ahead, registry
+from sidestream.kernels.ahead import compile as aot
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = ["--op", "hadamard16", "--case", "forward"]
@@ -160,9 +161,9 @@ def test_what_changed_since_a_commit_is_printed(tmp_path, capsys, monkeypatch):
         for layer in (".", "kernels", "buffers", "sharding", "training", "bench")
         for path in (ROOT / layer).glob("*.py" if layer == "." else "**/*.py")
     }
-    old = sources["kernels/hadamard.py"].replace("BLOCK_NUMEL = 4096", "BLOCK_NUMEL = 2048")
-    assert old != sources["kernels/hadamard.py"]
-    repository = _repository(tmp_path, sources | {"kernels/hadamard.py": old})
+    old = sources["kernels/nvfp4/hadamard.py"].replace("BLOCK_NUMEL = 4096", "BLOCK_NUMEL = 2048")
+    assert old != sources["kernels/nvfp4/hadamard.py"]
+    repository = _repository(tmp_path, sources | {"kernels/nvfp4/hadamard.py": old})
     monkeypatch.setattr(checkout, "ROOT", repository)
     assert main(["inspect", *CASE, "--compare", "HEAD"]) == 0
     printed = capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 import triton.backends.nvidia
 
 from sidestream.bench.ahead import machines
-from sidestream.kernels import aot
+from sidestream.kernels.ahead import compile as aot
 
 HEADER_FOLDER = Path(triton.backends.nvidia.__file__).parent / "include"
 COMPILER = shutil.which("cc") or shutil.which("gcc")

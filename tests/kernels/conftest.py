@@ -30,11 +30,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     modules = dict.fromkeys(item.getparent(pytest.Module) for item in session.items)
-    names = [module.path.stem for module in modules if hasattr(module.obj, "compiled_ahead")]
+    names = [
+        f"sidestream.{module.obj.__name__}"
+        for module in modules
+        if hasattr(module.obj, "compiled_ahead")
+    ]
     if names:
-        _beside.enter_context(
-            compile_ahead.running([f"sidestream.tests.kernels.{name}" for name in names])
-        )
+        _beside.enter_context(compile_ahead.running(names))
     if any(module.path.name == "test_interpreted.py" for module in modules):
         _interpreted.append(_beside.enter_context(interpreter.running()))
 

@@ -7,7 +7,8 @@ ask for it.
 import functools
 from dataclasses import dataclass
 
-from sidestream.kernels import ahead, aot, registry
+from sidestream.kernels import ahead, registry
+from sidestream.kernels.ahead import compile as aot
 
 OTHERS = tuple(target for target in aot.TARGETS if target != "sm_90")
 
@@ -40,7 +41,7 @@ _table: dict[tuple[str, str], Measured] = {}
 
 
 def compile_kernel(kernel, signature, constexprs, target, *, num_warps):
-    """`aot.compile_kernel`, once for equal arguments."""
+    """`ahead.compile.compile_kernel`, once for equal arguments."""
     return _compiled(kernel, tuple(signature.items()), tuple(constexprs.items()), target, num_warps)
 
 

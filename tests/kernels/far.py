@@ -2,7 +2,8 @@
 
 import torch
 
-from sidestream.kernels import pack, tables
+from sidestream.kernels import tables
+from sidestream.kernels.pack import kernel as pack
 
 FAR = 2**33  # elements; every product and sum on the way there leaves int32
 

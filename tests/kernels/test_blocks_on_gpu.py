@@ -13,7 +13,8 @@ from sidestream.kernels import (
     swizzle_scales,
     unswizzle_scales,
 )
-from sidestream.tests.kernels import nvfp4_cases, oracle
+from sidestream.tests.kernels import oracle
+from sidestream.tests.kernels.nvfp4 import cases as nvfp4_cases
 from sidestream.tests.kernels.oracle import assert_same
 
 pytestmark = pytest.mark.gpu

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sidestream.kernels import pack, pack_, reduce_, tables, unpack_
+from sidestream.kernels import pack_, reduce_, tables, unpack_
+from sidestream.kernels.pack import kernel as pack
 from sidestream.tests.kernels import far, oracle
 
 pytestmark = pytest.mark.gpu

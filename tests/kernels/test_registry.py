@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sidestream import kernels
-from sidestream.kernels import aot, registry
+from sidestream.kernels import registry
+from sidestream.kernels.ahead import compile as aot
 from sidestream.tests.kernels import costs
 
 FOLDER = Path(__file__).parent

@@ -1,13 +1,7 @@
 import pytest
 import torch
 
-from sidestream.training.data import (
-    Share,
-    draw_batch,
-    held_out_batch,
-    load_corpus,
-    mix_seed,
-)
+from sidestream.training.data import Share, draw_batch, held_out_batch, load_corpus, mix_seed
 from sidestream.training.errors import DataError, OptionsError
 
 SEQ_LEN = 16

@@ -1,11 +1,20 @@
-"""The interpreted conversions against `reference_cast`, bit for bit, canaries included."""
+"""The interpreted conversions against `cast.reference`, bit for bit, canaries included."""
 
 import pytest
 import torch
 
-from sidestream.kernels import cast_kernels, cast_ops, codes, reference_cast
-from sidestream.kernels.formats import E4M3
-from sidestream.tests.kernels import code_cases
+from sidestream.kernels.cast import (
+    kernel as cast_kernels,
+)
+from sidestream.kernels.cast import (
+    op as cast_ops,
+)
+from sidestream.kernels.cast import (
+    reference as reference_cast,
+)
+from sidestream.kernels.formats import codes
+from sidestream.kernels.formats.table import E4M3
+from sidestream.tests.kernels.formats import code_cases
 from sidestream.tests.kernels.oracle import assert_same_bits
 
 POISON = 0xAB

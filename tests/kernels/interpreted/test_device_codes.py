@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sidestream.kernels import codes, noise
-from sidestream.kernels.formats import E2M1, E4M3, E5M2, E8M0
-from sidestream.tests.kernels import code_cases, code_probes
+from sidestream.kernels.formats import codes, noise
+from sidestream.kernels.formats.table import E2M1, E4M3, E5M2, E8M0
+from sidestream.tests.kernels.formats import code_cases, code_probes
 from sidestream.tests.kernels.oracle import assert_same_bits
 
 FIRST = 2**33 + 7  # not the start of a group, and beyond 32 bits

@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from sidestream.kernels import flat_adamw, flat_sgd, reference_optim
-from sidestream.tests.kernels import optim_cases, oracle
+from sidestream.kernels.optim import (
+    adamw as flat_adamw,
+)
+from sidestream.kernels.optim import (
+    reference as reference_optim,
+)
+from sidestream.kernels.optim import (
+    sgd as flat_sgd,
+)
+from sidestream.tests.kernels import oracle
+from sidestream.tests.kernels.optim import cases as optim_cases
 
 NUMEL = 3 * 2048 + 100  # full tiles at every width of the narrowest side, and a tail
 SHARED = {

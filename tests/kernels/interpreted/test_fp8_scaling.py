@@ -1,11 +1,12 @@
-"""The interpreted FP8 kernels against `reference_fp8`, bit for bit, canaries included."""
+"""The interpreted FP8 kernels against `fp8.reference`, bit for bit, canaries included."""
 
 import math
 
 import pytest
 import torch
 
-from sidestream.kernels import fp8_launch, reference_fp8
+from sidestream.kernels.fp8 import launch as fp8_launch
+from sidestream.kernels.fp8 import reference as reference_fp8
 from sidestream.tests.kernels.oracle import assert_same_bits
 
 POISON = 0xAB

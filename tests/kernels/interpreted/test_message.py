@@ -1,21 +1,27 @@
-"""The interpreted message kernels against `reference_message`, bit for bit, canaries included."""
+"""The interpreted message kernels against `wire.reference`, bit for bit, canaries included."""
 
 import mmap
 
 import pytest
 import torch
 
-from sidestream.kernels import (
-    message_decode,
-    message_kernels,
-    message_tiles,
-    reference_message,
-    tables,
+from sidestream.kernels import tables
+from sidestream.kernels.wire import (
+    pack as message_kernels,
 )
-from sidestream.kernels.message_layout import header_bytes, layout_of_numel, message_layout
-from sidestream.kernels.reference_message import MessageCast
-from sidestream.tests.kernels import message_cases as cases
+from sidestream.kernels.wire import (
+    reference as reference_message,
+)
+from sidestream.kernels.wire import (
+    tiles as message_tiles,
+)
+from sidestream.kernels.wire import (
+    unpack as message_decode,
+)
+from sidestream.kernels.wire.layout import header_bytes, layout_of_numel, message_layout
+from sidestream.kernels.wire.reference import MessageCast
 from sidestream.tests.kernels import oracle
+from sidestream.tests.kernels.wire import cases
 
 FORMAT = pytest.mark.parametrize("name", cases.FORMATS)
 # Full tiles, a tail, less than a tile, an odd number, none, one; transposed and unaligned ones.

@@ -1,12 +1,15 @@
-"""The interpreted MX kernels against `reference_mx`, bit for bit, canaries included."""
+"""The interpreted MX kernels against `mx.reference`, bit for bit, canaries included."""
 
 import mmap
 
 import pytest
 import torch
 
-from sidestream.kernels import mx, mx_tiles, reference_mx
-from sidestream.tests.kernels import mx_cases, oracle
+from sidestream.kernels.mx import kernel as mx
+from sidestream.kernels.mx import reference as reference_mx
+from sidestream.kernels.mx import tiles as mx_tiles
+from sidestream.tests.kernels import oracle
+from sidestream.tests.kernels.mx import cases as mx_cases
 
 # Full tiles and a tail; rows that end in a short block, of odd numbers of elements, of less than a
 # block; swizzled, full tiles and ones that lack rows or columns, several down and several across.

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sidestream.kernels import norm, reference_optim
+from sidestream.kernels.optim import norm
+from sidestream.kernels.optim import reference as reference_optim
 from sidestream.tests.kernels import oracle
 
 

@@ -7,16 +7,25 @@ import torch
 import triton
 import triton.language as tl
 
-from sidestream.kernels import (
-    hadamard,
-    nvfp4,
-    nvfp4_blocks,
-    nvfp4_decode,
-    reference_hadamard,
-    reference_nvfp4,
-    swizzle,
+from sidestream.kernels.formats import swizzle
+from sidestream.kernels.nvfp4 import (
+    blocks as nvfp4_blocks,
 )
-from sidestream.tests.kernels import nvfp4_cases, oracle
+from sidestream.kernels.nvfp4 import (
+    decode as nvfp4_decode,
+)
+from sidestream.kernels.nvfp4 import (
+    hadamard,
+    reference_hadamard,
+)
+from sidestream.kernels.nvfp4 import (
+    kernel as nvfp4,
+)
+from sidestream.kernels.nvfp4 import (
+    reference as reference_nvfp4,
+)
+from sidestream.tests.kernels import oracle
+from sidestream.tests.kernels.nvfp4 import cases as nvfp4_cases
 
 POISON = 0xAB
 AROUND_BYTES = 64
@@ -122,7 +131,7 @@ def test_swizzled_scales(shape):
 
 @triton.jit
 def scale_places(found, base, first_block, columns, reciprocal, BLOCKS: tl.constexpr):
-    """`nvfp4_blocks.scale_pointers` of swizzled scales, from `base` on."""
+    """`nvfp4.blocks.scale_pointers` of swizzled scales, from `base` on."""
     first_block = first_block.to(tl.int64)
     pointers = nvfp4_blocks.scale_pointers(
         base, first_block, columns, reciprocal, True, False, BLOCKS

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sidestream.kernels import pack
+from sidestream.kernels.pack import kernel as pack
 from sidestream.tests.kernels import far, oracle
 
 # Full tiles (2048 FP32 or 4096 half-precision elements), tails, tensors smaller than a tile.

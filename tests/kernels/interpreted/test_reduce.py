@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from sidestream.kernels import reduce
+from sidestream.kernels.pack import sum as reduce
 from sidestream.tests.kernels import oracle
 
 MODES = [(1.0, False), (0.3, True)]

@@ -5,12 +5,12 @@ import mmap
 import pytest
 import torch
 
-from sidestream.kernels import reduce_message_kernels as kernels
-from sidestream.kernels import reference_reduce_message as definition
-from sidestream.kernels.message_layout import layout_of_bytes, layout_of_numel, message_format
 from sidestream.kernels.tables import TableCache
+from sidestream.kernels.wire import reference_sum as definition
+from sidestream.kernels.wire import sum as kernels
+from sidestream.kernels.wire.layout import layout_of_bytes, layout_of_numel, message_format
 from sidestream.tests.kernels import oracle
-from sidestream.tests.kernels import reduce_message_cases as cases
+from sidestream.tests.kernels.wire import sum_cases as cases
 
 FORMAT = pytest.mark.parametrize("format", cases.FORMATS)
 MAP_NORESERVE = 0x4000  # Linux: sparse memory may be larger than the machine

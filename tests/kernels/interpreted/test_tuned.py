@@ -7,7 +7,8 @@ import torch
 
 from sidestream.bench import tunables
 from sidestream.bench.kernel_cases import many_tensors
-from sidestream.kernels import ops, tuned
+from sidestream.kernels import op as ops
+from sidestream.kernels import tuned
 
 CPU = torch.device("cpu")
 MIN_NUMEL = 4096

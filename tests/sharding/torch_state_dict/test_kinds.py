@@ -14,12 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import sidestream
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.torch_state_dict.models import (
-    FULL,
-    MARKS,
-    Both,
-    flat,
-)
+from sidestream.tests.sharding.torch_state_dict.models import FULL, MARKS, Both, flat
 
 pytestmark = MARKS
 

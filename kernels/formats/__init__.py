@@ -1,0 +1,1 @@
+"""Number formats: their table, and their codes in PyTorch and inside Triton kernels."""

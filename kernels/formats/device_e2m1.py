@@ -1,0 +1,84 @@
+"""Owns E2M1 codes in words of eight: FP32 to what is stored, as `device_codes` encodes one a byte.
+
+A code is finished in its word. Rounding leaves it in bits 24 to 22 of an FP32's, and its sign in
+bit 31, a field of E2M1 here; eight fields become a word by what 32 bits can do at once, at two
+instructions an element. By way of a byte each it takes four and a half.
+"""
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .device_codes import clamp
+from .table import E2M1
+
+_MAX = tl.constexpr(E2M1.max_finite)
+_SIGN = tl.constexpr(-0x8000_0000)
+_EXPONENT = tl.constexpr(0x7F80_0000)
+_ONE = tl.constexpr(127 << 23)  # the smallest normal
+
+
+@triton.jit
+def packed_e2m1(x, bits) -> tl.tensor:
+    """FP32 [n, 8 * m] -> uint32 [n, m], the first of eight codes in the lowest four bits.
+
+    As `encode_e2m1`, or `encode_e2m1_stochastic` where there are `bits`; None: there are none.
+    """
+    if bits is None:
+        return _packed(_fields(x))
+    else:
+        return _packed(_fields_stochastic(x, bits))
+
+
+@triton.jit
+def bytes_of(words) -> tl.tensor:
+    """uint32 [n, m] -> uint8 [n, 4 * m], the lowest byte of each first."""
+    shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
+    made = (words[:, :, None] >> shifts[None, None, :]).to(tl.uint8)
+    return tl.reshape(made, [words.shape[0], 4 * words.shape[1]])
+
+
+@triton.jit
+def _fields(x):
+    """To nearest, by the anchor of `device_codes`: its own bits are shifted out of the word."""
+    clamped = clamp(x, _MAX)
+    word = clamped.to(tl.int32, bitcast=True)
+    binade = tl.maximum(word & _EXPONENT, _ONE)
+    anchor = binade + (22 << 23)
+    total = tl.abs(clamped) + anchor.to(tl.float32, bitcast=True)
+    code = (total.to(tl.int32, bitcast=True) << 22) + (binade - _ONE)
+    return (code | (word & _SIGN)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _fields_stochastic(x, bits):
+    """Below bit 22 is what rounding has left. Noise never reaches the sign."""
+    scaled = clamp(x, _MAX) * (2.0**-126)
+    return scaled.to(tl.uint32, bitcast=True) + (bits >> 10)
+
+
+@triton.jit
+def _packed(fields):
+    """Half a word has fields 0 and 4, two halves become pairs 0 1 and 4 5.
+
+    A pair's signs are bits 15 and 11 of its half, its codes bits 8 to 6 and 4 to 2; the signs six
+    bits down make it a byte.
+    """
+    ROWS: tl.constexpr = fields.shape[0]
+    WORDS: tl.constexpr = fields.shape[1] // 8
+    places = tl.reshape(fields, [ROWS * WORDS, 2, 2, 2])
+    low, high = tl.split(tl.permute(places, (0, 2, 3, 1)))
+    even, odd = tl.split((low >> 16) | (high & 0xFFFF_0000))
+    pairs = _merged(odd, even >> 4, 0x81C0_81C0)
+    pairs = _merged(pairs, pairs >> 6, 0x01DC_01DC)
+    low, high = tl.split(pairs)
+    return tl.reshape(_merged(low >> 2, high << 6, 0x00FF_00FF), [ROWS, WORDS])
+
+
+@triton.jit
+def _merged(a, b, OF_A: tl.constexpr):
+    return (a & OF_A) | (b & (0xFFFF_FFFF ^ OF_A))

@@ -1,0 +1,313 @@
+"""Owns NVFP4 on the GPU: the amax of a tensor, its codes and its scales.
+
+Formulas and rounding are those of `reference`. Bytes moved an element, BF16 in: 2 for the
+amax and 2 + 1/2 + 1/16 for the codes. The amax stays on the device. The
+Hadamard transform, if wanted, is made anew in each pass, which costs less than writing it once.
+Blocks that are full and 16-byte aligned take the unmasked path; the tail, and rows whose length is
+no multiple of 16, take the masked one. Swizzled scales are scattered a byte at a time: they are a
+fortieth of what is moved.
+"""
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import device_codes as device
+from ..formats.device_e2m1 import bytes_of, packed_e2m1
+from ..launch import LaunchConfig, is_aligned, on_device_of
+from ..portable import covered
+from ..tuned import config_for
+from .blocks import (
+    cut_of,
+    full_halves,
+    largest_of,
+    magnitudes,
+    prepared_halves,
+    reciprocal_of,
+    scale_pointers,
+    scaled_halves,
+    tensor_scale_of,
+)
+from .hadamard import joined
+from .reference import BLOCK_NUMEL, Nvfp4Cast
+
+# Sixteen bytes of codes a thread: 32 elements * 32 threads * 4 warps.
+TILE_NUMEL = 4096
+NUM_WARPS = 4
+AMAX_TILE_NUMEL = 8192
+
+
+@triton.jit
+def _quantize_full_tile(
+    source,
+    data,
+    scales,
+    tensor_scale,
+    seed,
+    first_group,
+    HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TORCHAO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """`scales`: where each block's scale goes, pointers [TILE / 16]."""
+    low, high = full_halves(source, HADAMARD, TILE)
+    low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
+    if STOCHASTIC:
+        words = device.noise_words(seed, first_group + tl.arange(0, TILE // 16))
+        low = packed_e2m1(low, device.spread_noise(words[0], words[1]))
+        high = packed_e2m1(high, device.spread_noise(words[2], words[3]))
+    else:
+        low, high = packed_e2m1(low, None), packed_e2m1(high, None)
+    tl.store(scales, scale_bytes)
+    words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
+    tl.store(tl.multiple_of(words + tl.arange(0, TILE // 8), 16), joined(low, high))
+
+
+@triton.jit
+def _quantize_masked_blocks(
+    source,
+    data,
+    blocks,
+    num_blocks,
+    row_blocks,
+    row_numel,
+    tensor_scale,
+    seed,
+    first_index,
+    HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TORCHAO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Writes the codes of `blocks`; returns their scale bytes."""
+    low, high, places = prepared_halves(source, blocks, num_blocks, row_blocks, row_numel, HADAMARD)
+    low_bits = None
+    high_bits = None
+    if STOCHASTIC:
+        low_bits = device.noise_of(seed, first_index + places)
+        high_bits = device.noise_of(seed, first_index + places + 8)
+    low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
+    row_bytes = (row_numel + 1) // 2
+    columns = (blocks % row_blocks)[:, None] * 8 + tl.arange(0, 4)[None, :]
+    columns = tl.where((blocks < num_blocks)[:, None], columns, row_bytes)
+    data += (blocks // row_blocks)[:, None] * row_bytes + columns
+    low = bytes_of(packed_e2m1(low, low_bits))
+    high = bytes_of(packed_e2m1(high, high_bits))
+    tl.store(data, low, mask=columns < row_bytes)
+    tl.store(data + 4, high, mask=columns + 4 < row_bytes)
+    return scale_bytes
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_blocks",
+        "row_blocks",
+        "row_numel",
+        "scale_columns",
+        "reciprocal",
+        "seed",
+        "first_index",
+    ],
+    do_not_specialize_on_alignment=["source", "data", "scales", "amax"],
+)
+def _quantize_kernel(
+    source,
+    data,
+    scales,
+    amax,
+    num_blocks,
+    row_blocks,
+    row_numel,
+    scale_columns,
+    reciprocal,
+    seed,
+    first_index,
+    HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TORCHAO: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    FLAT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """TILE / 16 blocks of rows that have `row_blocks` each.
+
+    Example: rows of 20 elements have 2 blocks and 10 bytes of codes, so block 5 is the second of
+    row 2: elements 56 to 59, bytes 28 and 29, scale 5. Where rows are whole blocks, all of them are
+    one row here, and `scale_columns` alone tells their length, in blocks.
+    """
+    BLOCKS: tl.constexpr = TILE // 16
+    first_block = tl.program_id(0).to(tl.int64) * BLOCKS
+    start = first_block * 16
+    tensor_scale = tensor_scale_of(tl.load(amax), TORCHAO)
+    if FLAT and start + TILE <= row_numel:
+        _quantize_full_tile(
+            source + start,
+            data + first_block * 8,
+            scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS),
+            tensor_scale,
+            seed,
+            (first_index + start) >> 4,
+            HADAMARD,
+            STOCHASTIC,
+            TORCHAO,
+            HARDWARE,
+            TILE,
+        )
+    else:
+        # In four pieces, whose other shape keeps the compiler from giving both paths one layout.
+        for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
+            blocks = first_block + first + tl.arange(0, BLOCKS // 4)
+            scale_bytes = _quantize_masked_blocks(
+                source,
+                data,
+                blocks,
+                num_blocks,
+                row_blocks,
+                row_numel,
+                tensor_scale,
+                seed,
+                first_index,
+                HADAMARD,
+                STOCHASTIC,
+                TORCHAO,
+                HARDWARE,
+            )
+            pointers = scale_pointers(
+                scales,
+                first_block + first,
+                scale_columns,
+                reciprocal,
+                SWIZZLED,
+                False,
+                BLOCKS // 4,
+            )
+            tl.store(pointers, scale_bytes, mask=blocks < num_blocks)
+
+
+@triton.jit(
+    do_not_specialize=["num_blocks", "row_blocks", "row_numel"],
+    do_not_specialize_on_alignment=["source", "amax"],
+)
+def _amax_kernel(
+    source,
+    amax,
+    num_blocks,
+    row_blocks,
+    row_numel,
+    HADAMARD: tl.constexpr,
+    FLAT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """max(amax, the largest magnitude of TILE / 16 blocks): for floats >= 0 their bits' order."""
+    BLOCKS: tl.constexpr = TILE // 16
+    first_block = tl.program_id(0).to(tl.int64) * BLOCKS
+    start = first_block * 16
+    if FLAT and start + TILE <= row_numel:
+        low, high = full_halves(source + start, HADAMARD, TILE)
+        found = tl.maximum(magnitudes(low), magnitudes(high))
+        largest = largest_of(tl.reshape(found, [TILE // 2]), 0)
+        tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
+    else:
+        for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
+            blocks = first_block + first + tl.arange(0, BLOCKS // 4)
+            low, high, _ = prepared_halves(
+                source, blocks, num_blocks, row_blocks, row_numel, HADAMARD
+            )
+            found = tl.maximum(magnitudes(low), magnitudes(high))
+            largest = largest_of(tl.reshape(found, [TILE // 8]), 0)
+            tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@functools.cache
+def amax_config(hadamard: bool) -> LaunchConfig:
+    """An element counts as a byte. The transform takes registers, so its tiles are smaller."""
+    return LaunchConfig(TILE_NUMEL if hadamard else AMAX_TILE_NUMEL, NUM_WARPS)
+
+
+@functools.cache
+def quantize_config() -> LaunchConfig:
+    """An element counts as a byte."""
+    return LaunchConfig(TILE_NUMEL, NUM_WARPS)
+
+
+def case_of(hadamard: bool, stochastic: bool = False) -> str:
+    """The case that a table knows."""
+    return ("hadamard" * hadamard + " stochastic" * stochastic).strip() or "plain"
+
+
+def amax_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
+    """`reference.amax_`, in one launch after the one that writes the zero it starts from."""
+    amax.zero_()
+    config = config_for("amax_nvfp4_", case_of(hadamard), amax_config(hadamard), x.device)
+    cut = cut_of(x, config.block_bytes)
+    if cut.num_blocks:
+        with on_device_of(x):
+            _amax_kernel[(cut.num_tiles,)](
+                x,
+                amax.view(torch.int32),
+                cut.num_blocks,
+                cut.row_blocks,
+                cut.row_numel,
+                HADAMARD=hadamard,
+                FLAT=cut.is_flat and is_aligned(x),
+                TILE=config.block_bytes,
+                num_warps=config.num_warps,
+                enable_fp_fusion=False,
+            )
+
+
+def quantize_(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    x: torch.Tensor,
+    global_amax: torch.Tensor,
+    *options: Any,
+) -> None:
+    """`reference.quantize_` in one launch, and one for the padding of swizzled scales."""
+    cast = Nvfp4Cast(*options)
+    case = case_of(cast.hadamard, cast.seed is not None)
+    config = config_for("quantize_nvfp4_", case, quantize_config(), x.device)
+    cut = cut_of(x, config.block_bytes)
+    columns = triton.cdiv(x.shape[-1], BLOCK_NUMEL)
+    scale_bytes = scales.view(torch.uint8)
+    if cast.swizzled:
+        scale_bytes.zero_()
+    if cut.num_blocks == 0:
+        return
+    # Noise of whole groups needs blocks that start with one.
+    is_flat = cut.is_flat and (cast.seed is None or cast.first_index % BLOCK_NUMEL == 0)
+    with on_device_of(x):
+        _quantize_kernel[(cut.num_tiles,)](
+            x,
+            data,
+            scale_bytes,
+            global_amax,
+            cut.num_blocks,
+            cut.row_blocks,
+            cut.row_numel,
+            columns,
+            reciprocal_of(columns),
+            cast.seed or 0,
+            cast.first_index,
+            HADAMARD=cast.hadamard,
+            STOCHASTIC=cast.seed is not None,
+            TORCHAO=cast.torchao,
+            SWIZZLED=cast.swizzled,
+            HARDWARE=device.has_hardware_fp8(x.device),
+            FLAT=is_flat and is_aligned(x, data, scale_bytes),
+            TILE=config.block_bytes,
+            num_warps=config.num_warps,
+            # A contracted multiply-add rounds once where the definition rounds twice.
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,1 @@
+"""Flat optimizers, and the L2 norm."""

@@ -1,0 +1,227 @@
+"""Owns the AdamW step on the GPU: parameters, both moments and the compute shard in one pass.
+
+Formula and rounding are those of `reference`; the divisions and the root are IEEE's. Bytes
+moved an element: 24 (parameter and moments, read and written) + those of a gradient + those of a
+compute element, so 28 with BF16 gradients and a BF16 compute shard. Learning rate, step, factor and
+found_inf are read from the device by every program, which makes its own bias corrections: no host
+waits, and a captured CUDA graph follows them. A tile that is full and 16-byte aligned everywhere
+takes the unmasked path, 16 bytes an access; the others take the masked one.
+"""
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import on_device_of
+from ..portable import covered, to_fp32
+from . import tiles as flat_tiles
+from .reference import LERP_SWITCH, halves
+from .tiles import (
+    computed,
+    decay_of,
+    gradient,
+    may_not_step,
+    power_of,
+    rate_of,
+    record_amax,
+    tile_of,
+)
+
+_POWERS_NUMEL = tl.constexpr(flat_tiles.POWERS_NUMEL)
+
+
+@triton.jit
+def _scalars(lr, step, powers, rate, decay):
+    """FP32 (factor of the parameter, minus the step size, root of the second correction)."""
+    number = tl.load(step).to(tl.int64)
+    correction1 = 1.0 - power_of(powers, number)
+    correction2 = 1.0 - power_of(powers + _POWERS_NUMEL, number)
+    kept = (1.0 - rate * decay).to(tl.float32)
+    return kept, (-(rate / correction1)).to(tl.float32), tl.sqrt(correction2).to(tl.float32)
+
+
+@triton.jit
+def _update(p, g, m, v, scalars, hyper, NEAR: tl.constexpr):
+    """(parameter, first moment, second moment) after the step. NEAR: 1 - beta1 is below 0.5."""
+    kept, minus_rate, root = scalars
+    weight, beta2, growth, eps = hyper
+    m = m + weight * (g - m) if NEAR else g - (g - m) * (1.0 - weight)
+    v = v * beta2 + (growth * g) * g
+    denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
+    return p * kept + tl.div_rn(minus_rate * m, denominator), m, v
+
+
+@triton.jit
+def _full_tile(
+    shards,
+    compute,
+    compute_scale,
+    amax,
+    factor,
+    scalars,
+    hyper,
+    MAXIMIZE: tl.constexpr,
+    NEAR: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All pointers are 16-byte aligned, which sums with a loaded start do not show: the hints."""
+    param, grad, exp_avg, exp_avg_sq = shards
+    lanes = tl.arange(0, BLOCK)
+    g = gradient(to_fp32(tl.load(tl.multiple_of(grad + lanes, 16))), factor, MAXIMIZE)
+    p = tl.load(tl.multiple_of(param + lanes, 16))
+    m = tl.load(tl.multiple_of(exp_avg + lanes, 16))
+    v = tl.load(tl.multiple_of(exp_avg_sq + lanes, 16))
+    p, m, v = _update(p, g, m, v, scalars, hyper, NEAR)
+    tl.store(tl.multiple_of(param + lanes, 16), p)
+    tl.store(tl.multiple_of(exp_avg + lanes, 16), m)
+    tl.store(tl.multiple_of(exp_avg_sq + lanes, 16), v)
+    if compute is not None:
+        made = computed(p, compute, compute_scale, HARDWARE)
+        tl.store(tl.multiple_of(compute + lanes, 16), made)
+    if amax is not None:
+        record_amax(p, amax)
+
+
+@triton.jit
+def _masked_tile(
+    shards,
+    compute,
+    compute_scale,
+    amax,
+    factor,
+    count,
+    scalars,
+    hyper,
+    MAXIMIZE: tl.constexpr,
+    NEAR: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
+    param, grad, exp_avg, exp_avg_sq = shards
+    for first in range(0, covered(count, BLOCK), BLOCK // 4):
+        lanes = first + tl.arange(0, BLOCK // 4)
+        mask = lanes < count
+        g = to_fp32(tl.load(grad + lanes, mask=mask, other=0.0))
+        g = gradient(g, factor, MAXIMIZE)
+        p = tl.load(param + lanes, mask=mask, other=0.0)
+        m = tl.load(exp_avg + lanes, mask=mask, other=0.0)
+        v = tl.load(exp_avg_sq + lanes, mask=mask, other=0.0)
+        p, m, v = _update(p, g, m, v, scalars, hyper, NEAR)
+        tl.store(param + lanes, p, mask=mask)
+        tl.store(exp_avg + lanes, m, mask=mask)
+        tl.store(exp_avg_sq + lanes, v, mask=mask)
+        if compute is not None:
+            made = computed(p, compute, compute_scale, HARDWARE)
+            tl.store(compute + lanes, made, mask=mask)
+        if amax is not None:
+            record_amax(tl.where(mask, p, 0.0), amax)
+
+
+@triton.jit(
+    do_not_specialize=["numel", "tiles_at"],
+    do_not_specialize_on_alignment=["param", "grad", "exp_avg", "exp_avg_sq", "compute"],
+)
+def _adamw_kernel(
+    param,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    lr,
+    step,
+    powers,
+    factor,
+    found_inf,
+    table,
+    lr_scales,
+    weight_decays,
+    compute,
+    compute_scale,
+    amax,
+    numel,
+    tiles_at,
+    decay_high,
+    decay_low,
+    weight,
+    beta2,
+    growth,
+    eps,
+    MAXIMIZE: tl.constexpr,
+    NEAR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile of one segment; `tile_of` has an example of how the tile is found."""
+    if not may_not_step(found_inf):
+        segment, start, count = tile_of(table, tiles_at, numel, BLOCK)
+        rate = rate_of(lr, lr_scales, segment)
+        decay = decay_of(decay_high, decay_low, weight_decays, segment)
+        scalars = _scalars(lr, step, powers, rate, decay)
+        hyper = (weight, beta2, growth, eps)
+        shards = (param + start, grad + start, exp_avg + start, exp_avg_sq + start)
+        if compute is not None:
+            compute += start
+        if ALIGNED and count >= BLOCK:
+            _full_tile(
+                shards, compute, compute_scale, amax, factor, scalars, hyper,
+                MAXIMIZE, NEAR, HARDWARE, BLOCK,
+            )  # fmt: skip
+        else:
+            _masked_tile(
+                shards, compute, compute_scale, amax, factor, count, scalars, hyper,
+                MAXIMIZE, NEAR, HARDWARE, BLOCK,
+            )  # fmt: skip
+
+
+def flat_adamw_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    lr: torch.Tensor,
+    step: torch.Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    starts: Sequence[int],
+    lr_scales: torch.Tensor | None,
+    weight_decays: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    compute: torch.Tensor | None,
+    compute_scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+) -> None:
+    """`reference.flat_adamw_` in one launch."""
+    shards = (param, grad, exp_avg, exp_avg_sq, compute)
+    plan = flat_tiles.plan("flat_adamw_", shards, starts)
+    if plan.num_tiles == 0:
+        return
+    powers = flat_tiles.device_powers(beta1, beta2, param.device)
+    with on_device_of(param):
+        _adamw_kernel[(plan.num_tiles,)](
+            param, grad, exp_avg, exp_avg_sq, lr, step, powers, factor, found_inf, plan.table,
+            lr_scales, weight_decays, compute, compute_scale, flat_tiles.as_bits(amax),
+            param.numel(), plan.tiles_at, *halves(weight_decay),
+            1.0 - beta1, beta2, 1.0 - beta2, eps,
+            MAXIMIZE=maximize,
+            NEAR=1.0 - beta1 < LERP_SWITCH,
+            ALIGNED=plan.aligned,
+            HARDWARE=plan.hardware_fp8,
+            BLOCK=plan.block,
+            num_warps=plan.num_warps,
+            # A contracted multiply-add rounds once where the definition rounds twice.
+            enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,204 @@
+"""Owns the SGD step on the GPU: parameters, momentum and the compute shard in one pass.
+
+Formula and rounding are those of `reference`. Bytes moved an element: 8 (the parameter, read
+and written), 8 more with momentum, + those of a gradient + those of a compute element. Scalars,
+tiles and paths are as in `adamw`.
+"""
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import on_device_of
+from ..portable import covered, to_fp32
+from . import tiles as flat_tiles
+from .reference import halves
+from .tiles import computed, decay_of, gradient, may_not_step, rate_of, record_amax, tile_of
+
+
+@triton.jit
+def _update(p, g, buffer, scalars, NESTEROV: tl.constexpr):
+    """(parameter, momentum buffer) after the step; no buffer, no momentum."""
+    minus_rate, decay, momentum, growth, is_first = scalars
+    # Where there is no decay, 0 * p could be NaN and 0 + g another zero.
+    g = tl.where(decay != 0.0, g + decay * p, g)
+    if buffer is not None:
+        buffer = tl.where(is_first, g, buffer * momentum + growth * g)
+        g = g + momentum * buffer if NESTEROV else buffer
+    return p + minus_rate * g, buffer
+
+
+@triton.jit
+def _full_tile(
+    param,
+    grad,
+    momentum_buffer,
+    compute,
+    compute_scale,
+    amax,
+    factor,
+    scalars,
+    MAXIMIZE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All pointers are 16-byte aligned, which sums with a loaded start do not show: the hints."""
+    lanes = tl.arange(0, BLOCK)
+    g = gradient(to_fp32(tl.load(tl.multiple_of(grad + lanes, 16))), factor, MAXIMIZE)
+    p = tl.load(tl.multiple_of(param + lanes, 16))
+    buffer = None
+    if momentum_buffer is not None:
+        buffer = tl.load(tl.multiple_of(momentum_buffer + lanes, 16))
+    p, buffer = _update(p, g, buffer, scalars, NESTEROV)
+    tl.store(tl.multiple_of(param + lanes, 16), p)
+    if momentum_buffer is not None:
+        tl.store(tl.multiple_of(momentum_buffer + lanes, 16), buffer)
+    if compute is not None:
+        made = computed(p, compute, compute_scale, HARDWARE)
+        tl.store(tl.multiple_of(compute + lanes, 16), made)
+    if amax is not None:
+        record_amax(p, amax)
+
+
+@triton.jit
+def _masked_tile(
+    param,
+    grad,
+    momentum_buffer,
+    compute,
+    compute_scale,
+    amax,
+    factor,
+    count,
+    scalars,
+    MAXIMIZE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
+    for first in range(0, covered(count, BLOCK), BLOCK // 4):
+        lanes = first + tl.arange(0, BLOCK // 4)
+        mask = lanes < count
+        g = to_fp32(tl.load(grad + lanes, mask=mask, other=0.0))
+        g = gradient(g, factor, MAXIMIZE)
+        p = tl.load(param + lanes, mask=mask, other=0.0)
+        buffer = None
+        if momentum_buffer is not None:
+            buffer = tl.load(momentum_buffer + lanes, mask=mask, other=0.0)
+        p, buffer = _update(p, g, buffer, scalars, NESTEROV)
+        tl.store(param + lanes, p, mask=mask)
+        if momentum_buffer is not None:
+            tl.store(momentum_buffer + lanes, buffer, mask=mask)
+        if compute is not None:
+            made = computed(p, compute, compute_scale, HARDWARE)
+            tl.store(compute + lanes, made, mask=mask)
+        if amax is not None:
+            record_amax(tl.where(mask, p, 0.0), amax)
+
+
+@triton.jit(
+    do_not_specialize=["numel", "tiles_at"],
+    do_not_specialize_on_alignment=["param", "grad", "momentum_buffer", "compute"],
+)
+def _sgd_kernel(
+    param,
+    grad,
+    momentum_buffer,
+    lr,
+    step,
+    factor,
+    found_inf,
+    table,
+    lr_scales,
+    weight_decays,
+    compute,
+    compute_scale,
+    amax,
+    numel,
+    tiles_at,
+    decay_high,
+    decay_low,
+    momentum,
+    growth,
+    MAXIMIZE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile of one segment; `tiles.tile_of` has an example of how the tile is found."""
+    if not may_not_step(found_inf):
+        segment, start, count = tile_of(table, tiles_at, numel, BLOCK)
+        minus_rate = (-rate_of(lr, lr_scales, segment)).to(tl.float32)
+        decay = decay_of(decay_high, decay_low, weight_decays, segment).to(tl.float32)
+        is_first = False
+        if step is not None:
+            is_first = tl.load(step).to(tl.int64) == 1
+        scalars = (minus_rate, decay, momentum, growth, is_first)
+        param += start
+        grad += start
+        if momentum_buffer is not None:
+            momentum_buffer += start
+        if compute is not None:
+            compute += start
+        if ALIGNED and count >= BLOCK:
+            _full_tile(
+                param, grad, momentum_buffer, compute, compute_scale, amax, factor, scalars,
+                MAXIMIZE, NESTEROV, HARDWARE, BLOCK,
+            )  # fmt: skip
+        else:
+            _masked_tile(
+                param, grad, momentum_buffer, compute, compute_scale, amax, factor, count, scalars,
+                MAXIMIZE, NESTEROV, HARDWARE, BLOCK,
+            )  # fmt: skip
+
+
+def flat_sgd_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    lr: torch.Tensor,
+    step: torch.Tensor | None,
+    *,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    weight_decay: float,
+    maximize: bool,
+    starts: Sequence[int],
+    lr_scales: torch.Tensor | None,
+    weight_decays: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    compute: torch.Tensor | None,
+    compute_scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+) -> None:
+    """`reference.flat_sgd_` in one launch."""
+    shards = (param, grad, momentum_buffer, compute)
+    plan = flat_tiles.plan("flat_sgd_", shards, starts)
+    if plan.num_tiles == 0:
+        return
+    with on_device_of(param):
+        _sgd_kernel[(plan.num_tiles,)](
+            param, grad, momentum_buffer, lr, step, factor, found_inf, plan.table,
+            lr_scales, weight_decays, compute, compute_scale, flat_tiles.as_bits(amax),
+            param.numel(), plan.tiles_at, *halves(weight_decay), momentum, 1.0 - dampening,
+            MAXIMIZE=maximize,
+            NESTEROV=nesterov,
+            ALIGNED=plan.aligned,
+            HARDWARE=plan.hardware_fp8,
+            BLOCK=plan.block,
+            num_warps=plan.num_warps,
+            # A contracted multiply-add rounds once where the definition rounds twice.
+            enable_fp_fusion=False,
+        )  # fmt: skip

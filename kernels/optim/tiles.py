@@ -1,0 +1,211 @@
+"""Owns what the flat optimizers share: segments of a shard, their tiles, how a tile's scalars and
+compute shard are read and written.
+
+    segment   [starts[i], starts[i + 1]) of the shard: its own factor on lr, its own weight decay
+    tile      `block` elements of one segment, for one program
+
+    program p -> row i = entries[tiles_at + p] -> segment, start and numel of it -> tile of it
+
+The table is that of `tables`, with the segment's index where a tensor's address stands.
+"""
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import tables
+from ..formats.device_codes import encode_e4m3, has_hardware_fp8
+from ..formats.table import E4M3, wire_format_of
+from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, is_capturing
+from ..portable import round_to
+from ..tuned import config_for
+from .reference import BASE, DIGITS, bias_powers
+
+NUM_WARPS = 4
+POWERS_NUMEL = DIGITS * BASE  # of one beta
+SEGMENT_MULTIPLE = 16  # elements: 16 bytes of the narrowest side, one byte an element
+
+_SEGMENT, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
+_START, _FIRST_TILE = tl.constexpr(tables.OFFSET), tl.constexpr(tables.FIRST_TILE)
+_ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
+_FP32_CODE = tables.CODED_DTYPES.index(torch.float32)
+_BASE, _DIGITS = tl.constexpr(BASE), tl.constexpr(DIGITS)
+
+
+@triton.jit
+def tile_of(table, tiles_at, numel, BLOCK: tl.constexpr) -> tuple:
+    """(segment, first element, elements left in the segment) of this program.
+
+    Without a table the shard is one segment.
+
+    Example, BLOCK 4: segments of 6 and 3 elements make the tiles [0, 0, 1] and the rows
+    [0, 6, 0, 0, ..] and [1, 3, 6, 2, ..]. Program 1 starts at 0 + (1 - 0) * 4 = 4, with 2 left.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    if table is not None:
+        row = table + tl.load(table + tiles_at + program) * _ROW_FIELDS
+        inside = (program - tl.load(row + _FIRST_TILE)) * BLOCK
+        return (
+            tl.load(row + _SEGMENT),
+            tl.load(row + _START) + inside,
+            tl.load(row + _NUMEL) - inside,
+        )
+    start = program * BLOCK
+    return start * 0, start, numel - start
+
+
+@triton.jit
+def rate_of(lr, lr_scales, segment) -> tl.tensor:
+    """lr times the segment's factor, in FP64."""
+    rate = tl.load(lr).to(tl.float64)
+    if lr_scales is not None:
+        rate = rate * tl.load(lr_scales + segment).to(tl.float64)
+    return rate
+
+
+@triton.jit
+def decay_of(high, low, weight_decays, segment) -> tl.tensor:
+    """The segment's weight decay in FP64; what all share comes in two halves of FP32."""
+    if weight_decays is not None:
+        return tl.load(weight_decays + segment).to(tl.float64)
+    return tl.cast(high, tl.float64) + tl.cast(low, tl.float64)
+
+
+@triton.jit
+def may_not_step(found_inf) -> tl.tensor:
+    """Whether the flag is set: anything but 0."""
+    if found_inf is None:
+        return False
+    return tl.load(found_inf) != 0
+
+
+@triton.jit
+def power_of(powers, step) -> tl.tensor:
+    """beta ** step in FP64: the product of one table entry a digit of `step`, lowest first."""
+    power = tl.load(powers + step % _BASE)
+    for _ in tl.static_range(1, _DIGITS):
+        powers += _BASE
+        step = step // _BASE
+        power = power * tl.load(powers + step % _BASE)
+    return power
+
+
+@triton.jit
+def gradient(loaded, factor, MAXIMIZE: tl.constexpr) -> tl.tensor:
+    """FP32 gradient `loaded`, times the factor if there is one, turned round to maximize."""
+    if factor is not None:
+        loaded = loaded * tl.load(factor)
+    if MAXIMIZE:
+        loaded = -loaded
+    return loaded
+
+
+@triton.jit
+def computed(param, compute, scale, HARDWARE_FP8: tl.constexpr) -> tl.tensor:
+    """What the compute shard holds for FP32 `param`: BF16, FP16, or E4M3 codes of param * scale."""
+    if compute.dtype.element_ty == tl.uint8:
+        return encode_e4m3(param * tl.load(scale), HARDWARE_FP8)
+    return round_to(param, compute.dtype.element_ty)
+
+
+@triton.jit
+def record_amax(param, amax) -> None:
+    """amax = max(amax, largest |param|), as integers: NaN is above infinity and so is kept."""
+    bits = param.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a shard is cut into tiles: `table` is None where it is one segment."""
+
+    block: int
+    num_warps: int
+    num_tiles: int
+    tiles_at: int
+    table: torch.Tensor | None
+    aligned: bool
+    hardware_fp8: bool
+
+
+def plan(op: str, shards: Sequence[torch.Tensor | None], starts: Sequence[int]) -> Plan:
+    """The plan for `shards` of one length: the parameter, the gradient, ..., the compute shard."""
+    given = [shard for shard in shards if shard is not None]
+    numel, device = given[0].numel(), given[0].device
+    narrowest = min(shard.element_size() for shard in given)
+    case = f"{_name_of(shards[1])} -> {_name_of(shards[-1])}"
+    config = config_for(op, case, default_config(), device)
+    block = config.block_bytes // narrowest
+    aligned = is_aligned(*given) and not any(start % SEGMENT_MULTIPLE for start in starts)
+    hardware = has_hardware_fp8(device)
+    if not starts or numel == 0:
+        num_tiles = triton.cdiv(numel, block)
+        return Plan(block, config.num_warps, num_tiles, 0, None, aligned, hardware)
+    made = segment_tiles(tuple(starts), numel, block, device)
+    return Plan(
+        block, config.num_warps, made.num_tiles, made.tiles_at, made.entries, aligned, hardware
+    )
+
+
+def _name_of(shard: torch.Tensor | None) -> str:
+    if shard is None:
+        return "none"
+    coded = shard.dtype in tables.CODED_DTYPES
+    return wire_format_of(shard.dtype).name if coded else E4M3.name
+
+
+def block_numel(narrowest_bytes: int) -> int:
+    """Elements of a tile: one access of 16 bytes a thread to the narrowest of the shards."""
+    return default_config().block_bytes // narrowest_bytes
+
+
+@functools.cache
+def default_config() -> LaunchConfig:
+    """The block is of the narrowest of the shards."""
+    return LaunchConfig(NUM_WARPS * THREADS_PER_WARP * ACCESS_BYTES, NUM_WARPS)
+
+
+def as_bits(amax: torch.Tensor | None) -> torch.Tensor | None:
+    """FP32 as integers: where there is no sign, they are in the same order."""
+    return None if amax is None else amax.view(torch.int32)
+
+
+# Never dropped: a captured CUDA graph may read its tables for as long as the process lives.
+@functools.cache
+def segment_tiles(
+    starts: tuple[int, ...], numel: int, block: int, device: torch.device
+) -> tables.TileTable:
+    """The table of the segments' tiles, on `device`; empty segments have none."""
+    _refuse_capture(device)
+    ends = (*starts[1:], numel)
+    keys = [
+        (index, end - start, start, _FP32_CODE, True)
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if end > start
+    ]
+    entries, num_tiles = tables.table_entries(keys, block * torch.float32.itemsize)
+    return tables.TileTable(entries.to(device), len(keys) * tables.ROW_FIELDS, num_tiles)
+
+
+@functools.cache
+def device_powers(beta1: float, beta2: float, device: torch.device) -> torch.Tensor:
+    """The powers of both betas that steps are put together from, FP64 [2, digits * base]."""
+    _refuse_capture(device)
+    return torch.stack([bias_powers(beta1), bias_powers(beta2)]).to(device)
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if is_capturing(device):
+        raise RuntimeError(
+            "flat optimizer: expected its tables to be on the device before a CUDA graph is "
+            "captured, got the first call inside one; make one step before capturing"
+        )

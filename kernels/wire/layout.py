@@ -1,0 +1,320 @@
+"""Owns the layout of wire messages: what lies at which byte, and the header that says so.
+
+    header (16 bytes) | data | scales | row scales
+
+Each section starts at a multiple of 16 bytes and the whole is one; bytes between them are 0. A
+message holds one vector of `numel` elements. Every tensor in it starts at a multiple of
+`align_numel` elements, and the gap up to the next one is what the format makes of zeros.
+
+| format          | data            | scales            | row scales         | align_numel |
+|-----------------|-----------------|-------------------|--------------------|-------------|
+| fp32 bf16 fp16  | as they are     |                   |                    | 128         |
+| fp8_row         | e4m3, a byte    |                   | fp32: 1 / scale    | `row_numel` |
+| fp8_1x128       | e4m3, a byte    | fp32: 1 / scale   |                    | 128         |
+| mxfp8           | e4m3, a byte    | e8m0 for 32       |                    | 128         |
+| mxfp4           | e2m1, two a byte| e8m0 for 32       |                    | 128         |
+| nvfp4           | e2m1, two a byte| e4m3 for 16       | fp32: amax         | `row_numel` |
+
+Rows have `row_numel` elements, a power of two. NVFP4's second level is stored as the row's amax, as
+`dequantize_nvfp4` takes it: decoding has no division, and one product an element.
+
+The header, little endian: the bytes "SSM1", uint16 the format's place in `MESSAGE_FORMATS`, uint16
+`row_numel`, 0 where the format has no rows, uint64 `numel`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..checks import (
+    check_choice,
+    check_dtype,
+    check_integer,
+    check_integers,
+    check_is_integer,
+    check_vector,
+)
+from ..formats.table import (
+    BF16,
+    BITS_PER_BYTE,
+    FP8_1X128,
+    FP8_ROW,
+    FP16,
+    FP32,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    BlockFormat,
+)
+
+ALIGN_NUMEL = 128
+MIN_ROW_NUMEL, MAX_ROW_NUMEL = 128, 4096
+DEFAULT_ROW_NUMEL = 1024
+SECTION_BYTES = 16
+HEADER_BYTES = 16
+MAGIC = b"SSM1"
+_HEADER = struct.Struct("<4sHHQ")
+
+assert _HEADER.size == HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """How elements lie in a message: bits of one, elements and bytes of a block's scale.
+
+    ``element`` names the element format, or the wire format where elements need no scale.
+    ``block_numel`` is 0 where blocks have no scales. ``has_rows``: FP32 scales of whole rows.
+    """
+
+    name: str
+    element: str
+    element_bits: int
+    block_numel: int = 0
+    scale_bytes: int = 0
+    has_rows: bool = False
+
+    @property
+    def identifier(self) -> int:
+        """The number that stands for the format in a header."""
+        return MESSAGE_FORMATS.index(self)
+
+    def align_numel(self, row_numel: int) -> int:
+        """The elements that every tensor's place is a multiple of."""
+        return row_numel if self.has_rows else ALIGN_NUMEL
+
+
+def _of_blocks(form: BlockFormat, *, has_rows: bool = False) -> MessageFormat:
+    block_numel = form.block_numel or 0
+    scale_bytes = form.scale_dtype.itemsize if block_numel else 0
+    element = form.element
+    return MessageFormat(form.name, element.name, element.bits, block_numel, scale_bytes, has_rows)
+
+
+MESSAGE_FORMATS: tuple[MessageFormat, ...] = (
+    *(MessageFormat(form.name, form.name, form.element_bits) for form in (FP32, BF16, FP16)),
+    _of_blocks(FP8_ROW, has_rows=True),
+    _of_blocks(FP8_1X128),
+    _of_blocks(MXFP8),
+    _of_blocks(MXFP4),
+    _of_blocks(NVFP4, has_rows=True),
+)
+_BY_NAME = {form.name: form for form in MESSAGE_FORMATS}
+RAW_DTYPES = {form.name: form.dtype for form in (FP32, BF16, FP16)}
+"""What elements are where they lie in a message as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLayout:
+    """Where everything of one message lies: `offsets` in elements, `*_at` and `num_bytes` in bytes.
+
+    offsets: the first element of each tensor, where the layout was made for tensors.
+    """
+
+    format: MessageFormat
+    row_numel: int
+    numel: int
+    offsets: tuple[int, ...]
+    data_at: int
+    scales_at: int
+    row_scales_at: int
+    num_bytes: int
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the elements, which are a multiple of 64, so that no padding follows them."""
+        return self.scales_at - self.data_at
+
+    @property
+    def num_scales(self) -> int:
+        """Scales of blocks."""
+        return self.numel // self.format.block_numel if self.format.block_numel else 0
+
+    @property
+    def num_rows(self) -> int:
+        """Scales of rows."""
+        return self.numel // self.row_numel if self.format.has_rows else 0
+
+
+def message_format(name: str) -> MessageFormat:
+    """The format called `name`; `ValueError` when messages have none of that name."""
+    check_choice("format", name, _BY_NAME)
+    return _BY_NAME[name]
+
+
+def message_layout(
+    format: str,
+    numels: Sequence[int],
+    *,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+) -> MessageLayout:
+    """The layout of a message of tensors of `numels` elements, one after the other.
+
+    row_numel: elements of a row, a power of two from 128 to 4096; only fp8_row and nvfp4 look at
+    it. Raises `ValueError` for an unknown format, another `row_numel` and a negative numel.
+    """
+    align = checked_align(format, row_numel)
+    offsets, end = [], 0
+    for index, numel in enumerate(check_integers("numels", numels)):
+        check_integer(f"numels[{index}]", numel, 0)
+        offsets.append(end)
+        end += -(-numel // align) * align
+    return _layout(message_format(format), row_numel, end, tuple(offsets))
+
+
+def layout_of_numel(
+    format: str,
+    numel: int,
+    *,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+) -> MessageLayout:
+    """The layout of a message of `numel` elements, a multiple of the format's `align_numel`.
+
+    Raises `ValueError` as `layout` does, and for another `numel`.
+    """
+    align = checked_align(format, row_numel)
+    if numel < 0 or numel % align:
+        raise ValueError(
+            f"numel: expected a multiple of {align}, 0 or more, got {numel}; count the gaps too"
+        )
+    return _layout(message_format(format), row_numel, numel, ())
+
+
+def layout_of_bytes(
+    format: str,
+    num_bytes: int,
+    *,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+) -> MessageLayout:
+    """The one layout of this format whose messages have `num_bytes`.
+
+    Raises `ValueError` as `layout` does, and where there is none.
+    """
+    align = checked_align(format, row_numel)
+    form = message_format(format)
+    low, high = 0, max(0, num_bytes) * BITS_PER_BYTE // (form.element_bits * align) + 1
+    while low < high:  # messages grow with every `align` elements
+        middle = (low + high) // 2
+        if _layout(form, row_numel, middle * align, ()).num_bytes < num_bytes:
+            low = middle + 1
+        else:
+            high = middle
+    found = _layout(form, row_numel, low * align, ())
+    if found.num_bytes != num_bytes:
+        raise ValueError(
+            f"message: expected a length that a {format} message can have, {found.num_bytes} for "
+            f"{found.numel} elements, say, got {num_bytes} bytes; allocate layout.num_bytes"
+        )
+    return found
+
+
+def header_bytes(layout: MessageLayout) -> bytes:
+    """The 16 bytes at the start of a message of this layout."""
+    form = layout.format
+    row_numel = layout.row_numel if form.has_rows else 0
+    return _HEADER.pack(MAGIC, form.identifier, row_numel, layout.numel)
+
+
+def write_header(message: torch.Tensor, layout: MessageLayout) -> None:
+    """Write the header of a message: uint8 [layout.num_bytes]. `ValueError` for another message."""
+    check_message("message", message)
+    check_length("message", message, layout)
+    header = torch.frombuffer(bytearray(header_bytes(layout)), dtype=torch.uint8)
+    message[:HEADER_BYTES].copy_(header)
+
+
+def read_header(message: torch.Tensor, *, row_numel: int = DEFAULT_ROW_NUMEL) -> tuple[str, int]:
+    """(format, numel) of a message, uint8 [num_bytes]; the host waits for a GPU's.
+
+    Raises `ValueError` for a message that is too short for a header, has another magic or an
+    unknown format, rows of another `row_numel`, or a length that is not what these and numel make.
+    """
+    check_message("message", message)
+    if message.numel() < HEADER_BYTES:
+        raise ValueError(
+            f"message: expected {HEADER_BYTES} bytes or more, got {message.numel()}; it is too "
+            "short for its header"
+        )
+    if message.is_meta:
+        raise ValueError("message: expected bytes to read, got a meta tensor; pass a real one")
+    header = bytes(message[:HEADER_BYTES].tolist())
+    magic, identifier, sent_row_numel, numel = _HEADER.unpack(header)
+    if magic != MAGIC:
+        raise ValueError(
+            f"message: expected a header that starts with {MAGIC!r}, got {magic!r}; pass what "
+            "pack_message_ has written"
+        )
+    if identifier >= len(MESSAGE_FORMATS):
+        raise ValueError(
+            f"message: expected a format from 0 to {len(MESSAGE_FORMATS) - 1} in its header, got "
+            f"{identifier}; use the sender's version"
+        )
+    form = MESSAGE_FORMATS[identifier]
+    name = form.name
+    align = checked_align(name, row_numel)
+    if form.has_rows and sent_row_numel != row_numel:
+        raise ValueError(
+            f"message: expected rows of {row_numel} elements, got {sent_row_numel} in its header; "
+            "pass the sender's row_numel"
+        )
+    if numel % align:
+        raise ValueError(
+            f"message: expected a multiple of {align} elements in its header, {name}, got {numel}; "
+            "pass what pack_message_ has written"
+        )
+    check_length("message", message, layout_of_numel(name, numel, row_numel=row_numel))
+    return name, numel
+
+
+def check_message(name: str, message: torch.Tensor) -> None:
+    """Raise `ValueError` unless `message` is a contiguous 1-D uint8 tensor."""
+    check_dtype(name, message, (torch.uint8,))
+    check_vector(name, message)
+
+
+def check_length(name: str, message: torch.Tensor, layout: MessageLayout) -> None:
+    """Raise `ValueError` unless `message` has the bytes of its layout."""
+    if message.numel() != layout.num_bytes:
+        raise ValueError(
+            f"{name}: expected {layout.num_bytes} bytes, {layout.format.name} of {layout.numel} "
+            f"elements, got {message.numel()}; allocate layout.num_bytes"
+        )
+
+
+def checked_align(name: str, row_numel: int) -> int:
+    """`align_numel` of the format; raises for a format or `row_numel` that there is not."""
+    form = message_format(name)
+    check_is_integer("row_numel", row_numel)
+    is_power = row_numel > 0 and row_numel & (row_numel - 1) == 0
+    if not is_power or not MIN_ROW_NUMEL <= row_numel <= MAX_ROW_NUMEL:
+        raise ValueError(
+            f"row_numel: expected a power of two from {MIN_ROW_NUMEL} to {MAX_ROW_NUMEL}, got "
+            f"{row_numel}; choose one of them"
+        )
+    return form.align_numel(row_numel)
+
+
+def _layout(
+    form: MessageFormat, row_numel: int, numel: int, offsets: tuple[int, ...]
+) -> MessageLayout:
+    scales = numel // form.block_numel * form.scale_bytes if form.block_numel else 0
+    row_scales = numel // row_numel * torch.float32.itemsize if form.has_rows else 0
+    scales_at = HEADER_BYTES + _padded(numel * form.element_bits // BITS_PER_BYTE)
+    row_scales_at = scales_at + _padded(scales)
+    return MessageLayout(
+        format=form,
+        row_numel=row_numel,
+        numel=numel,
+        offsets=offsets,
+        data_at=HEADER_BYTES,
+        scales_at=scales_at,
+        row_scales_at=row_scales_at,
+        num_bytes=row_scales_at + _padded(row_scales),
+    )
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // SECTION_BYTES) * SECTION_BYTES

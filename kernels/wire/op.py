@@ -1,0 +1,225 @@
+"""Owns `pack_message_` and `unpack_message_`, tensors to and from wire messages: ops and checks.
+
+| op              | reads   | writes  | cpu                 | cuda              |
+|-----------------|---------|---------|---------------------|-------------------|
+| pack_message_   | tensors | message | `reference` | `pack` |
+| unpack_message_ | message | tensors | `reference` | `unpack`  |
+
+`layout` has the layout, `reference` the definition of both. One launch for any
+number of tensors; what is not contiguous, and a message that is not 16-byte aligned, is copied
+besides. Bytes moved an element, of a BF16 tensor:
+
+| fp32 | bf16, fp16 | fp8_row | fp8_1x128 | mxfp8 | mxfp4 | nvfp4 |
+|------|------------|---------|-----------|-------|-------|-------|
+| 6    | 4          | 3.00    | 3.03      | 3.03  | 2.53  | 2.57  |
+
+The ops write in place, return nothing and are not differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..aliasing import are_sources, check_apart, check_destinations, check_disjoint
+from ..checks import (
+    SOURCE_DTYPES,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_integer,
+    check_integers,
+    check_number,
+    check_one_a_tensor,
+    check_tensors,
+)
+from ..formats.codes import SCALE_RULES
+from ..formats.noise import MAX_INDEX, checked_seed
+from ..formats.table import FP8_1X128, FP8_ROW, FP16, FP32, MXFP4, MXFP8
+from ..op import Op, call, is_usual, on_first_use
+from . import reference as reference_message
+from .layout import (
+    DEFAULT_ROW_NUMEL,
+    MessageLayout,
+    check_length,
+    check_message,
+    layout_of_bytes,
+    message_layout,
+)
+
+_MX_FORMATS, _FP8_FORMATS = (MXFP8.name, MXFP4.name), (FP8_ROW.name, FP8_1X128.name)
+_DEFAULT_RULE = "rceil"
+ALWAYS_NEAREST = (FP32.name, FP16.name)  # nothing to round, and no such cast
+
+_PACK = Op(
+    "pack_message_(Tensor(a!) message, Tensor[] tensors, str format, SymInt numel, "
+    "SymInt[] offsets, SymInt[] first_indices, float scale, int row_numel, str rule, "
+    "bool power_of_2, int? seed) -> ()",
+    reference_message.pack_message_,
+    on_first_use("wire.pack", "pack_message_"),
+)
+_UNPACK = Op(
+    "unpack_message_(Tensor(a!)[] tensors, Tensor message, str format, SymInt numel, "
+    "SymInt[] offsets, float scale, bool accumulate, int row_numel) -> ()",
+    reference_message.unpack_message_,
+    on_first_use("wire.unpack", "unpack_message_"),
+)
+
+
+def pack_message_(
+    message: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    *,
+    offsets: Sequence[int] | None = None,
+    scale: float = 1.0,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+    rule: str = _DEFAULT_RULE,
+    power_of_2: bool = False,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    first_indices: Sequence[int] | None = None,
+) -> None:
+    """Write every byte of `message`: the tensors, times `scale` in FP32, in the format.
+
+    message: uint8, 1-D, contiguous, of `message_layout(format, numels, row_numel=...).num_bytes`.
+    tensors: FP32, BF16 or FP16, mixed, any shapes and strides, on the message's device, none of
+    their memory the message's. format: fp32, bf16, fp16, fp8_row, fp8_1x128, mxfp8, mxfp4 or nvfp4.
+    offsets: where each tensor begins, in elements, by default one after the other; multiples of the
+    layout's alignment, disjoint. With them the message may be of any length that has room.
+    row_numel: elements of a row of fp8_row and nvfp4. rule: of MX's scales, "rceil", "floor",
+    "ceil" or "even". power_of_2: FP8's scales are rounded down to powers of two.
+
+    rounding: "nearest", ties to even, or "stochastic", not for fp32 and fp16, with noise of `seed`,
+    any 64 bits, and an element's index: its place in its tensor plus the tensor's of
+    `first_indices`, by default its offset, and at most 2^63 - 1 less the message's elements. So a
+    tensor's parts round as the tensor does, wherever they are cut between blocks. Raises
+    `ValueError` before anything is written, also for an option without effect on this format.
+    """
+    check_choice("rule", rule, SCALE_RULES)
+    power_of_2 = check_flag("power_of_2", power_of_2)
+    seed = checked_seed(rounding, seed)
+    if seed is not None and format in ALWAYS_NEAREST:
+        raise ValueError(
+            f"rounding: expected nearest for {format}, got {rounding!r}; there is no such cast"
+        )
+    tensors, named = _checked_tensors(message, tensors)
+    layout, offsets = _placed(message, tensors, format, offsets, row_numel)
+    _check_effects(format, rule, power_of_2, seed, first_indices)
+    if first_indices is None:
+        first_indices = offsets
+    first_indices = _checked_indices(tensors, first_indices, layout)
+    check_apart({"message": message}, named)
+    options = (check_number("scale", scale), row_numel, rule, power_of_2, seed)
+    call(_PACK, message, message, tensors, format, layout.numel, offsets, first_indices, *options)
+
+
+def unpack_message_(
+    tensors: Sequence[torch.Tensor],
+    message: torch.Tensor,
+    format: str,
+    *,
+    offsets: Sequence[int] | None = None,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+) -> None:
+    """Fill the tensors from a message: the inverse of `pack_message_`, with its arguments.
+
+    tensor = round(decoded * scale), or with `accumulate` round(float32(tensor) + decoded * scale):
+    in FP32, no fused multiply-add, rounded once, to nearest even. The tensors share no memory with
+    the message or each other. Nobody looks at the header, on a GPU or a CPU: the host would wait
+    for it, and `read_header` does. Raises `ValueError` before anything is written.
+    """
+    tensors, named = _checked_tensors(message, tensors)
+    layout, offsets = _placed(message, tensors, format, offsets, row_numel)
+    check_apart({"message": message}, named)
+    check_destinations("tensors", tensors)
+    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
+    if tensors:
+        options = (scale, accumulate, row_numel)
+        call(_UNPACK, message, tensors, message, format, layout.numel, offsets, *options)
+
+
+def _check_effects(
+    format: str,
+    rule: str,
+    power_of_2: bool,
+    seed: int | None,
+    first_indices: Sequence[int] | None,
+) -> None:
+    """Raise `ValueError` for an option that would change nothing."""
+    if rule != _DEFAULT_RULE and format not in _MX_FORMATS:
+        raise ValueError(
+            f"rule: expected {_DEFAULT_RULE} for {format}, got {rule}; only MX's scales have rules"
+        )
+    if power_of_2 and format not in _FP8_FORMATS:
+        raise ValueError(
+            f"power_of_2: expected False for {format}, got True; only FP8's scales can be rounded"
+        )
+    if first_indices is not None and seed is None:
+        raise ValueError(
+            "first_indices: expected None with nearest rounding, got a list; leave it out, or "
+            "round stochastically"
+        )
+
+
+def _checked_tensors(
+    message: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors, and by their names those that may share memory with the message."""
+    check_message("message", message)
+    tensors = check_tensors("tensors", tensors)
+    if is_usual(are_sources, message, tensors, SOURCE_DTYPES):
+        return tensors, {}
+    named = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
+    for name, tensor in named.items():
+        check_dtype(name, tensor, SOURCE_DTYPES)
+        check_device(name, tensor, message.device)
+    return tensors, named
+
+
+def _placed(
+    message: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    offsets: Sequence[int] | None,
+    row_numel: int,
+) -> tuple[MessageLayout, Sequence[int]]:
+    """The message's layout, and where in it the tensors are."""
+    numels = [tensor.numel() for tensor in tensors]
+    if offsets is None:
+        layout = message_layout(format, numels, row_numel=row_numel)
+        check_length("message", message, layout)
+        return layout, layout.offsets
+    layout = layout_of_bytes(format, message.numel(), row_numel=row_numel)
+    offsets = check_integers("offsets", offsets)
+    check_one_a_tensor("offsets", offsets, tensors)
+    _check_offsets(numels, offsets, layout)
+    return layout, offsets
+
+
+def _check_offsets(numels: Sequence[int], offsets: Sequence[int], layout: MessageLayout) -> None:
+    align = layout.format.align_numel(layout.row_numel)
+    for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
+        if offset < 0 or offset % align or offset + numel > layout.numel:
+            raise ValueError(
+                f"offsets[{index}]: expected a multiple of {align}, with room for {numel} of "
+                f"{layout.numel} elements, got {offset}; see message_layout"
+            )
+    check_disjoint(numels, offsets)
+
+
+def _checked_indices(
+    tensors: Sequence[torch.Tensor], first_indices: Sequence[int], layout: MessageLayout
+) -> list[int]:
+    """The first indices, so small that even the gaps after tensors, which are encoded, have one."""
+    first_indices = check_integers("first_indices", first_indices)
+    check_one_a_tensor("first_indices", first_indices, tensors)
+    last = MAX_INDEX - layout.numel
+    for index, first_index in enumerate(first_indices):
+        if type(first_index) is not int or not 0 <= first_index <= last:
+            check_integer(f"first_indices[{index}]", first_index, 0, last)
+    return first_indices

@@ -1,0 +1,114 @@
+"""Tensors for wire messages, the memory they are packed into, and what is compared."""
+
+import dataclasses
+
+import torch
+
+from sidestream.kernels.wire.layout import (
+    MESSAGE_FORMATS,
+    RAW_DTYPES,
+    MessageLayout,
+    layout_of_numel,
+    message_layout,
+)
+from sidestream.kernels.wire.reference import MessageCast
+from sidestream.tests.kernels import oracle
+
+FORMATS = tuple(form.name for form in MESSAGE_FORMATS)
+STOCHASTIC = tuple(name for name in FORMATS if name not in ("fp32", "fp16"))
+POISON = 0xAB
+MARGIN = 32  # bytes around a message, which must stay as they were; keeps it 16-byte aligned
+SEED = -(2**63) + 12345
+
+
+def tensors(shapes, *, seed=1, transposed=(), unaligned=()):
+    """Values in FP32, BF16 and FP16 by turns; some not contiguous, some an element late."""
+    made = []
+    for index, shape in enumerate(shapes):
+        numel = torch.Size(shape).numel()
+        late = int(index in unaligned)
+        memory = oracle.values(numel + late, oracle.DTYPES[index % 3], seed + index)
+        tensor = memory[late:]
+        made.append(tensor.view(shape[::-1]).t() if index in transposed else tensor.view(shape))
+    return made
+
+
+def layout_for(name, given, row_numel):
+    return message_layout(name, [tensor.numel() for tensor in given], row_numel=row_numel)
+
+
+def packed(function, layout: MessageLayout, given, *, first_indices=None, margin=MARGIN, **options):
+    """The poisoned memory around a message of this layout after `function` has packed `given`."""
+    cast = MessageCast(row_numel=layout.row_numel, **options)
+    memory = torch.full((layout.num_bytes + 2 * margin,), POISON, dtype=torch.uint8)
+    indices = layout.offsets if first_indices is None else first_indices
+    function(
+        memory[margin : len(memory) - margin],
+        given,
+        layout.format.name,
+        layout.numel,
+        layout.offsets,
+        indices,
+        *dataclasses.astuple(cast),
+    )
+    return memory
+
+
+def message_in(memory, margin=MARGIN):
+    assert memory[:margin].eq(POISON).all(), "written before the message"
+    assert memory[len(memory) - margin :].eq(POISON).all(), "written after the message"
+    return memory[margin : len(memory) - margin]
+
+
+def unpacked(function, layout, message, like, scale=1.0, accumulate=False):
+    """Tensors strided as `like` and filled with its values, after `function` has unpacked."""
+    made = []
+    for tensor in like:
+        memory = torch.full((tensor.numel() + 16,), oracle.CANARY, dtype=tensor.dtype)
+        view = memory[8 : 8 + tensor.numel()].as_strided(tensor.shape, tensor.stride())
+        made.append((memory, view.copy_(tensor)))
+    arguments = (layout.format.name, layout.numel, layout.offsets)
+    views = [view for _, view in made]
+    function(views, message, *arguments, scale, accumulate, layout.row_numel)
+    for memory, view in made:
+        around = torch.cat((memory[:8], memory[8 + view.numel() :]))
+        assert around.eq(oracle.CANARY).all(), "written around a tensor"
+    return views
+
+
+def sections(message, layout):
+    """(data, scales, row scales, what is between them) of a message."""
+    form = layout.format
+    scales_end = layout.scales_at + layout.num_scales * form.scale_bytes
+    rows_end = layout.row_scales_at + layout.num_rows * 4
+    data = message[layout.data_at : layout.scales_at]
+    padding = torch.cat((message[scales_end : layout.row_scales_at], message[rows_end:]))
+    scales, rows = message[layout.scales_at : scales_end], message[layout.row_scales_at : rows_end]
+    return data, scales, rows.clone().view(torch.float32), padding
+
+
+def assert_same_messages(found, expected, layout):
+    """To the last byte, but that any NaN equals any NaN in a message of 16 or 32 bits."""
+    dtype = RAW_DTYPES.get(layout.format.name)
+    if dtype is None:
+        wrong = (found != expected).nonzero().view(-1).tolist()
+        assert not wrong, f"{len(wrong)} bytes differ, first at {wrong[:8]} of {layout}"
+        return
+    assert torch.equal(found[: layout.data_at], expected[: layout.data_at])
+    one, other = (m[layout.data_at :].clone().view(dtype) for m in (found, expected))
+    oracle.assert_same_bits(one, other)
+
+
+def padded(given, layout, scale=1.0):
+    """The FP32 vector of a message, written element by element of its definition."""
+    vector = torch.zeros(layout.numel)
+    for tensor, offset in zip(given, layout.offsets, strict=True):
+        scaled = tensor.float() * torch.tensor(scale)
+        vector[offset : offset + tensor.numel()] = scaled.reshape(-1)
+    return vector
+
+
+def with_offsets(layout, offsets, numel):
+    """The same format and rows with other places."""
+    made = layout_of_numel(layout.format.name, numel, row_numel=layout.row_numel)
+    return dataclasses.replace(made, offsets=tuple(offsets))
