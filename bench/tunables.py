@@ -15,17 +15,20 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..kernels import LaunchConfig, launch, tuned
+from ..kernels import LaunchConfig, tuned
 from ..kernels.ahead import Configuration, casts, fp8, many_tensors, messages, mx, optimizers
 from ..kernels.ahead import nvfp4 as ahead_nvfp4
 from ..kernels.cast import kernel as cast_kernels
 from ..kernels.fp8 import launch as fp8_launch
+from ..kernels.launch import ACCESS_BYTES, THREADS_PER_WARP
 from ..kernels.mx import tiles as mx_tiles
 from ..kernels.nvfp4 import decode as nvfp4_decode
 from ..kernels.nvfp4 import hadamard
 from ..kernels.nvfp4 import kernel as nvfp4
 from ..kernels.optim import norm
 from ..kernels.optim import tiles as flat_tiles
+from ..kernels.pack import kernel as pack
+from ..kernels.pack import sum
 from ..kernels.wire import (
     pack as message_kernels,
 )
@@ -93,7 +96,7 @@ def _grid(fixed_bytes: int | None) -> Iterator[LaunchConfig]:
             yield LaunchConfig(fixed_bytes, num_warps)
             continue
         for accesses in ACCESSES:
-            access_bytes = num_warps * launch.THREADS_PER_WARP * launch.ACCESS_BYTES
+            access_bytes = num_warps * THREADS_PER_WARP * ACCESS_BYTES
             yield LaunchConfig(access_bytes * accesses, num_warps)
 
 
@@ -143,7 +146,7 @@ def tunables() -> tuple[Tunable, ...]:
 
 
 def _many_tensors() -> Iterator[Tunable]:
-    default = launch.pack_config()
+    default = pack.default_config()
     packs = (
         ("pack_", "bf16", False, "pack bf16 -> bf16"),
         ("pack_", "fp32", False, "pack bf16 -> fp32"),
@@ -156,17 +159,17 @@ def _many_tensors() -> Iterator[Tunable]:
         )
         yield Tunable(
             op=op,
-            case=launch.pack_case(flat, accumulate),
+            case=flat + " accumulate" * accumulate,
             measured=measured,
             default=default,
             compiled=scaled(configuration, default, "TILE_BYTES"),
         )
     for world in (FEW_RANKS, MANY_RANKS):
         configuration = many_tensors.reduce_configuration("*bf16", "*fp32", world, accumulate=False)
-        default = launch.reduce_config(world)
+        default = sum.default_config(world)
         yield Tunable(
             op="reduce_",
-            case=launch.reduce_case("bf16", world),
+            case=f"bf16 {'few' if world == FEW_RANKS else 'many'} ranks",
             measured=f"reduce world {world} bf16 -> fp32",
             default=default,
             compiled=scaled(configuration, default, "BLOCK"),

@@ -1,4 +1,4 @@
-"""Owns the choice of launch configurations: how much a program handles, and with how many warps.
+"""How kernels are launched: how much a program handles, with how many warps, and the launch itself.
 
 A thread moves at most 16 bytes an access before Blackwell, so a program of `num_warps` warps takes
 
@@ -11,19 +11,26 @@ row only for small worlds, so that registers stay few.
 
 A warp of an AMD GPU has 64 threads, and each takes half of that: 8 bytes an access in reduce_ for
 large worlds, and of a 16-bit flat buffer for FP32 tensors.
+
+A launcher asks `tuned.config_for` for the configuration, and hands all to `launch`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 ACCESS_BYTES = 16
 THREADS_PER_WARP = 32
-SMALL_WORLD = 4
+HARDWARE = "HARDWARE"
+"""The constant of kernels that may convert FP8 by the GPU's own instructions."""
+
+_HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +47,8 @@ class LaunchConfig:
                 raise ValueError(f"{name}: expected a power of two, got {value}; round it up")
 
 
-@functools.cache
-def pack_config() -> LaunchConfig:
-    """For pack_ and unpack_. The block is of one tensor, so its elements follow from the dtype."""
-    return _config(num_warps=8, accesses=2)
-
-
-def pack_case(flat: str, accumulate: bool) -> str:
-    """The case of pack_ and unpack_ that a table knows: by the dtype of the flat buffer."""
-    return flat + " accumulate" * accumulate
-
-
-@functools.cache
-def reduce_config(world_size: int) -> LaunchConfig:
-    """For reduce_ over `world_size` rows. The block is of the narrower of a row and the result."""
-    return _config(num_warps=4, accesses=2 if world_size <= SMALL_WORLD else 1)
-
-
-def reduce_case(part: str, world_size: int) -> str:
-    """The case of `reduce_` that a table knows: by the dtype of the rows, and few or many."""
-    return f"{part} {'few' if world_size <= SMALL_WORLD else 'many'} ranks"
-
-
-def _config(num_warps: int, accesses: int) -> LaunchConfig:
+def config_of(*, num_warps: int, accesses: int) -> LaunchConfig:
+    """So large a block that each thread has so many accesses of 16 bytes."""
     return LaunchConfig(num_warps * THREADS_PER_WARP * ACCESS_BYTES * accesses, num_warps)
 
 
@@ -76,8 +62,67 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes the GPU of `tensor` the current one, where Triton launches; nothing for CPU tensors."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
+def device_guard(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU the current one, where Triton launches; nothing for CPUs."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
     return contextlib.nullcontext()
+
+
+@functools.cache
+def has_hardware_fp8(device: torch.device) -> bool:
+    """Whether a kernel on `device` may set HARDWARE: NVIDIA's GPUs from Hopper on.
+
+    Ada (8, 9) has the instructions, but Triton 3.6 goes by way of FP16 there and rounds twice.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _HOPPER
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch as it was asked for: all that a compiler needs, and the grid.
+
+    arguments: those of the kernel that are no constants, by name. constants: what it is compiled
+    for, but for HARDWARE, which follows from the GPU.
+    """
+
+    kernel: Any
+    programs: int
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    num_warps: int
+
+
+_records: list[list[Launch]] = []
+
+
+def launch(
+    kernel: Any, programs: int, *arguments: Any, on: torch.Tensor, num_warps: int, **constants: Any
+) -> None:
+    """Launch a JIT function on the GPU of `on`, one program after the other along one axis.
+
+    arguments: the kernel's, in its order; constants: the rest. HARDWARE is found out here. No
+    multiply-add is fused: a fused one rounds once where the definitions round twice.
+    """
+    if _records:
+        names = kernel.arg_names
+        named = dict(zip(names, arguments, strict=False))
+        _records[-1].append(Launch(kernel, programs, named, constants, num_warps))
+        return
+    if HARDWARE in kernel.arg_names:
+        constants[HARDWARE] = has_hardware_fp8(on.device)
+    with device_guard(on.device):
+        kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Within the block nothing is launched: what would have been is in the list."""
+    record: list[Launch] = []
+    _records.append(record)
+    try:
+        yield record
+    finally:
+        _records.remove(record)

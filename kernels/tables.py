@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .launch import ACCESS_BYTES, is_capturing
+from .launch import ACCESS_BYTES, device_guard, is_capturing
 
 ADDRESS, NUMEL, OFFSET, FIRST_TILE, DTYPE, ALIGNED = range(6)
 ROW_FIELDS = 6
@@ -106,7 +106,7 @@ class TableCache:
         """The table for `keys`, at least one, made of tiles of this size if it is not there."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         identity = (device, stream, tile_size, keys)
-        with self._lock:
+        with self._lock, device_guard(device):
             if is_capturing(device):
                 return self._for_a_graph(keys, tile_size, device)
             table = self._tables.get(identity)

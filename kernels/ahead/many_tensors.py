@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .. import launch
 from ..pack import kernel as pack
 from ..pack import sum as reduce
 from .case import Case, Configuration, element_bytes
@@ -25,7 +24,7 @@ def pack_configuration(
     flat: str, *, unpack: bool, accumulate: bool, module: ModuleType = pack
 ) -> Configuration:
     """Tensors of any dtypes and a flat buffer of `flat`, scaled."""
-    config = launch.pack_config()
+    config = pack.default_config()
     return Configuration(
         module._pack_kernel,
         {"flat": flat, "table": "*i64", "tiles_at": "i32", "scale": "fp32"},
@@ -43,7 +42,7 @@ def reduce_configuration(
     parts: str, out: str, world: int, *, accumulate: bool, module: ModuleType = reduce
 ) -> Configuration:
     """The sum of `world` aligned parts, scaled."""
-    config = launch.reduce_config(world)
+    config = reduce.default_config(world)
     return Configuration(
         module._reduce_kernel,
         {"out": out, "parts": parts, "shard": "i32", "scale": "fp32"},
@@ -76,7 +75,7 @@ def _pack_case(flat: str, accumulate: bool, *, unpack: bool) -> Case:
         "unpack_" if unpack else "pack_",
         flat[1:] + " accumulate" * accumulate,
         configuration,
-        int(launch.pack_config().block_bytes / element_bytes(TENSOR)),
+        int(pack.default_config().block_bytes / element_bytes(TENSOR)),
         moved,
         # Each dtype of tensors has a path, and nothing in the code tells which is whose.
         lambda compiled, _: moved * costliest_path(compiled),

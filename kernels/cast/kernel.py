@@ -19,7 +19,7 @@ import triton.language as tl
 from ..formats import device_codes as device
 from ..formats.noise import GROUP_NUMEL
 from ..formats.table import E2M1
-from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, on_device_of
+from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, launch
 from ..portable import covered, round_to, to_fp32
 from ..tuned import config_for
 from ..wide import wide_lanes
@@ -276,40 +276,39 @@ def cast_(
     case = to + " stochastic" * stochastic
     config = config_for("cast_", case, default_config(), x.device)
     block = config.block_bytes // _code_bytes(to)
-    with on_device_of(x):
-        _cast_kernel[(triton.cdiv(numel, block),)](
-            out.view(torch.uint8) if out.element_size() == 1 else out,
-            x,
-            numel,
-            row,
-            seed,
-            first_index,
-            TO=to,
-            STOCHASTIC=stochastic,
-            GROUPED=first_index % GROUP_NUMEL == 0,
-            ODD_ROWS=row > 0,
-            ALIGNED=row == 0 and is_aligned(x, out),
-            HARDWARE=device.has_hardware_fp8(x.device),
-            BLOCK=block,
-            num_warps=config.num_warps,
-            # A contracted multiply-add rounds once where the definition rounds twice.
-            enable_fp_fusion=False,
-        )
+    launch(
+        _cast_kernel,
+        triton.cdiv(numel, block),
+        out.view(torch.uint8) if out.element_size() == 1 else out,
+        x,
+        numel,
+        row,
+        seed,
+        first_index,
+        on=x,
+        num_warps=config.num_warps,
+        TO=to,
+        STOCHASTIC=stochastic,
+        GROUPED=first_index % GROUP_NUMEL == 0,
+        ODD_ROWS=row > 0,
+        ALIGNED=row == 0 and is_aligned(x, out),
+        BLOCK=block,
+    )
 
 
 def cast_back_(out: torch.Tensor, codes: torch.Tensor, from_: str) -> None:
     """`reference.cast_back_` in one launch."""
     config = config_for("cast_back_", from_, default_config(), codes.device)
     block = config.block_bytes // _code_bytes(from_)
-    with on_device_of(codes):
-        _cast_back_kernel[(triton.cdiv(out.numel(), block),)](
-            out,
-            codes.view(torch.uint8) if codes.element_size() == 1 else codes,
-            out.numel(),
-            FROM=from_,
-            ALIGNED=is_aligned(out, codes),
-            HARDWARE=device.has_hardware_fp8(codes.device),
-            BLOCK=block,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+    launch(
+        _cast_back_kernel,
+        triton.cdiv(out.numel(), block),
+        out,
+        codes.view(torch.uint8) if codes.element_size() == 1 else codes,
+        out.numel(),
+        on=codes,
+        num_warps=config.num_warps,
+        FROM=from_,
+        ALIGNED=is_aligned(out, codes),
+        BLOCK=block,
+    )

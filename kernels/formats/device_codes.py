@@ -22,9 +22,6 @@ constexpr names: "e4m3", "e5m2", "e2m1"; "rceil", "floor", "ceil", "even".
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 
@@ -45,20 +42,6 @@ _PHILOX_ROUNDS = tl.constexpr(noise.PHILOX_ROUNDS)
 _RECIPROCAL_E4M3, _RECIPROCAL_E5M2, _RECIPROCAL_E2M1 = (
     tl.constexpr(1.0 / element.max_finite) for element in (E4M3, E5M2, E2M1)
 )
-
-
-_HOPPER = (9, 0)
-
-
-@functools.cache
-def has_hardware_fp8(device: torch.device) -> bool:
-    """Whether a kernel on `device` may set HARDWARE: NVIDIA's GPUs from Hopper on.
-
-    Ada (8, 9) has the instructions, but Triton 3.6 goes by way of FP16 there and rounds twice.
-    """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= _HOPPER
 
 
 @triton.jit

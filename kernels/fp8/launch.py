@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..formats.device_codes import has_hardware_fp8
-from ..launch import LaunchConfig, is_aligned, on_device_of
+from ..launch import LaunchConfig, is_aligned, launch
 from ..tuned import MAX_WARPS, config_for
 from . import kernel as fp8_kernels
 from . import two_pass as fp8_two_pass
@@ -107,13 +106,12 @@ def quantize_fp8_(
     """`reference.quantize_fp8_` in one launch, or in two where a block exceeds a program."""
     element = BY_DTYPE[codes.dtype].name
     codes = codes.view(torch.uint8)
-    with on_device_of(x):
-        if scaling == "128x128":
-            _quantize_squares(codes, scale_inv, x, element, power_of_2)
-        elif scaling == "tensor" or (scaling == "row" and x.shape[-1] > MAX_LINE):
-            _quantize_known(codes, scale_inv, x, element, power_of_2, scale, amax)
-        else:
-            _quantize_lines(codes, scale_inv, x, scaling, element, power_of_2)
+    if scaling == "128x128":
+        _quantize_squares(codes, scale_inv, x, element, power_of_2)
+    elif scaling == "tensor" or (scaling == "row" and x.shape[-1] > MAX_LINE):
+        _quantize_known(codes, scale_inv, x, element, power_of_2, scale, amax)
+    else:
+        _quantize_lines(codes, scale_inv, x, scaling, element, power_of_2)
 
 
 def _quantize_lines(
@@ -126,13 +124,17 @@ def _quantize_lines(
 ) -> None:
     config = config_for("quantize_fp8_", scaling, default_config(), x.device)
     plan = lines_of(x.shape, scaling, config, aligned=is_aligned(codes, x), max_line=MAX_LINE)
-    fp8_kernels._lines_kernel[(plan.programs,)](
+    launch(
+        fp8_kernels._lines_kernel,
+        plan.programs,
         codes,
         scale_inv,
         x,
         plan.rows,
         plan.columns,
         plan.lines,
+        on=x,
+        num_warps=plan.num_warps,
         ELEMENT=element,
         POWER_OF_2=power_of_2,
         LINE=plan.line,
@@ -140,9 +142,6 @@ def _quantize_lines(
         SINGLE=plan.lines == 1,
         CONTIGUOUS=plan.contiguous,
         WIDE=plan.wide,
-        HARDWARE=has_hardware_fp8(x.device),
-        num_warps=plan.num_warps,
-        enable_fp_fusion=False,
     )
 
 
@@ -151,18 +150,19 @@ def _quantize_squares(
 ) -> None:
     rows, columns = x.shape[-2:]
     config = config_for("quantize_fp8_", "128x128", squares_config(), x.device)
-    fp8_kernels._square_kernel[(scale_inv.numel(),)](
+    launch(
+        fp8_kernels._square_kernel,
+        scale_inv.numel(),
         codes,
         scale_inv,
         x,
         rows,
         columns,
+        on=x,
+        num_warps=config.num_warps,
         ELEMENT=element,
         POWER_OF_2=power_of_2,
         WIDE=is_aligned(codes, x) and columns % MIN_LINE == 0,
-        HARDWARE=has_hardware_fp8(x.device),
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,
     )
 
 
@@ -181,18 +181,30 @@ def _quantize_known(
     config = config_for("quantize_fp8_", case, default_config(), x.device)
     block, num_warps = config.block_bytes, config.num_warps
     parts = triton.cdiv(columns, block)
-    grid = (scale_inv.numel() * parts,)
+    programs = scale_inv.numel() * parts
     wide = is_aligned(codes, x) and columns % MIN_LINE == 0
     aligned = wide or (is_aligned(codes, x) and scale_inv.numel() == 1)
     bits: torch.Tensor | None
     if scale is None:
         bits = torch.zeros(scale_inv.numel(), dtype=torch.int32, device=x.device)
-        fp8_two_pass._amax_kernel[grid](
-            bits, x, columns, parts, ALIGNED=aligned, WIDE=wide, BLOCK=block, num_warps=num_warps
+        launch(
+            fp8_two_pass._amax_kernel,
+            programs,
+            bits,
+            x,
+            columns,
+            parts,
+            on=x,
+            num_warps=num_warps,
+            ALIGNED=aligned,
+            WIDE=wide,
+            BLOCK=block,
         )
     else:
         bits = None if amax is None else amax.view(torch.int32)
-    fp8_two_pass._known_kernel[grid](
+    launch(
+        fp8_two_pass._known_kernel,
+        programs,
         codes,
         scale_inv,
         x,
@@ -200,14 +212,13 @@ def _quantize_known(
         scale,
         columns,
         parts,
+        on=x,
+        num_warps=num_warps,
         ELEMENT=element,
         POWER_OF_2=power_of_2,
         ALIGNED=aligned,
         WIDE=wide,
-        HARDWARE=has_hardware_fp8(x.device),
         BLOCK=block,
-        num_warps=num_warps,
-        enable_fp_fusion=False,
     )
 
 
@@ -220,27 +231,27 @@ def dequantize_fp8_(
         codes.shape, scaling, config, aligned=is_aligned(codes, out), max_line=config.block_bytes
     )
     matrix_rows = codes.shape[-2] if scaling == "128x128" else plan.rows
-    with on_device_of(codes):
-        fp8_kernels._dequantize_kernel[(plan.programs,)](
-            out,
-            codes.view(torch.uint8),
-            scale_inv,
-            plan.rows,
-            plan.columns,
-            plan.lines,
-            matrix_rows,
-            SCALING=scaling,
-            MATRICES=matrix_rows < plan.rows,
-            ELEMENT=BY_DTYPE[codes.dtype].name,
-            LINE=plan.line,
-            COUNT=plan.count,
-            SINGLE=plan.lines == 1,
-            CONTIGUOUS=plan.contiguous,
-            WIDE=plan.wide,
-            HARDWARE=has_hardware_fp8(codes.device),
-            num_warps=plan.num_warps,
-            enable_fp_fusion=False,
-        )
+    launch(
+        fp8_kernels._dequantize_kernel,
+        plan.programs,
+        out,
+        codes.view(torch.uint8),
+        scale_inv,
+        plan.rows,
+        plan.columns,
+        plan.lines,
+        matrix_rows,
+        on=codes,
+        num_warps=plan.num_warps,
+        SCALING=scaling,
+        MATRICES=matrix_rows < plan.rows,
+        ELEMENT=BY_DTYPE[codes.dtype].name,
+        LINE=plan.line,
+        COUNT=plan.count,
+        SINGLE=plan.lines == 1,
+        CONTIGUOUS=plan.contiguous,
+        WIDE=plan.wide,
+    )
 
 
 def update_fp8_scales_(
@@ -248,14 +259,15 @@ def update_fp8_scales_(
 ) -> None:
     """`reference.update_fp8_scales_` in one launch, a program a tensor."""
     length = amax_history.shape[1]
-    with on_device_of(scales):
-        fp8_two_pass._update_kernel[(scales.numel(),)](
-            amax_history,
-            scales,
-            ELEMENTS[element].max_finite * 2.0**-margin,
-            length,
-            MOST_RECENT=algorithm == "most_recent",
-            BLOCK=triton.next_power_of_2(length),
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        )
+    launch(
+        fp8_two_pass._update_kernel,
+        scales.numel(),
+        amax_history,
+        scales,
+        ELEMENTS[element].max_finite * 2.0 ** (-margin),
+        length,
+        on=scales,
+        num_warps=NUM_WARPS,
+        MOST_RECENT=algorithm == "most_recent",
+        BLOCK=triton.next_power_of_2(length),
+    )

@@ -20,7 +20,7 @@ import triton.language as tl
 from ..formats import device_codes as device
 from ..formats.device_e2m1 import bytes_of, packed_e2m1
 from ..formats.noise import GROUP_NUMEL
-from ..launch import on_device_of
+from ..launch import launch
 from ..portable import INTERPRETED, round_to, to_fp32
 from ..tuned import config_for
 from ..wide import aligned_blocks
@@ -299,35 +299,35 @@ def _dequantize_kernel(
 def quantize_mx_(data: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, *options: Any) -> None:
     """`reference.quantize_mx_` in one launch."""
     cast = MxCast(*options)
-    launch = plan_launch((data, scales, x), x.shape, cast.swizzled)
-    if launch.programs == 0:
+    plan = plan_launch((data, scales, x), x.shape, cast.swizzled)
+    if plan.programs == 0:
         return
     stochastic = cast.seed is not None
     # Noise is drawn for 16 elements at once, from a multiple of 16 on.
-    full = launch.full and not (stochastic and cast.first_index % GROUP_NUMEL)
+    full = plan.full and not (stochastic and cast.first_index % GROUP_NUMEL)
     case = cast.element + " stochastic" * stochastic + " swizzled" * cast.swizzled
     config = config_for("quantize_mx_", case, default_config(), x.device)
-    with on_device_of(x):
-        _quantize_kernel[(launch.programs,)](
-            x,
-            data.view(torch.uint8),
-            scales.view(torch.uint8),
-            launch.rows,
-            launch.row_numel,
-            launch.width,
-            cast.seed or 0,
-            cast.first_index,
-            ELEMENT=cast.element,
-            RULE=cast.rule,
-            STOCHASTIC=stochastic,
-            HARDWARE=device.has_hardware_fp8(x.device),
-            SWIZZLED=cast.swizzled,
-            FULL=full,
-            MASKED=launch.masked or not full,
-            BLOCKS=TILE_BLOCKS,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+    launch(
+        _quantize_kernel,
+        plan.programs,
+        x,
+        data.view(torch.uint8),
+        scales.view(torch.uint8),
+        plan.rows,
+        plan.row_numel,
+        plan.width,
+        cast.seed or 0,
+        cast.first_index,
+        on=x,
+        num_warps=config.num_warps,
+        ELEMENT=cast.element,
+        RULE=cast.rule,
+        STOCHASTIC=stochastic,
+        SWIZZLED=cast.swizzled,
+        FULL=full,
+        MASKED=plan.masked or not full,
+        BLOCKS=TILE_BLOCKS,
+    )
 
 
 def dequantize_mx_(
@@ -338,25 +338,25 @@ def dequantize_mx_(
     swizzled: bool = False,
 ) -> None:
     """`reference.dequantize_mx_` in one launch."""
-    launch = plan_launch((out, data, scales), out.shape, swizzled)
-    if launch.programs == 0:
+    plan = plan_launch((out, data, scales), out.shape, swizzled)
+    if plan.programs == 0:
         return
     case = element + " swizzled" * swizzled
     config = config_for("dequantize_mx_", case, default_config(), out.device)
-    with on_device_of(out):
-        _dequantize_kernel[(launch.programs,)](
-            out,
-            data.view(torch.uint8),
-            scales.view(torch.uint8),
-            launch.rows,
-            launch.row_numel,
-            launch.width,
-            ELEMENT=element,
-            HARDWARE=device.has_hardware_fp8(out.device),
-            SWIZZLED=swizzled,
-            FULL=launch.full,
-            MASKED=launch.masked,
-            BLOCKS=TILE_BLOCKS,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+    launch(
+        _dequantize_kernel,
+        plan.programs,
+        out,
+        data.view(torch.uint8),
+        scales.view(torch.uint8),
+        plan.rows,
+        plan.row_numel,
+        plan.width,
+        on=out,
+        num_warps=config.num_warps,
+        ELEMENT=element,
+        SWIZZLED=swizzled,
+        FULL=plan.full,
+        MASKED=plan.masked,
+        BLOCKS=TILE_BLOCKS,
+    )

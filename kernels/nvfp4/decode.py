@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..formats import device_codes as device
 from ..formats.table import wire_format_of
-from ..launch import LaunchConfig, is_aligned, on_device_of
+from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import covered, round_to
 from ..tuned import config_for
 from .blocks import cut_of, decode_factors, reciprocal_of, scale_pointers
@@ -141,22 +141,22 @@ def dequantize_(
         return
     columns = triton.cdiv(out.shape[-1], BLOCK_NUMEL)
     scale_bytes = scales.view(torch.uint8)
-    with on_device_of(out):
-        _dequantize_kernel[(cut.num_tiles,)](
-            out,
-            data,
-            scale_bytes,
-            global_amax,
-            cut.num_blocks,
-            cut.row_blocks,
-            cut.row_numel,
-            columns,
-            reciprocal_of(columns),
-            TORCHAO=torchao,
-            SWIZZLED=swizzled,
-            HARDWARE=device.has_hardware_fp8(out.device),
-            FLAT=cut.is_flat and is_aligned(out, data, scale_bytes),
-            TILE=config.block_bytes,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+    launch(
+        _dequantize_kernel,
+        cut.num_tiles,
+        out,
+        data,
+        scale_bytes,
+        global_amax,
+        cut.num_blocks,
+        cut.row_blocks,
+        cut.row_numel,
+        columns,
+        reciprocal_of(columns),
+        on=out,
+        num_warps=config.num_warps,
+        TORCHAO=torchao,
+        SWIZZLED=swizzled,
+        FLAT=cut.is_flat and is_aligned(out, data, scale_bytes),
+        TILE=config.block_bytes,
+    )

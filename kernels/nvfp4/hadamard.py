@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..formats.table import wire_format_of
-from ..launch import LaunchConfig, is_aligned, on_device_of
+from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import covered, round_to, to_fp32
 from ..tuned import config_for
 from ..wide import aligned_eights, wide_lanes
@@ -185,20 +185,20 @@ def hadamard16_(out: torch.Tensor, x: torch.Tensor, inverse: bool = False) -> No
     default = default_config(x.element_size())
     config = config_for("hadamard16_", wire_format_of(x.dtype).name, default, x.device)
     block = config.block_bytes // x.element_size()
-    with on_device_of(x):
-        _hadamard_kernel[(triton.cdiv(num_groups, block // GROUP_NUMEL),)](
-            x,
-            out,
-            num_groups,
-            row_groups,
-            row_numel,
-            INVERSE=inverse,
-            FLAT=rows == 1 and is_aligned(x, out),
-            BLOCK=block,
-            num_warps=config.num_warps,
-            # A contracted multiply-add rounds once where the definition rounds twice.
-            enable_fp_fusion=False,
-        )
+    launch(
+        _hadamard_kernel,
+        triton.cdiv(num_groups, block // GROUP_NUMEL),
+        x,
+        out,
+        num_groups,
+        row_groups,
+        row_numel,
+        on=x,
+        num_warps=config.num_warps,
+        INVERSE=inverse,
+        FLAT=rows == 1 and is_aligned(x, out),
+        BLOCK=block,
+    )
 
 
 def shape_in_rows(x: torch.Tensor) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ..formats import device_codes as device
 from ..formats.device_e2m1 import bytes_of, packed_e2m1
-from ..launch import LaunchConfig, is_aligned, on_device_of
+from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import covered
 from ..tuned import config_for
 from .blocks import (
@@ -252,19 +252,20 @@ def amax_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
     config = config_for("amax_nvfp4_", case_of(hadamard), amax_config(hadamard), x.device)
     cut = cut_of(x, config.block_bytes)
     if cut.num_blocks:
-        with on_device_of(x):
-            _amax_kernel[(cut.num_tiles,)](
-                x,
-                amax.view(torch.int32),
-                cut.num_blocks,
-                cut.row_blocks,
-                cut.row_numel,
-                HADAMARD=hadamard,
-                FLAT=cut.is_flat and is_aligned(x),
-                TILE=config.block_bytes,
-                num_warps=config.num_warps,
-                enable_fp_fusion=False,
-            )
+        launch(
+            _amax_kernel,
+            cut.num_tiles,
+            x,
+            amax.view(torch.int32),
+            cut.num_blocks,
+            cut.row_blocks,
+            cut.row_numel,
+            on=x,
+            num_warps=config.num_warps,
+            HADAMARD=hadamard,
+            FLAT=cut.is_flat and is_aligned(x),
+            TILE=config.block_bytes,
+        )
 
 
 def quantize_(
@@ -287,27 +288,26 @@ def quantize_(
         return
     # Noise of whole groups needs blocks that start with one.
     is_flat = cut.is_flat and (cast.seed is None or cast.first_index % BLOCK_NUMEL == 0)
-    with on_device_of(x):
-        _quantize_kernel[(cut.num_tiles,)](
-            x,
-            data,
-            scale_bytes,
-            global_amax,
-            cut.num_blocks,
-            cut.row_blocks,
-            cut.row_numel,
-            columns,
-            reciprocal_of(columns),
-            cast.seed or 0,
-            cast.first_index,
-            HADAMARD=cast.hadamard,
-            STOCHASTIC=cast.seed is not None,
-            TORCHAO=cast.torchao,
-            SWIZZLED=cast.swizzled,
-            HARDWARE=device.has_hardware_fp8(x.device),
-            FLAT=is_flat and is_aligned(x, data, scale_bytes),
-            TILE=config.block_bytes,
-            num_warps=config.num_warps,
-            # A contracted multiply-add rounds once where the definition rounds twice.
-            enable_fp_fusion=False,
-        )
+    launch(
+        _quantize_kernel,
+        cut.num_tiles,
+        x,
+        data,
+        scale_bytes,
+        global_amax,
+        cut.num_blocks,
+        cut.row_blocks,
+        cut.row_numel,
+        columns,
+        reciprocal_of(columns),
+        cast.seed or 0,
+        cast.first_index,
+        on=x,
+        num_warps=config.num_warps,
+        HADAMARD=cast.hadamard,
+        STOCHASTIC=cast.seed is not None,
+        TORCHAO=cast.torchao,
+        SWIZZLED=cast.swizzled,
+        FLAT=is_flat and is_aligned(x, data, scale_bytes),
+        TILE=config.block_bytes,
+    )

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import on_device_of
+from ..launch import launch
 from ..portable import covered, to_fp32
 from . import tiles as flat_tiles
 from .reference import LERP_SWITCH, halves
@@ -210,18 +210,35 @@ def flat_adamw_(
     if plan.num_tiles == 0:
         return
     powers = flat_tiles.device_powers(beta1, beta2, param.device)
-    with on_device_of(param):
-        _adamw_kernel[(plan.num_tiles,)](
-            param, grad, exp_avg, exp_avg_sq, lr, step, powers, factor, found_inf, plan.table,
-            lr_scales, weight_decays, compute, compute_scale, flat_tiles.as_bits(amax),
-            param.numel(), plan.tiles_at, *halves(weight_decay),
-            1.0 - beta1, beta2, 1.0 - beta2, eps,
-            MAXIMIZE=maximize,
-            NEAR=1.0 - beta1 < LERP_SWITCH,
-            ALIGNED=plan.aligned,
-            HARDWARE=plan.hardware_fp8,
-            BLOCK=plan.block,
-            num_warps=plan.num_warps,
-            # A contracted multiply-add rounds once where the definition rounds twice.
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _adamw_kernel,
+        plan.num_tiles,
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        lr,
+        step,
+        powers,
+        factor,
+        found_inf,
+        plan.table,
+        lr_scales,
+        weight_decays,
+        compute,
+        compute_scale,
+        flat_tiles.as_bits(amax),
+        param.numel(),
+        plan.tiles_at,
+        *halves(weight_decay),
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        eps,
+        on=param,
+        num_warps=plan.num_warps,
+        MAXIMIZE=maximize,
+        NEAR=1.0 - beta1 < LERP_SWITCH,
+        ALIGNED=plan.aligned,
+        BLOCK=plan.block,
+    )

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from .. import tables
 from ..formats.table import wire_format_of
-from ..launch import ACCESS_BYTES, LaunchConfig, on_device_of
+from ..launch import ACCESS_BYTES, LaunchConfig, launch
 from ..portable import to_fp32
 from ..tuned import config_for
 from .reference import CHUNK_BYTES, CHUNK_LANES, COMBINE_LANES
@@ -164,25 +164,34 @@ def l2_norm_(
     rows = [tensor.contiguous() for tensor in tensors]
     keys = tuple(_key(row) for row in rows if row.numel())
     config = config_for("l2_norm_", _case(rows), default_config(), norm.device)
-    with on_device_of(norm):
-        table = _tables.get(keys, CHUNK_BYTES, norm.device) if keys else None
-        num_chunks = table.num_tiles if table is not None else 0
-        sums = torch.empty(max(num_chunks, 1), dtype=torch.float32, device=norm.device)
-        flags = torch.empty_like(sums, dtype=torch.int32)
-        if table is not None:
-            _chunk_kernel[(num_chunks,)](
-                table.entries,
-                table.tiles_at,
-                sums,
-                flags,
-                CHUNK_BYTES=CHUNK_BYTES,
-                num_warps=config.num_warps,
-                # A contracted multiply-add rounds once where the definition rounds twice.
-                enable_fp_fusion=False,
-            )
-        _combine_kernel[(1,)](
-            norm, found_inf, sums, flags, num_chunks, SQUARED=squared, num_warps=_COMBINE_WARPS
+    table = _tables.get(keys, CHUNK_BYTES, norm.device) if keys else None
+    num_chunks = table.num_tiles if table is not None else 0
+    sums = torch.empty(max(num_chunks, 1), dtype=torch.float32, device=norm.device)
+    flags = torch.empty_like(sums, dtype=torch.int32)
+    if table is not None:
+        launch(
+            _chunk_kernel,
+            num_chunks,
+            table.entries,
+            table.tiles_at,
+            sums,
+            flags,
+            on=norm,
+            num_warps=config.num_warps,
+            CHUNK_BYTES=CHUNK_BYTES,
         )
+    launch(
+        _combine_kernel,
+        1,
+        norm,
+        found_inf,
+        sums,
+        flags,
+        num_chunks,
+        on=norm,
+        num_warps=_COMBINE_WARPS,
+        SQUARED=squared,
+    )
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import on_device_of
+from ..launch import launch
 from ..portable import covered, to_fp32
 from . import tiles as flat_tiles
 from .reference import halves
@@ -188,17 +188,31 @@ def flat_sgd_(
     plan = flat_tiles.plan("flat_sgd_", shards, starts)
     if plan.num_tiles == 0:
         return
-    with on_device_of(param):
-        _sgd_kernel[(plan.num_tiles,)](
-            param, grad, momentum_buffer, lr, step, factor, found_inf, plan.table,
-            lr_scales, weight_decays, compute, compute_scale, flat_tiles.as_bits(amax),
-            param.numel(), plan.tiles_at, *halves(weight_decay), momentum, 1.0 - dampening,
-            MAXIMIZE=maximize,
-            NESTEROV=nesterov,
-            ALIGNED=plan.aligned,
-            HARDWARE=plan.hardware_fp8,
-            BLOCK=plan.block,
-            num_warps=plan.num_warps,
-            # A contracted multiply-add rounds once where the definition rounds twice.
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _sgd_kernel,
+        plan.num_tiles,
+        param,
+        grad,
+        momentum_buffer,
+        lr,
+        step,
+        factor,
+        found_inf,
+        plan.table,
+        lr_scales,
+        weight_decays,
+        compute,
+        compute_scale,
+        flat_tiles.as_bits(amax),
+        param.numel(),
+        plan.tiles_at,
+        *halves(weight_decay),
+        momentum,
+        1.0 - dampening,
+        on=param,
+        num_warps=plan.num_warps,
+        MAXIMIZE=maximize,
+        NESTEROV=nesterov,
+        ALIGNED=plan.aligned,
+        BLOCK=plan.block,
+    )

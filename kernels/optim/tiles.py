@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from .. import tables
-from ..formats.device_codes import encode_e4m3, has_hardware_fp8
+from ..formats.device_codes import encode_e4m3
 from ..formats.table import E4M3, wire_format_of
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, is_capturing
 from ..portable import round_to
@@ -134,7 +134,6 @@ class Plan:
     tiles_at: int
     table: torch.Tensor | None
     aligned: bool
-    hardware_fp8: bool
 
 
 def plan(op: str, shards: Sequence[torch.Tensor | None], starts: Sequence[int]) -> Plan:
@@ -146,14 +145,11 @@ def plan(op: str, shards: Sequence[torch.Tensor | None], starts: Sequence[int]) 
     config = config_for(op, case, default_config(), device)
     block = config.block_bytes // narrowest
     aligned = is_aligned(*given) and not any(start % SEGMENT_MULTIPLE for start in starts)
-    hardware = has_hardware_fp8(device)
     if not starts or numel == 0:
         num_tiles = triton.cdiv(numel, block)
-        return Plan(block, config.num_warps, num_tiles, 0, None, aligned, hardware)
+        return Plan(block, config.num_warps, num_tiles, 0, None, aligned)
     made = segment_tiles(tuple(starts), numel, block, device)
-    return Plan(
-        block, config.num_warps, made.num_tiles, made.tiles_at, made.entries, aligned, hardware
-    )
+    return Plan(block, config.num_warps, made.num_tiles, made.tiles_at, made.entries, aligned)
 
 
 def _name_of(shard: torch.Tensor | None) -> str:

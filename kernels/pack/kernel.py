@@ -13,6 +13,7 @@ program its way, so that no mixture needs a second launch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ import triton.language as tl
 
 from .. import tables
 from ..formats.table import wire_format_of
-from ..launch import on_device_of, pack_case, pack_config
+from ..launch import LaunchConfig, config_of, launch
 from ..portable import covered, round_to, to_fp32
 from ..tuned import config_for
 from ..wide import wide_lanes
@@ -156,6 +157,12 @@ def _pack_kernel(
         _move_tile(half, flat, tile * HALF, numel, aligned, scale, UNPACK, SCALED, ACCUMULATE, HALF)
 
 
+@functools.cache
+def default_config() -> LaunchConfig:
+    """The block is of one tensor, so its elements follow from the dtype; two accesses in flight."""
+    return config_of(num_warps=8, accesses=2)
+
+
 def pack_(
     flat: torch.Tensor,
     tensors: Sequence[torch.Tensor],
@@ -195,20 +202,24 @@ def _launch(
     keys = tables.tensor_keys(flat, tensors, offsets)
     if not keys:
         return
-    case = pack_case(wire_format_of(flat.dtype).name, accumulate)
-    config = config_for("unpack_" if unpack else "pack_", case, pack_config(), flat.device)
-    with on_device_of(flat):
-        table = _tables.get(keys, config.block_bytes, flat.device)
-        _pack_kernel[(table.num_tiles,)](
-            flat,
-            table.entries,
-            table.tiles_at,
-            scale,
-            UNPACK=unpack,
-            SCALED=scale != 1.0,
-            ACCUMULATE=accumulate,
-            TILE_BYTES=config.block_bytes,
-            num_warps=config.num_warps,
-            # A contracted multiply-add rounds once where the definition rounds twice.
-            enable_fp_fusion=False,
-        )
+    config = config_for(
+        "unpack_" if unpack else "pack_",
+        wire_format_of(flat.dtype).name + " accumulate" * accumulate,
+        default_config(),
+        flat.device,
+    )
+    table = _tables.get(keys, config.block_bytes, flat.device)
+    launch(
+        _pack_kernel,
+        table.num_tiles,
+        flat,
+        table.entries,
+        table.tiles_at,
+        scale,
+        on=flat,
+        num_warps=config.num_warps,
+        UNPACK=unpack,
+        SCALED=scale != 1.0,
+        ACCUMULATE=accumulate,
+        TILE_BYTES=config.block_bytes,
+    )

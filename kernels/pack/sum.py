@@ -11,15 +11,19 @@ and every block of unaligned memory, takes the masked one.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from ..formats.table import wire_format_of
-from ..launch import ACCESS_BYTES, is_aligned, on_device_of, reduce_case, reduce_config
+from ..launch import ACCESS_BYTES, LaunchConfig, config_of, is_aligned, launch
 from ..portable import covered, round_to, to_fp32
 from ..tuned import config_for
 from ..wide import wide_lanes
+
+SMALL_WORLD = 4
 
 _GROUP = tl.constexpr(7)  # rows loaded before the first of them is added
 
@@ -112,6 +116,12 @@ def _reduce_kernel(
         _reduce_masked_block(out, parts, shard, count, scale, WORLD, SCALED, ACCUMULATE, BLOCK)
 
 
+@functools.cache
+def default_config(world_size: int) -> LaunchConfig:
+    """The block is of the narrower of a row and the result; small worlds have room for two."""
+    return config_of(num_warps=4, accesses=2 if world_size <= SMALL_WORLD else 1)
+
+
 def reduce_(
     out: torch.Tensor, parts: torch.Tensor, scale: float = 1.0, accumulate: bool = False
 ) -> None:
@@ -119,23 +129,23 @@ def reduce_(
     world, shard = parts.shape
     if shard == 0:
         return
-    case = reduce_case(wire_format_of(parts.dtype).name, world)
-    config = config_for("reduce_", case, reduce_config(world), out.device)
+    case = f"{wire_format_of(parts.dtype).name} {'few' if world <= SMALL_WORLD else 'many'} ranks"
+    config = config_for("reduce_", case, default_config(world), out.device)
     part_bytes, out_bytes = parts.element_size(), out.element_size()
     block = config.block_bytes // min(part_bytes, out_bytes)
     aligned = is_aligned(out, parts) and (shard * part_bytes) % ACCESS_BYTES == 0
-    with on_device_of(out):
-        _reduce_kernel[(triton.cdiv(shard, block),)](
-            out,
-            parts,
-            shard,
-            scale,
-            WORLD=world,
-            SCALED=scale != 1.0,
-            ACCUMULATE=accumulate,
-            ALIGNED=aligned,
-            BLOCK=block,
-            num_warps=config.num_warps,
-            # A contracted multiply-add rounds once where the definition rounds twice.
-            enable_fp_fusion=False,
-        )
+    launch(
+        _reduce_kernel,
+        triton.cdiv(shard, block),
+        out,
+        parts,
+        shard,
+        scale,
+        on=out,
+        num_warps=config.num_warps,
+        WORLD=world,
+        SCALED=scale != 1.0,
+        ACCUMULATE=accumulate,
+        ALIGNED=aligned,
+        BLOCK=block,
+    )

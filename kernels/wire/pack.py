@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 
 from .. import tables
-from ..formats import device_codes as device
 from ..formats.table import FP8_1X128, FP8_ROW, MXFP4, MXFP8
-from ..launch import LaunchConfig, on_device_of
+from ..launch import LaunchConfig, launch
 from ..portable import covered
 from ..tuned import config_for
 from .encode import pack_part
@@ -209,8 +208,7 @@ def pack_message_(
     rows = [tensor.contiguous() for tensor in tensors]
     keys = packed_pieces(rows, offsets, indices, numel)
     made = aligned_memory(message)
-    with on_device_of(message):
-        _launch(made, keys, layout, cast)
+    _launch(made, keys, layout, cast)
     if made is not message:
         message.copy_(made)
 
@@ -227,7 +225,9 @@ def _launch(
     tile = config.block_bytes
     paths = paths_of(keys, tile)
     table = _tables.get(keys, tile, message.device)
-    _pack_kernel[(table.num_tiles + 1,)](
+    launch(
+        _pack_kernel,
+        table.num_tiles + 1,
         message,
         table.entries,
         table.tiles_at,
@@ -241,16 +241,14 @@ def _launch(
         layout.num_bytes,
         None if cast.scale == 1.0 else cast.scale,
         cast.seed,
+        on=message,
+        num_warps=config.num_warps,
         FORMAT=form.name,
         ROW=row_numel,
         RULE=scale_rule(form.name, cast.rule, cast.power_of_2),
-        HARDWARE=device.has_hardware_fp8(message.device),
         KIND=paths.dtype,
         FULL=paths.full,
         MASKED=paths.masked,
         TILE=tile,
         PART=part_numel(tile, row_numel),
-        num_warps=config.num_warps,
-        # A contracted multiply-add rounds once where the definition rounds twice.
-        enable_fp_fusion=False,
     )

@@ -36,7 +36,7 @@ from ..formats.table import (
     NVFP4,
     WIRE_FORMATS,
 )
-from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, on_device_of
+from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, launch
 from ..mx.tiles import aligned_pointers
 from ..nvfp4.blocks import decode_factors
 from ..portable import round_to, to_fp32
@@ -279,8 +279,7 @@ def reduce_messages_(
     if layout.numel == 0:
         return
     aligned, world = is_aligned(out, messages), len(messages)
-    with on_device_of(out):
-        _launch(out, messages, world, layout, scale, accumulate, aligned=aligned)
+    _launch(out, messages, world, layout, scale, accumulate, aligned=aligned)
 
 
 def reduce_peer_messages_(
@@ -297,9 +296,8 @@ def reduce_peer_messages_(
         return
     aligned = is_aligned(out, *messages)
     addresses = tuple(message.data_ptr() for message in messages)
-    with on_device_of(out):
-        table = _tables.get(addresses, 0, out.device).entries
-        _launch(out, table, len(messages), layout, scale, accumulate, aligned=aligned)
+    table = _tables.get(addresses, 0, out.device).entries
+    _launch(out, table, len(messages), layout, scale, accumulate, aligned=aligned)
 
 
 def _launch(
@@ -321,7 +319,9 @@ def _launch(
     rows_at, row_numel = layout.row_scales_at, layout.row_numel
     if form.name == FP8_1X128.name:
         rows_at, row_numel = layout.scales_at, GROUP_NUMEL
-    _reduce_kernel[(triton.cdiv(num_groups, groups),)](
+    launch(
+        _reduce_kernel,
+        triton.cdiv(num_groups, groups),
         out,
         messages,
         world,
@@ -331,6 +331,8 @@ def _launch(
         rows_at,
         (row_numel // GROUP_NUMEL).bit_length() - 1,
         scale,
+        on=out,
+        num_warps=config.num_warps,
         ELEMENT=form.element,
         SCALES=SCALES[form.name],
         TABLE=by_addresses,
@@ -339,9 +341,5 @@ def _launch(
         SCALED=scale != 1.0,
         ACCUMULATE=accumulate,
         ALIGNED=aligned,
-        HARDWARE=device.has_hardware_fp8(out.device),
         GROUPS=groups,
-        num_warps=config.num_warps,
-        # A contracted multiply-add rounds once where the definition rounds twice.
-        enable_fp_fusion=False,
     )

@@ -34,7 +34,7 @@ from .layout import DEFAULT_ROW_NUMEL, HEADER_BYTES, MessageLayout, checked_alig
 _OPTIONS = (
     f"str format, float scale=1.0, bool accumulate=False, SymInt row_numel={DEFAULT_ROW_NUMEL}"
 )
-_MODULE = "reduce_message_kernels"
+_MODULE = "wire.sum"
 _ROWS = ops.Op(
     f"reduce_messages_(Tensor(a!) out, Tensor messages, {_OPTIONS}) -> ()",
     reference.reduce_messages_,

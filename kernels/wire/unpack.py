@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .. import tables
 from ..formats import device_codes as device
-from ..launch import LaunchConfig, on_device_of
+from ..launch import LaunchConfig, launch
 from ..nvfp4.blocks import decode_factors
 from ..portable import covered, round_to, to_fp32
 from ..tuned import config_for
@@ -289,28 +289,27 @@ def unpack_message_(
     source = aligned_memory(message)
     if source is not message:
         source.copy_(message)
-    with on_device_of(message):
-        table = _tables.get(keys, tile, message.device)
-        _unpack_kernel[(table.num_tiles,)](
-            source,
-            table.entries,
-            table.tiles_at,
-            layout.scales_at,
-            layout.row_scales_at,
-            None if scale == 1.0 else scale,
-            FORMAT=format,
-            ROW=row_numel,
-            ACCUMULATE=accumulate,
-            HARDWARE=device.has_hardware_fp8(message.device),
-            KIND=paths.dtype,
-            FULL=paths.full,
-            MASKED=paths.masked,
-            TILE=tile,
-            PART=part_numel(tile, row_numel),
-            num_warps=config.num_warps,
-            # A contracted multiply-add rounds once where the definition rounds twice.
-            enable_fp_fusion=False,
-        )
+    table = _tables.get(keys, tile, message.device)
+    launch(
+        _unpack_kernel,
+        table.num_tiles,
+        source,
+        table.entries,
+        table.tiles_at,
+        layout.scales_at,
+        layout.row_scales_at,
+        None if scale == 1.0 else scale,
+        on=message,
+        num_warps=config.num_warps,
+        FORMAT=format,
+        ROW=row_numel,
+        ACCUMULATE=accumulate,
+        KIND=paths.dtype,
+        FULL=paths.full,
+        MASKED=paths.masked,
+        TILE=tile,
+        PART=part_numel(tile, row_numel),
+    )
     for tensor, row in zip(tensors, rows, strict=True):
         if row is not tensor:
             tensor.copy_(row)

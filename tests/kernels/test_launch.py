@@ -1,24 +1,40 @@
 """Launch configurations: powers of two, and 16 bytes a thread for the narrowest side."""
 
 import pytest
+import torch
 
-from sidestream.kernels import LaunchConfig, launch
+from sidestream.kernels import LaunchConfig, launch, op, pack_
+from sidestream.kernels.pack import kernel, sum
 
 
 @pytest.mark.parametrize("world", [1, 4, 5, 1024], ids="world {}".format)
 def test_every_thread_has_whole_accesses(world):
-    for config in (launch.pack_config(), launch.reduce_config(world)):
+    for config in (kernel.default_config(), sum.default_config(world)):
         threads = config.num_warps * launch.THREADS_PER_WARP
         assert config.block_bytes % (threads * launch.ACCESS_BYTES) == 0
 
 
-def test_a_configuration_is_made_once():
-    for number in range(1, 3):
-        assert launch.reduce_config(number) is launch.reduce_config(number)
-    assert launch.pack_config() is launch.pack_config()
+def test_a_recorded_launch_runs_nothing_and_has_all_that_a_compiler_needs():
+    flat, tensors = torch.zeros(512), [torch.ones(300), torch.ones(7, dtype=torch.bfloat16)]
+    with op.launching_on_cpu(), launch.recorded() as record:
+        pack_(flat, tensors, [0, 384], scale=0.5)
+    (found,) = record
+    assert flat.eq(0).all()
+    assert found.kernel is kernel._pack_kernel
+    assert found.programs == 2
+    assert found.arguments["flat"] is flat
+    assert found.arguments["scale"] == 0.5
+    assert set(found.arguments) | set(found.constants) == set(found.kernel.arg_names)
+    assert (found.constants["SCALED"], found.constants["TILE_BYTES"]) == (True, 8192)
+    pack_(flat, tensors, [0, 384])
+    assert flat[:300].eq(1).all(), "the block has ended"
 
 
 @pytest.mark.parametrize(("block_bytes", "num_warps"), [(0, 4), (3000, 4), (4096, 3), (-8, 4)])
 def test_not_a_power_of_two_is_refused(block_bytes, num_warps):
     with pytest.raises(ValueError, match=r"expected a power of two, got -?\d+; round it up"):
         LaunchConfig(block_bytes, num_warps)
+
+
+def test_cpu_has_no_hardware_conversion():
+    assert not launch.has_hardware_fp8(torch.device("cpu"))

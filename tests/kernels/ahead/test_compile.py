@@ -171,7 +171,7 @@ def test_gate_fails_on_registers_spills_and_blindness(monkeypatch):
 def test_spills_are_read(monkeypatch):
     """256 sums a thread cannot stay in 255 registers."""
     crowded = launch.LaunchConfig(block_bytes=16 * 1024, num_warps=1)
-    monkeypatch.setattr(launch, "reduce_config", lambda world: crowded)
+    monkeypatch.setattr(reduce, "default_config", lambda world: crowded)
     compiled = compile_reduce("sm_90", "*bf16", "*fp32", 2, accumulate=True)
     assert compiled.spill_bytes > 0
     assert any("bytes spilled" in fault for fault in faults(compiled, reduce))

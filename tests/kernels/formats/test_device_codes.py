@@ -6,11 +6,9 @@ What they cost an element, the gates of the kernels that use them tell.
 from functools import partial
 
 import pytest
-import torch
 
 from sidestream.kernels.ahead import HARDWARE_FP8
 from sidestream.kernels.ahead import compile as aot
-from sidestream.kernels.formats import device_codes
 from sidestream.tests.kernels import costs
 from sidestream.tests.kernels.formats import code_probes
 
@@ -44,7 +42,3 @@ def test_every_function_compiles(target):
     if target in HARDWARE_FP8:
         for element in ("E4M3", "E5M2"):
             assert f"F2FP.SATFINITE.{element}.F32" in encoded.assembly
-
-
-def test_cpu_has_no_hardware_conversion():
-    assert not device_codes.has_hardware_fp8(torch.device("cpu"))

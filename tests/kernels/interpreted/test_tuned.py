@@ -1,14 +1,10 @@
 """Candidates change no bit: the tuner's own cases, interpreted, with small and large blocks."""
 
-import gc
-
 import pytest
 import torch
 
 from sidestream.bench import tunables
-from sidestream.bench.kernel_cases import many_tensors
-from sidestream.kernels import op as ops
-from sidestream.kernels import tuned
+from sidestream.kernels import op, tuned
 
 CPU = torch.device("cpu")
 MIN_NUMEL = 4096
@@ -16,18 +12,10 @@ TUNABLES = tunables.tunables()
 
 
 @pytest.fixture(autouse=True)
-def _kernels_on_the_cpu(monkeypatch):
+def _kernels_on_the_cpu():
     """Public functions reach the interpreted kernels instead of the definitions."""
-    for op in [found for found in gc.get_objects() if type(found) is ops.Op]:
-        monkeypatch.setattr(op, "overload", op.by_device["cuda"])
-        monkeypatch.setattr(op, "by_device", {"cpu": op.by_device["cuda"]})
-    # Views at hand would spare a CPU the op.
-    monkeypatch.setattr(
-        many_tensors, "pack_", lambda *args, slots, **options: ops.pack_(*args, **options)
-    )
-    monkeypatch.setattr(
-        many_tensors, "reduce_", lambda *args, rows, **options: ops.reduce_(*args, **options)
-    )
+    with op.launching_on_cpu():
+        yield
 
 
 def extremes(tunable):
