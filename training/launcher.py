@@ -23,13 +23,13 @@ from .boards import FolderBoard
 from .heartbeat import BEAT_S, STARTING, Silence
 from .interruption import ENDING_SIGNALS, NotedSignals, noting_signals
 from .launch_folder import launch_folder
+from .processes import Process, describe_exit, end, exit_code, start, tail_of, watch
 from .ranks import INIT_METHOD_VARIABLE
 from .remarks import say
 
 GRACE_S = 12.0
 TERMINATE_S = 3.0
-POLL_S = 0.05
-SHOWN_LINES = 25
+SHOWN_LINES, SHOWN_BYTES = 25, 64 * 1024
 SHOW_CURSOR = "\x1b[?25h"
 # The folder of the launcher, where its ranks find the board.
 LAUNCHED_VARIABLE = "SIDESTREAM_LAUNCHED"
@@ -45,7 +45,7 @@ class _Rank:
     def tail(self) -> str:
         if self.log is None:
             return ""
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = tail_of(self.log, SHOWN_BYTES).splitlines()
         return "\n".join(f"  rank {self.rank} | {line}" for line in lines[-SHOWN_LINES:])
 
 
@@ -73,7 +73,7 @@ def launch(
                 signals.raise_noted()
             return _Watch(ranks, FolderBoard(folder), silence, signals).run(grace_s)
         finally:
-            _end(_running(ranks))
+            end(_processes(ranks), terminate_s=TERMINATE_S)
             for rank in ranks:
                 if rank.process.stdin is not None:
                     rank.process.stdin.close()
@@ -113,25 +113,10 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def describe_exit(code: int) -> str:
-    """Say how a process with this `Popen.returncode` ended."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
-
-
 def _start(command: Sequence[str], rank: int, num_ranks: int, folder: Path) -> _Rank:
+    log = folder / f"rank-{rank}.log" if rank else None
     environment = rank_environment(os.environ, rank, num_ranks, folder)
-    if rank == 0:
-        return _Rank(rank, subprocess.Popen(command, env=environment, stdin=subprocess.PIPE), None)
-    log = folder / f"rank-{rank}.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.STDOUT
-        )
+    process = start(command, log=log, stdin=subprocess.PIPE, environment=environment)
     return _Rank(rank, process, log)
 
 
@@ -160,7 +145,7 @@ class _Watch:
         places = {rank.rank: self._place(rank) for rank in running}
         for rank in failed:
             rank.process.kill()  # stopped: it would not hear SIGTERM
-        _end([*failed, *running])
+        end(_processes([*failed, *running]), terminate_s=TERMINATE_S)
         for rank in self.ranks:
             code, tail = rank.process.returncode, rank.tail()
             if rank in running and grace_s:
@@ -183,32 +168,26 @@ class _Watch:
         ended well.
         """
         next_beat_s = time.monotonic()
-        while True:
+        for left in watch(_processes(self.ranks)):
             self.signals.raise_noted()
-            failed = [rank for rank in self.ranks if rank.process.poll()]
+            failed = [rank for rank in self.ranks if exit_code(rank.process)]
             if failed:
                 # A signal before an exit code: who was killed is the cause, who raised follows.
                 return [min(failed, key=lambda rank: rank.process.returncode > 0)]
-            running = _running(self.ranks)
-            if not running:
-                return []
-            if time.monotonic() >= next_beat_s:
+            if left and time.monotonic() >= next_beat_s:
                 next_beat_s = time.monotonic() + BEAT_S
-                if silent := self._silent(running):
+                if silent := self._silent(_running(self.ranks)):
                     return silent
-            time.sleep(POLL_S)
+        return []
 
     def _wait_for_others(self, failed: Sequence[_Rank], grace_s: float) -> list[_Rank]:
         """Wait for all but `failed`, and return those that still run after `grace_s`."""
-        running = [rank for rank in _running(self.ranks) if rank not in failed]
-        if running and grace_s:
+        others = [rank for rank in self.ranks if rank not in failed]
+        if grace_s and (running := _running(others)):
             say(f"waiting up to {grace_s:g} s for {_names(running)} to end with an error")
-        deadline = time.monotonic() + grace_s
-        while running and time.monotonic() < deadline:
-            self.signals.raise_noted()
-            time.sleep(POLL_S)
-            running = _running(running)
-        return running
+            for _ in watch(_processes(running), grace_s):
+                self.signals.raise_noted()
+        return _running(others)
 
     def _silent(self, running: Sequence[_Rank]) -> list[_Rank]:
         if self.silence is None:
@@ -235,19 +214,11 @@ class _Watch:
 
 
 def _running(ranks: Sequence[_Rank]) -> list[_Rank]:
-    return [rank for rank in ranks if rank.process.poll() is None]
+    return [rank for rank in ranks if exit_code(rank.process) is None]
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
-    for rank in ranks:
-        rank.process.terminate()
-    deadline = time.monotonic() + TERMINATE_S
-    for rank in ranks:
-        try:
-            rank.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            rank.process.wait()
+def _processes(ranks: Sequence[_Rank]) -> list[Process]:
+    return [rank.process for rank in ranks]
 
 
 def _names(ranks: Sequence[_Rank]) -> str:
