@@ -1,5 +1,4 @@
-"""Owns the rank processes of a bench: start them on this machine, join them, collect what each
-returns.
+"""The ranks of a bench: processes of this machine that meet, work, and answer with what they found.
 
     device_type    backend    each rank has
     cpu            gloo       one compute thread; ranks talk over the loopback interface
@@ -14,14 +13,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-import time
-import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..training.errors import UsageError
+from ..training.processes import Process, answer, answers, end, has_answered, wait_for, watch
 
 GLOO_RANKS = 2
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -39,14 +35,6 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 class RanksFailed(RuntimeError):
     """A rank raised, ended early or overran; the text has the traceback of each that did."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """Where the ranks meet and on what they compute."""
-
-    rendezvous: str
-    device_type: str
 
 
 def device_of(rank: int, device_type: str) -> torch.device:
@@ -92,108 +80,75 @@ def run_ranks(
     if world < 1:
         raise ValueError(f"world must be at least 1, got {world}; ask for one rank or more.")
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as folder:
-        rendezvous = f"file://{Path(folder) / 'rendezvous'}"
-        processes: list[BaseProcess] = []
-        receivers: list[Connection] = []
+    with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as name:
+        folder = Path(name)
+        given = (work, argument, world, device_type)
+        ranks = [
+            context.Process(
+                target=answer,
+                args=(folder, rank, partial(_in_group, folder, rank, *given)),
+                daemon=True,
+            )
+            for rank in range(world)
+        ]
         try:
-            for rank in range(world):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_enter,
-                    args=(work, rank, world, _Meeting(rendezvous, device_type), argument, sender),
-                    daemon=True,
-                )
-                process.start()
-                sender.close()
-                processes.append(process)
-                receivers.append(receiver)
-            results = _collect(receivers, timeout_s)
-            for started in processes:
-                started.join(timeout=_FAREWELL_S)
-            return results
+            for rank in ranks:
+                rank.start()
+            _wait(folder, ranks, timeout_s)
+            values, failures = answers(folder, ranks)
         finally:
-            for started in processes:
-                started.kill()
-                started.join()
-            for receiver in receivers:
-                receiver.close()
-
-
-def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
-    deadline = time.monotonic() + timeout_s
-    while len(results) + len(failures) < len(receivers):
-        waiting = {
-            receiver: rank
-            for rank, receiver in enumerate(receivers)
-            if rank not in results and rank not in failures
-        }
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for receiver, rank in waiting.items():
-            if receiver in ready:
-                succeeded, value = _receive(receiver)
-                (results if succeeded else failures)[rank] = value
-        if failures:
-            # The rank that is to blame may speak last: give the others time to say why they failed.
-            deadline = min(deadline, time.monotonic() + _FAREWELL_S)
+            end(ranks)
     if failures:
         raise RanksFailed(
             "\n".join(f"rank {rank} failed:\n{text}" for rank, text in sorted(failures.items()))
         )
-    missing = sorted(set(range(len(receivers))) - set(results))
-    if missing:
+    if missing := sorted(set(range(world)) - set(values)):
         raise RanksFailed(
             f"ranks {missing} gave no result within {timeout_s:g} s; "
             "ask for fewer steps or a longer time limit."
         )
-    return [results[rank] for rank in range(len(receivers))]
+    return [values[rank] for rank in range(world)]
 
 
-def _receive(receiver: Connection) -> tuple[bool, Any]:
-    try:
-        succeeded, value = receiver.recv()
-    except EOFError:
-        return False, "it ended without a result or an error."
-    return succeeded, value
+def _wait(folder: Path, ranks: Sequence[Process], timeout_s: float) -> None:
+    """Until all have answered or one has ended without, and then a little longer."""
+    for running in watch(ranks, timeout_s):
+        has = {rank: has_answered(folder, number) for number, rank in enumerate(ranks)}
+        if all(has.values()) or any(rank not in running and not has[rank] for rank in ranks):
+            # The rank that is to blame may speak last.
+            wait_for(running, _FAREWELL_S)
+            return
 
 
-def _enter(
-    work: Callable[[int, Any], Any],
+def _in_group(
+    folder: Path,
     rank: int,
-    world: int,
-    meeting: _Meeting,
+    work: Callable[[int, Any], Any],
     argument: Any,
-    sender: Connection,
-) -> None:
+    world: int,
+    device_type: str,
+) -> Any:
     os.environ.update(_ENVIRONMENT)
     if Path("/sys/class/net", _LOOPBACK).exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     torch.set_num_threads(1)
     # DTensor calls a collective by a name that torch itself has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    try:
-        device = device_of(rank, meeting.device_type)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            _BACKENDS[device.type],
-            init_method=meeting.rendezvous,
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=300),
-            device_id=device if device.type == "cuda" else None,
-        )
-        outcome = (True, work(rank, argument))
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception:  # noqa: BLE001 - whatever it is, the parent raises it with its traceback
-        outcome = (False, traceback.format_exc())
-    sender.send(outcome)
-    sender.close()
+    device = device_of(rank, device_type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        _BACKENDS[device.type],
+        init_method=(folder / "rendezvous").as_uri(),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=300),
+        device_id=device if device.type == "cuda" else None,
+    )
+    value = work(rank, argument)
+    dist.barrier()
+    dist.destroy_process_group()
+    return value
 
 
 def read_loopback_bytes() -> int | None:

@@ -21,24 +21,22 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..training import processes
 from . import poison
 
 # `torch._dynamo` is what making an optimizer imports: more than a second of each rank's time. And
 # `torch.distributed.checkpoint` is what saving imports.
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.checkpoint", "torch.optim"]
 PRELOAD += ["torch._dynamo", "numpy", "pytest", "sidestream", __name__]
-OUTPUT_TAIL_BYTES = 4000
 STACK_DUMP_S = 0.5
 # Of the time limit: a collective that hangs then raises in its own rank, which says where.
 GROUP_SHARE = 0.8
@@ -89,7 +87,7 @@ def run_on_ranks(
     `function` stands at the top level of its module; arguments and values are anything picklable,
     tensors included. Each rank has one thread, a default process group of `backend` (`None`: no
     group) on the loopback interface, and this process's environment updated with `env`. Raises
-    `RanksFailed` with every rank's traceback, the signal a rank died of, and the stacks of each
+    `RanksFailed` with every rank's traceback, the signal that killed a rank, and the stacks of each
     rank that ran longer than `timeout_s` (those are killed).
     """
     _require_top_level(function)
@@ -107,17 +105,17 @@ def run_on_ranks(
         torch.save(args, Path(folder) / "args")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        processes = [
+        ranks = [
             context.Process(target=_rank_main, args=(call, rank)) for rank in range(world_size)
         ]
         try:
-            for process in processes:
-                process.start()
-            overdue = _wait(processes, timeout_s)
-            _dump_stacks([processes[rank] for rank in overdue])
+            for rank in ranks:
+                rank.start()
+            overdue = processes.wait_for(ranks, timeout_s)
+            _dump_stacks(overdue)
         finally:
-            _kill(processes)
-        return _collect(call, processes, overdue)
+            processes.end(ranks)
+        return _collect(call, ranks, overdue)
 
 
 def _require_top_level(function: Callable[..., Any]) -> None:
@@ -130,81 +128,40 @@ def _require_top_level(function: Callable[..., Any]) -> None:
         )
 
 
-def _wait(processes: list[Any], timeout_s: float) -> list[int]:
-    """Wait for all to end; return the ranks still running at the limit."""
-    deadline = time.monotonic() + timeout_s
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    while running:
-        ended = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
-        if not ended:
-            break
-        for sentinel in ended:
-            del running[sentinel]
-    return sorted(running.values())
-
-
-def _dump_stacks(processes: list[Any]) -> None:
-    for process in processes:
-        os.kill(process.pid, signal.SIGUSR1)
-    if processes:
+def _dump_stacks(overdue: list[Any]) -> None:
+    for rank in overdue:
+        os.kill(rank.pid, signal.SIGUSR1)
+    if overdue:
         time.sleep(STACK_DUMP_S)
 
 
-def _kill(processes: list[Any]) -> None:
-    started = [process for process in processes if process.pid is not None]
-    for process in started:
-        if process.is_alive():
-            process.kill()
-    for process in started:
-        process.join()
-
-
-def _collect(call: _Call, processes: list[Any], overdue: list[int]) -> list[Any]:
-    failures: dict[int, str] = {}
-    values: dict[int, Any] = {}
-    for rank, process in enumerate(processes):
-        if rank in overdue:
-            stack = _text(call.file("stack", rank))
-            failures[rank] = (
-                f"still running after {call.timeout_s:g} s, killed; it stood in\n{stack}"
-            )
-        elif call.file("error", rank).exists():
-            failures[rank] = _text(call.file("error", rank))
-        elif process.exitcode != 0:
-            failures[rank] = f"{_cause_of_death(process.exitcode)} before it returned"
-        else:
-            values[rank] = torch.load(call.file("value", rank), weights_only=False)
-        if rank in failures and (output := _text(call.file("output", rank))):
+def _collect(call: _Call, ranks: list[Any], overdue: list[Any]) -> list[Any]:
+    values, failures = processes.answers(Path(call.folder), ranks)
+    for rank in map(ranks.index, overdue):
+        stack = processes.tail_of(call.file("stack", rank))
+        failures[rank] = f"still running after {call.timeout_s:g} s, killed; it stood in\n{stack}"
+    for rank in failures:
+        if output := processes.tail_of(call.file("output", rank)):
             failures[rank] += f"\nits output ended with\n{output}"
     if failures:
         raise RanksFailed(failures, values)
     return [values[rank] for rank in range(call.world_size)]
 
 
-def _text(path: Path) -> str:
-    return path.read_bytes()[-OUTPUT_TAIL_BYTES:].decode(errors="replace") if path.exists() else ""
-
-
-def _cause_of_death(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"died of {signal.Signals(-exit_code).name}"
-    return f"exited with status {exit_code}"
-
-
 def _rank_main(call: _Call, rank: int) -> None:
     _prepare_process(call, rank)
-    try:
-        function = _load_function(call)
-        args = torch.load(Path(call.folder) / "args", weights_only=False)
-        if call.backend is not None:
-            _join_group(call, rank)
-        value = function(rank, call.world_size, *args)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        torch.save(value, call.file("value", rank))
-    except BaseException:  # noqa: BLE001 - whatever ends a rank is reported
-        call.file("error", rank).write_text(traceback.format_exc())
-        sys.exit(1)
+    processes.answer(Path(call.folder), rank, lambda: _value(call, rank))
+
+
+def _value(call: _Call, rank: int) -> Any:
+    function = _load_function(call)
+    args = torch.load(Path(call.folder) / "args", weights_only=False)
+    if call.backend is not None:
+        _join_group(call, rank)
+    value = function(rank, call.world_size, *args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return value
 
 
 def _prepare_process(call: _Call, rank: int) -> None:

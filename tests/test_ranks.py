@@ -84,13 +84,13 @@ def test_traceback_of_the_failing_rank_comes_back() -> None:
 
 
 def test_killed_rank_is_named_with_its_signal() -> None:
-    with pytest.raises(RanksFailed, match="rank 1: died of SIGKILL") as caught:
+    with pytest.raises(RanksFailed, match="rank 1: was killed by SIGKILL") as caught:
         run_on_ranks(_rank_one_dies, 2)
     assert list(caught.value.failures) == [1]
 
 
 def test_silent_exit_is_a_failure() -> None:
-    with pytest.raises(RanksFailed, match="rank 1: exited with status 3"):
+    with pytest.raises(RanksFailed, match="rank 1: exited with code 3"):
         run_on_ranks(_rank_one_exits, 2)
 
 

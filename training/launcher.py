@@ -11,7 +11,6 @@ end: all ranks are ended. The launcher dies: every rank reads the end of its pip
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time

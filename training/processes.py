@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -67,7 +68,7 @@ def running(processes: Iterable[Process]) -> list[Process]:
 
 
 def watch(processes: Iterable[Process], timeout_s: float = math.inf) -> Iterator[list[Process]]:
-    """Which of `processes` run, again and again: lastly none, or those that do after `timeout_s`."""
+    """Which of `processes` run, again and again: at last none, or those late by then."""
     deadline = time.monotonic() + timeout_s
     while (left := running(processes)) and (left_s := deadline - time.monotonic()) > 0.0:
         yield left
@@ -79,9 +80,7 @@ def watch(processes: Iterable[Process], timeout_s: float = math.inf) -> Iterator
 
 def wait_for(processes: Iterable[Process], timeout_s: float) -> list[Process]:
     """Wait for all to end; those that still run after `timeout_s`."""
-    late: list[Process] = []
-    for late in watch(processes, timeout_s):
-        pass
+    (late,) = deque(watch(processes, timeout_s), maxlen=1)
     return late
 
 

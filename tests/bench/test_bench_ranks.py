@@ -19,7 +19,7 @@ def test_results_come_in_rank_order_and_ranks_share_a_group():
     ("work", "argument", "message"),
     [
         pytest.param(rank_work.fail_last, "lost key", "rank 1 failed:\n.*lost key", id="raises"),
-        pytest.param(rank_work.die_last, 3, "rank 1 failed:\nit ended without", id="dies"),
+        pytest.param(rank_work.die_last, 3, "rank 1 failed:\nexited with code 3", id="dies"),
     ],
 )
 def test_a_rank_that_fails_is_named_and_ends_the_others(work, argument, message):

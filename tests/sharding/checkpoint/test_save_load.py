@@ -343,7 +343,7 @@ def _load_extra(rank: int, world_size: int, folder: str) -> Any:
 
 def test_a_rank_that_dies_before_publishing_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path / "c")
-    with pytest.raises(RanksFailed, match="exited with status 9"):
+    with pytest.raises(RanksFailed, match="exited with code 9"):
         run_on_ranks(_die_while_publishing, 2, folder, timeout_s=30)
     assert run_on_ranks(_load_extra, 2, folder, timeout_s=60) == ["old", "old"]
 
