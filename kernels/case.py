@@ -38,18 +38,6 @@ STOCHASTIC_SHARE = 0.60
 RECORDED_NUMEL = 1 << 16
 SEED = 0
 DTYPES = {form.name: form.dtype for form in WIRE_FORMATS}
-NOISE_SEED = 0x5EED_0000_0001
-"""Of stochastic rounding: seeds of users have more than 32 bits, and cost registers."""
-
-ALIGNMENT_NUMEL = 128
-# Meta, Llama 3 8B: hidden size 4096, 8 key/value heads of 128, intermediate size 14336.
-_SQUARE, _GROUPED, _WIDE = (4096, 4096), (1024, 4096), (14336, 4096)
-LLAMA_BLOCK: tuple[tuple[int, ...], ...] = (
-    *(_SQUARE, _GROUPED, _GROUPED, _SQUARE),
-    *(_WIDE, _WIDE, _WIDE[::-1]),
-    *((4096,), (4096,)),
-)
-_DIM_MULTIPLE = 8
 _MANY = 1 << 28  # elements among which headers and padding do not show
 
 Count = Callable[["CompiledKernel", float], float]
@@ -243,37 +231,3 @@ def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> boo
         torch.equal(one.cpu().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
         for one, other in zip(found, expected, strict=True)
     )
-
-
-def block_shapes(numel: int) -> tuple[tuple[int, ...], ...]:
-    """The tensors of a Llama 3 8B block, made narrower so that they have about `numel` elements.
-
-    One tensor where that would leave fragments of tiles.
-    """
-    if numel <= RECORDED_NUMEL:
-        return ((numel,),)
-    whole = sum(torch.Size(shape).numel() for shape in LLAMA_BLOCK)
-    factor = (numel / whole) ** 0.5
-    return tuple(
-        tuple(max(1, round(size * factor / _DIM_MULTIPLE)) * _DIM_MULTIPLE for size in shape)
-        for shape in LLAMA_BLOCK
-    )
-
-
-def block_numel(numel: int) -> int:
-    """The elements of all of `block_shapes(numel)`."""
-    return sum(torch.Size(shape).numel() for shape in block_shapes(numel))
-
-
-def block(device: torch.device, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Normal numbers in those shapes."""
-    return [torch.randn(shape, device=device).to(dtype) for shape in block_shapes(numel)]
-
-
-def offsets_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where aligned tensors lie one after the other, and where the last one ends."""
-    offsets, end = [], 0
-    for tensor in tensors:
-        offsets.append(end)
-        end += -(-tensor.numel() // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
-    return offsets, end

@@ -141,3 +141,8 @@ def stretches(compiled: CompiledKernel, ends: tuple[str, ...]) -> list[tuple[int
             found.append((wide, count))
             wide, count = 0, 0
     return found
+
+
+def full_path_cost(compiled: CompiledKernel, elements_per_thread: float) -> float:
+    """Placeholder."""
+    return program_cost(compiled, elements_per_thread)

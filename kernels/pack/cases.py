@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..ahead.count import costliest_path, wide_path_cost
-from ..case import DTYPES, Case, Count, Gate, Operands, Row, block, block_numel, offsets_of
+from ..case import DTYPES, Case, Count, Gate, Operands, Row
+from ..inputs import block, block_numel, offsets_of
 from .op import pack_, reduce_, unpack_
 
 if TYPE_CHECKING:
