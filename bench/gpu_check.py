@@ -1,17 +1,18 @@
-"""Owns `make gpu-check`: whether the kernels are right on a GPU, how fast, and if training runs.
+"""`make gpu-check`: whether the kernels are right on a GPU, how fast, and if training runs there.
 
     python3 bench/gpu_check.py            installs nothing; ends within 6 minutes
     python3 bench/gpu_check.py --dry-run  the whole script on a CPU, tiny: not a measurement
 
-    tests, memcheck, racecheck    side by side; when one fails nothing is timed
-    tests that take times         alone, as all below but the trainings
-    kernels                       beside their rivals; what is wrong has no times
-    trainings                     1 rank; 2 and 4 ranks that share the GPU: side by side
-    step time, autotune           of one rank against FSDP2; of one op
+    gpu tests, memcheck, racecheck      side by side, as the trainings are
+    gpu tests that take times           alone, as all below but the trainings
+    kernels                             beside their rivals; what is wrong has no times
+    trainings                           1 rank; 2 and 4 ranks that share the GPU
+    step time, autotune                 of one rank against FSDP2; of one op
 
-Prints one table, and writes <gpu>/<date>.json and <gpu>/<date>-kernels.json into $OUT (default
-bench/results); the second is what `sidestream bench kernels --json` writes too, for
-`sidestream bench report` and `--baseline`. Exit code 1 when anything failed, 2 when the check
+Prints each result as it comes, and writes <gpu>/<date>.json and <gpu>/<date>-kernels.json into $OUT
+(default bench/results); the second is what `sidestream bench kernels --json` writes too, for
+`sidestream bench report` and `--baseline`. What passes its own gate is timed whatever else failed;
+the report of the kernels then notes what did. Exit code 1 when anything failed, 2 when the check
 cannot be done here. A step that is not run, for lack of time or of what it needs, fails nothing:
 the verdict names it.
 """
@@ -27,8 +28,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,19 @@ if __name__ == "__main__":
     runpy.run_path(str(ROOT / "tests" / "checkout.py"))["make_importable"]()
 
 from sidestream.bench import (  # noqa: E402  (importable from here on)
-    gpu_gates,
-    gpu_speed,
-    gpu_training,
+    gpu_commands,
+    gpu_kernels,
+    gpu_tests,
     reports,
 )
 from sidestream.bench.gpu_steps import (  # noqa: E402
     FAILED,
     NOT_RUN,
     Budget,
-    StepResult,
+    Result,
+    Step,
     attempt,
-    together,
+    side_by_side,
 )
 from sidestream.kernels import tuned  # noqa: E402
 from sidestream.training.errors import UsageError  # noqa: E402
@@ -64,6 +66,8 @@ DRY_FOLDER = "cpu_dry_run"
 DRY_PATIENCE = 4.0
 EXIT_USAGE = 2
 _DETAIL_CHARACTERS = 150
+# Each training compiles, or is several ranks.
+_CORES_A_TRAINING = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,7 +84,10 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_USAGE
     report, kernels = _check(device, dry_run=options.dry_run)
     files = _write(folder, report, kernels)
-    _print(report, kernels)
+    for step in report["steps"]:
+        if step["status"] == FAILED:
+            print(f"\nFAILED, {step['name']}: {step['detail']}")
+    print(f"\n{report['verdict']}, in {report['seconds']:.0f} s ({report['label']})")
     print(f"written to {' and '.join(map(str, files))}")
     return 0 if report["ok"] else 1
 
@@ -106,77 +113,92 @@ def results_folder(device: torch.device) -> Path:
 def _check(device: torch.device, *, dry_run: bool) -> tuple[dict[str, Any], reports.Report | None]:
     start = time.monotonic()
     budget = Budget(BUDGET_S, patience=DRY_PATIENCE if dry_run else 1.0)
-    head = reports.document(KIND, (), device, schema_version=SCHEMA_VERSION)
-    steps, kernels = _steps(budget, device, dry_run=dry_run)
     report = {
-        **head,
+        **reports.document(KIND, (), device, schema_version=SCHEMA_VERSION),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "label": DRY_LABEL if dry_run else "measurement",
-        "ok": _all_right(steps),
-        "verdict": verdict(steps),
+    }
+    _say(f"gpu-check, {report['label']}: {report['machine']['device']}, torch {torch.__version__}")
+    _say(f"\n{'step':<34} {'status':<8} {'s':>6}  detail")
+    check = _Check(budget, device, dry_run, report["label"])
+    check.run()
+    report |= {
+        "ok": not _failed(check.results),
+        "verdict": verdict(check.results),
         "seconds": time.monotonic() - start,
-        "steps": [vars(step) for step in steps],
+        "steps": [vars(result) for result in check.results],
     }
-    return report, kernels
+    return report, check.kernels
 
 
-def _steps(
-    budget: Budget, device: torch.device, *, dry_run: bool
-) -> tuple[list[StepResult], reports.Report | None]:
-    gates = {gpu_gates.TESTS: partial(gpu_gates.gpu_tests, budget, dry_run=dry_run)}
-    for tool in gpu_gates.TOOLS:
-        gates[tool] = partial(gpu_gates.sanitizer, budget, tool, dry_run=dry_run)
-    steps = together(budget, gates)
-    kernels, closed = None, []
-    if _all_right(steps):
-        last_gate = partial(gpu_gates.timed_tests, budget, dry_run=dry_run)
-        steps.append(attempt(gpu_gates.TIMED, last_gate))
-    else:
-        closed.append(gpu_gates.TIMED)
-    if is_open := _all_right(steps):
-        measured, kernels = _kernels(budget, device, dry_run=dry_run)
-        steps.append(measured)
-    steps += gpu_training.trainings(budget, dry_run=dry_run)
-    timed = {gpu_speed.STEP: gpu_speed.step_time, gpu_speed.AUTOTUNE: gpu_speed.autotune}
-    if is_open:
-        for name, step in timed.items():
-            steps.append(attempt(name, partial(step, budget, dry_run=dry_run)))
-    else:
-        closed += [gpu_speed.KERNELS, *timed]
-    why = "the tests or a sanitizer failed, so nothing is timed"
-    steps += [StepResult(name, NOT_RUN, 0.0, why) for name in closed]
-    return steps, kernels
+@dataclass
+class _Check:
+    """The steps in the order of need, and what came of them."""
+
+    budget: Budget
+    device: torch.device
+    dry_run: bool
+    label: str
+    results: list[Result] = field(default_factory=list)
+    kernels: reports.Report | None = None
+
+    def run(self) -> None:
+        """All of them."""
+        dry_run = self.dry_run
+        self._side_by_side(gpu_tests.beside(dry_run=dry_run))
+        self._side_by_side([gpu_tests.timed()])
+        self._tell(attempt(gpu_kernels.KERNELS, self._kernels))
+        self._trainings()
+        for step in gpu_commands.timed(dry_run=dry_run):
+            self._side_by_side([step])
+
+    def _side_by_side(self, steps: Sequence[Step], *, cores_each: int = 1) -> list[Result]:
+        return side_by_side(self.budget, steps, self._tell, cores_each=cores_each)
+
+    def _trainings(self) -> None:
+        trainings = gpu_commands.trainings(dry_run=self.dry_run)
+        steps = [*trainings, gpu_tests.shared(dry_run=self.dry_run)]
+        first, second, *_ = self._side_by_side(steps, cores_each=_CORES_A_TRAINING)
+        self._tell(attempt(gpu_commands.AGREE, lambda: gpu_commands.same_training(first, second)))
+
+    def _kernels(self) -> Result:
+        seconds = min(self.budget.limit(gpu_kernels.LIMIT_S), self.budget.left_s)
+        finding, report = gpu_kernels.kernels(self.device, seconds, _say, dry_run=self.dry_run)
+        if report is not None and (failed := _failed(self.results)):
+            note = f"measured by a check in which this failed: {', '.join(failed)}"
+            report = replace(report, notes=(*report.notes, note))
+        self.kernels = report
+        if report is not None:
+            _say(f"\n{self.label}: {reports.format_table(report)}\n")
+        return finding
+
+    def _tell(self, result: Result) -> None:
+        self.results.append(result)
+        detail = result.detail.partition("\n")[0]
+        if result.status == FAILED:  # told in full at the end
+            detail = detail[:_DETAIL_CHARACTERS]
+        _say(f"{result.name:<34} {result.status:<8} {result.seconds:6.1f}  {detail}")
+        if "pack_host_us" in result.values:
+            host = f"pack_ of nine tiny tensors: {result.values['pack_host_us']:.1f} us a call"
+            _say(f"{'':<51}host time of {host}")
 
 
-def _all_right(steps: Sequence[StepResult]) -> bool:
-    return all(step.status != FAILED for step in steps)
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
-def verdict(steps: Sequence[StepResult]) -> str:
+def _failed(results: Sequence[Result]) -> list[str]:
+    return [result.name for result in results if result.status == FAILED]
+
+
+def verdict(results: Sequence[Result]) -> str:
     """In words; what is not run fails nothing, whatever the cause, and is named."""
-    named = {
-        status: [step.name for step in steps if step.status == status]
-        for status in (FAILED, NOT_RUN)
-    }
-    text = f"FAILED: {', '.join(named[FAILED])}" if named[FAILED] else "all right"
-    if left_out := named[NOT_RUN]:
-        link = "; " if named[FAILED] else ", but "
+    failed = _failed(results)
+    text = f"FAILED: {', '.join(failed)}" if failed else "all right"
+    if left_out := [result.name for result in results if result.status == NOT_RUN]:
         count = "1 step" if len(left_out) == 1 else f"{len(left_out)} steps"
-        text += f"{link}{count} not run: {', '.join(left_out)}"
+        text += f"{'; ' if failed else ', but '}{count} not run: {', '.join(left_out)}"
     return text
-
-
-def _kernels(
-    budget: Budget, device: torch.device, *, dry_run: bool
-) -> tuple[StepResult, reports.Report | None]:
-    report = None
-
-    def step() -> StepResult:
-        nonlocal report
-        result, report = gpu_speed.kernels(budget, device, dry_run=dry_run)
-        return result
-
-    return attempt(gpu_speed.KERNELS, step), report
 
 
 def _write(folder: Path, report: dict[str, Any], kernels: reports.Report | None) -> list[Path]:
@@ -192,26 +214,6 @@ def _write(folder: Path, report: dict[str, Any], kernels: reports.Report | None)
     for file, text in texts.items():
         reports.write_text(folder / file, text)
     return [folder / file for file in texts]
-
-
-def _print(report: dict[str, Any], kernels: reports.Report | None) -> None:
-    found = report["machine"]
-    if kernels is not None:
-        print(f"\n{report['label']}: {reports.format_table(kernels)}")
-    print(f"\ngpu-check, {report['label']}: {found['device']}, torch {found['torch']}")
-    print(f"\n{'step':<34} {'status':<8} {'s':>6}  detail")
-    for step in report["steps"]:
-        detail = step["detail"].partition("\n")[0]
-        if step["status"] == FAILED:  # told in full below
-            detail = detail[:_DETAIL_CHARACTERS]
-        print(f"{step['name']:<34} {step['status']:<8} {step['seconds']:6.1f}  {detail}")
-        if "pack_host_us" in step["values"]:
-            host = f"pack_ of nine tiny tensors: {step['values']['pack_host_us']:.1f} us a call"
-            print(f"{'':<51}host time of {host}")
-    for step in report["steps"]:
-        if step["status"] == FAILED:
-            print(f"\nFAILED, {step['name']}: {step['detail']}")
-    print(f"\n{report['verdict']}, in {report['seconds']:.0f} s ({report['label']})")
 
 
 if __name__ == "__main__":

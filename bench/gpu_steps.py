@@ -1,23 +1,22 @@
-"""What `make gpu-check` is made of: programs with a limit, side by side, in the time that is left.
+"""What `make gpu-check` is made of: steps of commands, side by side, in the time that is left.
 
-    Program   a command, and how long it may take
-    Outcome   how it ended, what it said, what it wrote to the file that it was given
-    Step      programs, and what their outcomes say: a Finding
+    Step      commands with a limit, and what is made of their outcomes
+    Outcome   how one command ended, what it said, what it wrote to the file that it was given
+    Result    a row of the table: "ok", "failed" or "not run"
 
-A step ends "ok", "failed" or "not run": where the machine lacks what it needs, or no time is left.
-Neither of these two says anything of the code, so only "failed" fails the check.
+A step is not run where the machine lacks what it needs, or no time is left. That says nothing of
+the code, so only "failed" fails the check.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,17 +35,8 @@ _SHOWN_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
-class Program:
-    """A command, run in the checkout, and the `variables` of its environment that are its own."""
-
-    command: Sequence[str]
-    limit_s: float
-    variables: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """How one program ended. code: None when it ran out of time; whole_check: the check's, not its
+    """How one command ended. code: None when it ran out of time; whole_check: the check's, not its
     own. written: to `FILE`.
     """
 
@@ -65,32 +55,28 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What came of it. `detail`: for people, the first line in the table; `values`: for the file."""
+class Result:
+    """What came of it. detail: for people, its first line in the table. values: for the file."""
 
     status: str
     detail: str
     values: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """Programs that may run side by side, and what their outcomes, in order, say."""
+    """Commands that may run side by side, and what is made of their outcomes, in order.
+
+    variables: of the environment, for the commands alone.
+    """
 
     name: str
-    programs: Sequence[Program]
-    judge: Callable[[Sequence[Outcome]], Finding]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One row of the table."""
-
-    name: str
-    status: str
-    seconds: float
-    detail: str
-    values: Mapping[str, Any] = field(default_factory=dict)
+    commands: Sequence[Sequence[str]]
+    judge: Callable[[Sequence[Outcome]], Result]
+    limit_s: float = 0.0
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Budget:
@@ -112,21 +98,21 @@ class Budget:
         return seconds * self._patience
 
     def stop(self) -> None:
-        """End every program that runs, and let none start."""
+        """End every command that runs, and let none start."""
         self._end = time.monotonic()
 
-    def run(self, program: Program) -> Outcome:
-        """Run `program` for at most its limit and what is left; end what it started with it."""
-        left_s, limit_s = self.left_s, self.limit(program.limit_s)
-        if left_s < min(LEAST_S, limit_s):
+    def run(self, step: Step, command: Sequence[str]) -> Outcome:
+        """Run one of a step's commands in the checkout, and end with it what it has started."""
+        limit_s = self.limit(step.limit_s)
+        if self.left_s < min(LEAST_S, limit_s):
             return Outcome(None, "", 0.0, whole_check=True)
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="sidestream-gpu-check-") as folder:
             log, written = Path(folder, "log"), Path(FILE.replace(FOLDER, folder))
             process = start(
-                [part.replace(FOLDER, folder) for part in program.command],
+                [part.replace(FOLDER, folder) for part in command],
                 log=log,
-                environment={**os.environ, **program.variables},
+                environment={**os.environ, **step.variables},
                 folder=ROOT,
                 own_group=True,
             )
@@ -142,60 +128,50 @@ class Budget:
                 log.read_text(errors="replace"),
                 time.monotonic() - began,
                 written.read_text() if written.exists() else None,
-                whole_check=code is None and not self.left_s,
+                whole_check=not self.left_s,
             )
 
 
-def unfinished(outcome: Outcome) -> Finding | None:
-    """What is said of a program that did not come to its end; None for one that did."""
+def unfinished(outcome: Outcome) -> Result | None:
+    """What is said of a command that did not come to its end; None for one that did."""
     if outcome.code is not None:
         return None
     if not outcome.whole_check:
-        return Finding(FAILED, f"over its limit, {outcome.tail}")
-    return Finding(
-        NOT_RUN, NO_TIME + f": ended after {outcome.seconds:.0f} s" * bool(outcome.seconds)
-    )
+        return Result(FAILED, f"over its limit, {outcome.tail}")
+    after = f": ended after {outcome.seconds:.0f} s" if outcome.seconds else ""
+    return Result(NOT_RUN, NO_TIME + after)
 
 
-def attempt(name: str, find: Callable[[], Finding], seconds: float | None = None) -> StepResult:
-    """The result of `find`; failed where it raises, so that the others still have theirs."""
+def attempt(name: str, step: Callable[[], Result]) -> Result:
+    """The result of `step`; failed where it raises, so that the others still have theirs."""
     began = time.monotonic()
     try:
-        found = find()
+        result = step()
     except Exception as error:  # noqa: BLE001 - whatever it is belongs into the table
-        found = Finding(FAILED, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-    took = time.monotonic() - began if seconds is None else seconds
-    return StepResult(name, found.status, took, found.detail, found.values)
+        result = Result(FAILED, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    return replace(result, name=name, seconds=time.monotonic() - began)
 
 
 def side_by_side(
-    budget: Budget,
-    steps: Sequence[Step],
-    tell: Callable[[StepResult], None],
-    *,
-    cores_each: int = 1,
-) -> list[StepResult]:
-    """Run the programs of `steps`, the first first, as many at a time as there are cores for.
+    budget: Budget, steps: Sequence[Step], tell: Callable[[Result], None], *, cores_each: int = 1
+) -> list[Result]:
+    """Run the commands of `steps`, the first first, as many at a time as there are cores for.
 
     For what is right or wrong; what takes times comes alone. `tell` hears each result.
     """
-    workers = max(1, len(os.sched_getaffinity(0)) // cores_each)
-    with ThreadPoolExecutor(workers) as pool:
+    results = []
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // cores_each)) as pool:
         try:
-            begun = [[pool.submit(budget.run, one) for one in step.programs] for step in steps]
-            results = []
+            begun = [
+                [pool.submit(budget.run, step, one) for one in step.commands] for step in steps
+            ]
             for step, futures in zip(steps, begun, strict=True):
                 outcomes = [future.result() for future in futures]
-                seconds = max(outcome.seconds for outcome in outcomes)
-                results.append(attempt(step.name, partial(step.judge, outcomes), seconds))
+                result = attempt(step.name, partial(step.judge, outcomes))
+                seconds = max((outcome.seconds for outcome in outcomes), default=0.0)
+                results.append(replace(result, seconds=seconds))
                 tell(results[-1])
         except BaseException:
             budget.stop()
             raise
     return results
-
-
-def sidestream(*arguments: str) -> list[str]:
-    """The command line of sidestream."""
-    assert __package__
-    return [sys.executable, "-m", __package__.rpartition(".")[0], *arguments]

@@ -5,6 +5,7 @@ Their memory is aligned, as is that of trainings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _DIM_MULTIPLE = 8
 ROW_NUMEL = 4096
 SQUARE_ROWS = 128
 """Larger matrices have a multiple of so many rows, so that blocks of 128 x 128 are whole."""
+SHORT_ROWS = 3
 NOISE: dict[str, Any] = {"rounding": "stochastic", "seed": 0x5EED_0000_0001}
 """Seeds of users have more than 32 bits, which costs registers."""
 STOCHASTIC = " stochastic"
@@ -64,22 +66,26 @@ def offsets_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def rows_of(numel: int, columns: int = ROW_NUMEL) -> int:
-    """Rows of the matrix of about `numel` elements."""
-    found = max(numel // columns, 1)
-    return found // SQUARE_ROWS * SQUARE_ROWS if found >= SQUARE_ROWS else found
+def matrix_shape(numel: int, columns: int = ROW_NUMEL) -> tuple[int, int]:
+    """Of the matrix of about `numel` elements; less than a row of `columns` are a few short ones,
+    which no block divides.
+    """
+    if numel < columns:
+        return SHORT_ROWS, max(1, numel // SHORT_ROWS)
+    found = numel // columns
+    return found // SQUARE_ROWS * SQUARE_ROWS if found >= SQUARE_ROWS else found, columns
 
 
 def matrix_numel(numel: int, columns: int = ROW_NUMEL) -> int:
     """Elements of the matrix of about `numel` elements."""
-    return rows_of(numel, columns) * columns
+    return math.prod(matrix_shape(numel, columns))
 
 
 def matrix(
     device: torch.device, numel: int, dtype: torch.dtype, columns: int = ROW_NUMEL
 ) -> torch.Tensor:
     """Normal numbers."""
-    return torch.randn(rows_of(numel, columns), columns, device=device).to(dtype)
+    return torch.randn(matrix_shape(numel, columns), device=device).to(dtype)
 
 
 def zeros_like(tensor: torch.Tensor) -> torch.Tensor:

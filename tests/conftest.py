@@ -32,8 +32,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_RootIsAFolder())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where pytest is alone, several of its processes share the tests by this."""
+    parser.addoption(
+        "--part", metavar="K/N", help="of the tests selected every N-th, from the K-th"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the part that is asked for; skip what is marked `gpu` where there is none."""
+    if part := config.getoption("--part"):
+        first, step = map(int, part.split("/"))
+        items[:] = items[first::step]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -13,7 +13,7 @@ import torch
 
 from ..ahead.count import path_cost
 from ..case import DTYPES, Case, Gate, Operands, Row
-from ..inputs import ROW_NUMEL, SQUARE_ROWS, decoded_from, made_from, matrix_numel, rows_of
+from ..inputs import ROW_NUMEL, SQUARE_ROWS, decoded_from, made_from, matrix_numel, matrix_shape
 from .op import dequantize_fp8, quantize_fp8, update_fp8_scales_
 from .reference import scale_shape
 
@@ -83,7 +83,7 @@ def cases() -> Iterator[Case]:
 
 
 def _scale_bytes(numel: int, columns: int, scaling: str) -> int:
-    shape = torch.Size((rows_of(numel, columns), columns))
+    shape = torch.Size(matrix_shape(numel, columns))
     return torch.float32.itemsize * scale_shape(shape, scaling).numel()
 
 

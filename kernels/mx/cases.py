@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ..ahead.count import program_cost
 from ..case import DTYPES, Case, Gate, Operands, Row
@@ -102,7 +103,9 @@ def _dequantize_case(element: str, dtype: str, *, swizzled: bool = False) -> Cas
 
     def call(operands: Operands) -> None:
         (data, scales), (out,) = operands.read, operands.written
-        dequantize_mx(data, scales, element=element, dtype=out.dtype, swizzled=swizzled, out=out)
+        options: dict[str, Any] = {"element": element, "swizzled": swizzled}
+        options |= {"dtype": out.dtype, "row_numel": out.shape[-1]}
+        dequantize_mx(data, scales, out=out, **options)
 
     return Case(
         op="dequantize_mx_",
