@@ -113,7 +113,8 @@ def _piece(tensors: Sequence[torch.Tensor], place: float, align: int = 1) -> _Pi
     numel = tensors[index].numel()
     count = min(PART_NUMEL, numel)
     start = round(place * (numel - count)) // align * align
-    return _Piece(index, start, min(numel, start + count + align - 1))
+    stop = start + count
+    return _Piece(index, start, stop if numel - stop >= align else numel)
 
 
 def _rows(case: Case, operands: Operands, place: float) -> Operands:

@@ -11,7 +11,7 @@ import torch
 
 from ...kernels import E2M1, E4M3, NVFP4
 from ...kernels.case import Case, Operands, offsets_of
-from .candidates import Bind, as_bind
+from .case import Bind, as_bind
 from .rivals import cast_by_torch, is_noisy, largest_by_torch, norm_by_torch
 
 _MX_BLOCK, _NVFP4_BLOCK = 32, 16

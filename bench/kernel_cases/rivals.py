@@ -15,7 +15,7 @@ import torch
 from ...kernels import E2M1, hadamard16
 from ...kernels.case import Case, Operands, offsets_of
 from . import packages
-from .candidates import Bind, Run
+from .case import Bind, Run
 
 _CHUNK_CAT, _SPLIT = "_chunk_cat", "split_with_sizes"
 UNCAPTURED = frozenset((_CHUNK_CAT, _SPLIT))
