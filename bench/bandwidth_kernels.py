@@ -1,7 +1,7 @@
 """Two kernels that do nothing but move FP32 numbers, 16 bytes an access and four of them a thread.
 
-    copy   8 bytes an element
-    read   4 bytes an element; each program writes the sum of its block
+copy   8 bytes an element
+read   4 bytes an element; each program writes the sum of its block
 """
 
 from __future__ import annotations

@@ -95,6 +95,6 @@ def timed(*, dry_run: bool) -> list[Step]:
     tune = ["autotune", "--op", "pack_", "--jobs", "1"]
     tune += ["--dry-run", "--arch", "sm_90"] if dry_run else ["--budget", "20", "--to", FOLDER]
     return [
-        _command(STEP, step, STEP_LIMIT_S, _words("zero3 ")),
+        _command(STEP, step, STEP_LIMIT_S, _words("zero3  ")),
         _command(AUTOTUNE, tune, AUTOTUNE_LIMIT_S, _words("pack")),
     ]

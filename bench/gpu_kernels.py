@@ -16,9 +16,11 @@ from dataclasses import replace
 import torch
 
 from ..kernels import pack_
+from ..kernels.case import Case
+from ..kernels.inputs import offsets_of
 from . import clocks, kernel_table
 from .gpu_steps import FAILED, NO_TIME, NOT_RUN, OK, Result
-from .kernel_cases.case import ALIGNMENT_NUMEL, OURS, Case, Run
+from .kernel_cases.case import OURS
 from .kernel_cases.selection import Selection, select
 from .reports import Report, Row
 
@@ -45,11 +47,11 @@ def kernels(
     late = []
     for case in by_need(cases):
         if time.monotonic() >= end:
-            late.append(case.name)
+            late.append(case.full_name)
             continue
-        found[case.name] = _measured(case, numel, device, pace)
-        tell(told(found[case.name]))
-    parts = [found[case.name] for case in cases if case.name in found]
+        found[case.full_name] = _measured(case, numel, device, pace)
+        tell(told(found[case.full_name]))
+    parts = [found[case.full_name] for case in cases if case.full_name in found]
     notes = dict.fromkeys(note for part in parts for note in part.notes)
     measured = kernel_table.Measured(
         rows=tuple(row for part in parts for row in part.rows),
@@ -76,7 +78,7 @@ def _measured(
         return kernel_table.measure([case], [numel], device, pace)
     except Exception as error:  # noqa: BLE001 - whatever it is, other cases keep their times
         size = f"{case.numel(numel)} elements"
-        fault = f"{case.name}, {size}: {type(error).__name__}: {error}"
+        fault = f"{case.full_name}, {size}: {type(error).__name__}: {error}"
         return kernel_table.Measured((), (fault,), ())
 
 
@@ -84,10 +86,10 @@ def told(measured: kernel_table.Measured) -> str:
     """One case in a line: ours, or what is wrong."""
 
     def figures(row: Row) -> str:
-        return f"{row.case}: {row.median_us:.1f} us, {row.percent_of_copy:.1f} % of a copy"
+        return f"  {row.case}: {row.median_us:.1f} us, {row.percent_of_copy:.1f} % of a copy"
 
     ours = [figures(row) for row in measured.rows if row.candidate == OURS]
-    return "; ".join([*ours, *(f"WRONG {fault}" for fault in measured.wrong)])
+    return "; ".join([*ours, *(f"  WRONG {fault}" for fault in measured.wrong)])
 
 
 def by_need(cases: Sequence[Case]) -> list[Case]:
@@ -106,11 +108,8 @@ def by_need(cases: Sequence[Case]) -> list[Case]:
 
 def host_microseconds(device: torch.device, *, calls: int) -> float:
     """The time of a call of `pack_` that is all host time."""
-    return clocks.host_microseconds(_tiny_pack(device), clocks.clock_of(device), calls=calls)
-
-
-def _tiny_pack(device: torch.device) -> Run:
     tensors = [torch.ones(8, 8, device=device) for _ in range(9)]
-    offsets = [ALIGNMENT_NUMEL * index for index in range(len(tensors))]
-    flat = torch.empty(ALIGNMENT_NUMEL * len(tensors), device=device)
-    return lambda: pack_(flat, tensors, offsets)
+    offsets, end = offsets_of(tensors)
+    flat = torch.empty(end, device=device)
+    clock = clocks.clock_of(device)
+    return clocks.host_microseconds(lambda: pack_(flat, tensors, offsets), clock, calls=calls)
