@@ -129,7 +129,8 @@ def require_memory(cases: Sequence[Case], numels: Sequence[int], device: torch.d
             if needed > clock.memory_bytes:
                 raise UsageError(
                     f"--numel: expected sizes that fit into {clock.memory_bytes >> 20} MiB, got "
-                    f"{numel} elements, which take {needed >> 20} MiB for {case.full_name}; take less"
+                    f"{numel} elements, which take {needed >> 20} MiB for {case.full_name}; take "
+                    "less"
                 )
 
 
@@ -152,10 +153,10 @@ def measure(
     notes: dict[str, None] = {}
     wrong: list[str] = []
 
-    def done(job: _Job, work: Callable[[], str | None]) -> bool:
-        """Whether there is room for `work`, and it finds no fault."""
+    def is_right(job: _Job, look: Callable[[_Job], str | None]) -> bool:
+        """Whether there is room to look, and nothing wrong to see."""
         try:
-            fault = work()
+            fault = look(job)
         except torch.OutOfMemoryError:
             notes[f"{job.name}: {job.numel} elements do not fit, take less"] = None
             return False
@@ -166,12 +167,12 @@ def measure(
     right = []
     for index, job in enumerate(jobs):
         tell(f"checking {index + 1} of {len(jobs)}: {job.name}")
-        if done(job, lambda: _fault(lambda: _disagreement(job, device))):
+        if is_right(job, lambda job: _fault(lambda: _disagreement(job, device))):
             right.append(job)
     for number in _passes(pace):
         for index, job in enumerate(list(right)):
             tell(f"timing, pass {number}, {index + 1} of {len(right)}: {job.name}")
-            if not done(job, lambda: _sample(job, device, clock, pace, notes)):
+            if not is_right(job, lambda job: _sample(job, device, clock, pace, notes)):
                 right.remove(job)
     rows = tuple(row for job in jobs if job.samples for row in _rows(job))
     return Measured(rows, tuple(wrong), tuple(notes))
