@@ -51,15 +51,14 @@ def test_what_pytest_found(tmp_path, texts, status, detail):
     assert (result.status, detail in result.detail) == (status, True), result.detail
 
 
-def test_a_process_over_its_limit_hides_no_test_that_failed(tmp_path):
-    folders = [tmp_path / name for name in ("hangs", "fails")]
-    for folder in folders:
-        folder.mkdir()
-    commands = [_pytest(folders[0], HANGING), _pytest(folders[1], PASSING, FAILING)]
-    result = _run(commands, limit_s=8.0)
-    assert result.status == "failed"
-    assert "test_three" in result.detail and "over its limit" in result.detail
-    assert result.values == {"passed": 2, "skipped": 0}
+@pytest.mark.parametrize("whole_check", [False, True], ids=["its-limit", "the-check's"])
+def test_a_process_that_is_late_hides_no_test_that_failed(tmp_path, whole_check):
+    late = Outcome(None, "..", 2.0, whole_check=whole_check)
+    command = _pytest(tmp_path, PASSING, FAILING)
+    result = _run([command], lambda outcomes: gpu_tests.judge([late, *outcomes]))
+    assert (result.status, result.values) == ("failed", {"passed": 2, "skipped": 0})
+    assert "test_three" in result.detail
+    assert ("over its limit" in result.detail) != whole_check
 
 
 def test_tests_that_time_did_not_reach_are_not_run():
@@ -82,25 +81,22 @@ def _collected(command):
     return set(found)
 
 
-def _command(step):
-    (command,) = step.commands
-    return [part for part in command if part not in ("-v", "--junitxml", FILE)]
-
-
-def test_every_gpu_test_of_the_tree_is_in_one_step():
-    marked = _collected([sys.executable, "-m", "pytest", "-m", "gpu", "tests"])
-    (tests, *_), timed = gpu_tests.beside(dry_run=True), gpu_tests.timed()
-    beside, alone = _collected(_command(tests)), _collected(_command(timed))
-    assert not beside & alone
-    assert beside | alone == marked
-    assert all("tests/bench/" in test for test in alone)
-
-
 def test_processes_share_all_tests():
-    step = gpu_tests.sanitizer("memcheck", dry_run=True)
-    parts = [_collected([*_command(step), "--part", f"{part}/3"]) for part in range(3)]
-    assert len(set.union(*parts)) == sum(map(len, parts))
-    assert set.union(*parts) == _collected(_command(step))
+    (command,) = gpu_tests.sanitizer("memcheck", dry_run=True).commands
+    command = [part for part in command if part not in ("-v", "--junitxml", FILE)]
+    parts = [_collected([*command, "--part", f"{part}/2"]) for part in range(2)]
+    assert not parts[0] & parts[1]
+    assert parts[0] | parts[1] == _collected(command)
+
+
+def test_what_takes_times_is_apart_from_what_runs_beside():
+    (tests, *_), timed = gpu_tests.beside(dry_run=True), gpu_tests.timed()
+    files = [
+        {part for part in command if part.startswith("tests/")}
+        for command in (tests.commands[0], timed.commands[0])
+    ]
+    assert all(files) and not files[0] & files[1]
+    assert all(file.startswith("tests/bench/") for file in files[1])
 
 
 # ---- sanitizers: a stand-in that says what it is told to, and runs what it is to watch
@@ -134,14 +130,14 @@ def _tool(folder, says, runs='exec "$@"'):
         pytest.param(CLEAN, [PASSING, FAILING], "failed", "test_three", id="test-fails"),
         pytest.param("", [PASSING], "failed", "exit 0", id="no-summary"),
         pytest.param("Device not supported", [SKIPPED], "not run", "does not work", id="at-home"),
-        pytest.param("x", [HANGING], "not run", "over 6 s", id="slow"),
+        pytest.param("x", [HANGING], "not run", "over 2 s", id="slow"),
         pytest.param(INVALID, [HANGING], "failed", "Invalid __global__ read", id="slow-fault"),
         pytest.param(RACE, [HANGING], "failed", "Error: Race reported", id="slow-race"),
     ],
 )
 def test_what_a_sanitizer_found(tmp_path, says, texts, status, detail):
     command = _pytest(tmp_path, *texts, before=_tool(tmp_path, says))
-    limit_s = 6.0 if HANGING in texts else 60.0
+    limit_s = 1.5 if HANGING in texts else 60.0
     result = _run([command], gpu_tests.sanitized, limit_s)
     assert (result.status, detail in result.detail) == (status, True), result.detail
 
