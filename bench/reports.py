@@ -78,6 +78,11 @@ class Row:
         """`target_percent` where it counts, which is on a GPU."""
         return None if self.method == CPU_METHOD else self.target_percent
 
+    @property
+    def is_below_target(self) -> bool:
+        """Whether it has a target, on the device that it ran on, and misses it."""
+        return self.target is not None and self.percent_of_copy < self.target
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:

@@ -1,4 +1,4 @@
-"""Owns the roofline: kernels by how many instructions they take for a byte that they move.
+"""The roofline: kernels by how many instructions they take for a byte that they move.
 
     x      instructions that a thread executes, by bytes moved: of the compiled code
     roofs  the rate of a copy, and the rate at which warps can issue, by x; a kernel is below both
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ...kernels import registry
 from ..ahead.machines import GPUS, Gpu, predict
-from ..kernel_cases.case import OURS
 from ..reports import CPU_METHOD, Report, Row
 from .matches import name_ahead
-from .series import largest
+from .series import groups_of
 
 if TYPE_CHECKING:
     from ..ahead import measuring  # needs Triton
@@ -66,7 +66,7 @@ class Roofline:
 
     def issue_gb_s(self, per_byte: float) -> float:
         """The rate that issuing leaves at so many instructions a byte."""
-        return self.gpu.copy_gb_s / predict(self.gpu, 1.0, per_byte).issued
+        return _issue_gb_s(self.gpu, per_byte)
 
     @property
     def ridge(self) -> float:
@@ -95,9 +95,7 @@ def gpu_of(device: str) -> Gpu | None:
 
 def subject_of(report: Report) -> Gpu | None:
     """The GPU that the roofline is of: the report's, or the predicted one for a CPU's report."""
-    if is_of_gpu(report):
-        return gpu_of(str(report.machine["device"]))
-    return next(gpu for gpu in GPUS if gpu.name == PREDICTED)
+    return gpu_of(str(report.machine["device"]) if is_of_gpu(report) else PREDICTED)
 
 
 def is_of_gpu(report: Report) -> bool:
@@ -105,61 +103,48 @@ def is_of_gpu(report: Report) -> bool:
     return any(row.method != CPU_METHOD for row in report.rows)
 
 
-def ops_of(report: Report) -> tuple[str, ...]:
-    """The ops in it, each once."""
-    return tuple(dict.fromkeys(row.op for row in report.rows))
-
-
 def roofline_of(report: Report, gpu: Gpu, compiled: Iterable[measuring.Row]) -> Roofline:
     """From what was measured and what was compiled for `gpu`, cases of the report's ops."""
     ran = is_of_gpu(report)
-    measured = _measured(report.rows) if ran else {}
-    bare = Roofline(
-        gpu=gpu,
-        copy_gb_s=_copy_gb_s(report.rows) if ran else gpu.copy_gb_s,
-        is_prediction=not ran,
-        points=(),
-        uncounted=(),
-        unmatched=(),
-    )
+    copy_gb_s = _copy_gb_s(report.rows) if ran else gpu.copy_gb_s
+    groups = [group for cases in groups_of(report.rows).values() for group in cases]
+    ours = [group.largest for group in groups if group.largest] if ran else []
+    measured = _by_name(ours)
     points, uncounted = [], []
     for row in compiled:
         if row.instructions is None:
             uncounted.append(f"{row.op} {row.case}")
-        else:
-            points.append(_point(bare, row, row.instructions, measured.get((row.op, row.case))))
-    drawn = {id(point.measured) for point in points}
-    return replace(
-        bare,
+            continue
+        issue_gb_s = _issue_gb_s(gpu, row.instructions / row.moved_bytes)
+        point = Point(
+            op=row.op,
+            case=row.case,
+            instructions=row.instructions,
+            moved_bytes=row.moved_bytes,
+            roof_gb_s=min(copy_gb_s, issue_gb_s),
+            bound="bytes" if copy_gb_s <= issue_gb_s else "instructions",
+            measured=measured.get((row.op, row.case)),
+        )
+        points.append(point)
+    drawn = [point.measured for point in points]
+    return Roofline(
+        gpu=gpu,
+        copy_gb_s=copy_gb_s,
+        is_prediction=not ran,
         points=tuple(points),
         uncounted=tuple(uncounted),
-        unmatched=tuple(row.case for row in _ours(report.rows) if ran and id(row) not in drawn),
+        unmatched=tuple(row.case for row in ours if row not in drawn),
     )
 
 
-def _point(
-    roofline: Roofline, row: measuring.Row, instructions: float, measured: Row | None
-) -> Point:
-    issue_gb_s = roofline.issue_gb_s(instructions / row.moved_bytes)
-    return Point(
-        op=row.op,
-        case=row.case,
-        instructions=instructions,
-        moved_bytes=row.moved_bytes,
-        roof_gb_s=min(roofline.copy_gb_s, issue_gb_s),
-        bound="bytes" if roofline.copy_gb_s <= issue_gb_s else "instructions",
-        measured=measured,
-    )
+def _issue_gb_s(gpu: Gpu, per_byte: float) -> float:
+    return gpu.copy_gb_s / predict(gpu, 1.0, per_byte).issued
 
 
-def _ours(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in largest(rows) if row.candidate == OURS]
-
-
-def _measured(rows: Iterable[Row]) -> Mapping[tuple[str, str], Row]:
+def _by_name(ours: Iterable[Row]) -> Mapping[tuple[str, str], Row]:
     """Ours by op and name ahead of time; names that several cases have are left out."""
     found: dict[tuple[str, str], list[Row]] = {}
-    for row in _ours(rows):
+    for row in ours:
         name = name_ahead(row)
         if name is not None:
             found.setdefault((row.op, name), []).append(row)
@@ -172,18 +157,12 @@ def _copy_gb_s(rows: Sequence[Row]) -> float:
     return max(cold or [row.copy_gb_per_s for row in rows])
 
 
-def spread_out(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places for labels near ascending `positions`, at least `gap` apart and inside [low, high]
-    where there is room for all; else evenly.
+def spread_out(positions: Sequence[float], gap: float, most: float) -> list[float]:
+    """Places for labels near ascending `positions`, at least `gap` apart and inside [0, most] where
+    there is room for all; else evenly.
     """
-    if len(positions) < 2 or gap * (len(positions) - 1) >= high - low:  # noqa: PLR2004 - a pair
-        gap = (high - low) / max(1, len(positions) - 1) if len(positions) > 1 else gap
-    placed: list[float] = []
-    for position in positions:
-        least = placed[-1] + gap if placed else low
-        placed.append(max(position, least))
+    gaps = len(positions) - 1
+    gap = min(gap, most / max(1, gaps))
+    right = accumulate(positions, lambda last, position: max(last + gap, position))
     # What was pushed over the end goes back, and pushes the others.
-    for index in range(len(placed) - 1, -1, -1):
-        most = high - gap * (len(placed) - 1 - index)
-        placed[index] = min(placed[index], most)
-    return placed
+    return [min(place, most - gap * (gaps - index)) for index, place in enumerate(right)]
