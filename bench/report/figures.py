@@ -54,7 +54,7 @@ def curve(group: Group, styles: Mapping[str, Style], name: str) -> Markup:
         copies = group.copies
         axes.plot(list(copies), list(copies.values()), "--", color=COLOURS["faint"], linewidth=1.4)
         # Ours last, above the others.
-        for candidate, rows in reversed(group.candidates.items()):
+        for candidate, rows in reversed(list(group.candidates.items())):
             sizes, colour = [row.numel for row in rows], COLOURS[styles[candidate].colour]
             low, high = zip(*(rates(row) for row in rows), strict=True)
             axes.fill_between(sizes, low, high, color=colour, alpha=0.16, linewidth=0)

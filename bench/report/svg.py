@@ -27,9 +27,9 @@ _LIGHT, _, _ = _STYLE_SHEET.partition("@media")
 COLOURS = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", _LIGHT))
 """To draw with, by their names in the page."""
 _NAMES = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
-_COLOUR = re.compile("|".join(_NAMES))
-# A part of a page has no name space of its own, and what is grouped is never referred to.
-_LEFT_OUT = re.compile(r' xmlns(:\w+)?="[^"]*"|(?<=<g) id="[^"]*"')
+_COLOUR = re.compile(rf"(?<=: )({'|'.join(_NAMES)})")
+# A part of a page has no name spaces of its own, and what is grouped is never referred to.
+_LEFT_OUT = re.compile(r' xmlns(:\w+)?="[^"]*"|(?<=<g) id="[^"]*"|(?<= )xlink:(?=href=)')
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,

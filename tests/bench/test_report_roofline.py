@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from sidestream.bench.ahead.machines import GPUS, gpus_of
 from sidestream.bench.kernel_cases.case import OURS
 from sidestream.bench.kernel_cases.selection import all_cases
-from sidestream.bench.report import series
 from sidestream.bench.report.matches import name_ahead
 from sidestream.bench.report.roofline import gpu_of, roofline_of, spread_out, subject_of
+from sidestream.bench.report.series import size_text
 from sidestream.kernels import ahead
 from sidestream.tests.bench.report_samples import SIZES, compiled, cpu_report, report_of, row_of
 
@@ -64,16 +64,14 @@ def test_most_standard_cases_match_and_no_two_the_same():
     ("device", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H200", "H200"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
-        ("NVIDIA L40S", "L40S"),
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA H200 MIG 1g.18gb", None),
-        ("Tesla V100-SXM2-16GB", None),
         ("", None),
+        *((f"NVIDIA {gpu.name}", gpu.name) for gpu in GPUS),
     ],
 )
 def test_only_a_known_gpu_is_known(device, name):
@@ -81,14 +79,10 @@ def test_only_a_known_gpu_is_known(device, name):
     assert (found and found.name) == name
 
 
-def test_every_product_is_known_by_its_name():
-    assert [gpu_of(f"NVIDIA {gpu.name}") for gpu in GPUS] == list(GPUS)
-
-
 def test_a_gpu_s_report_is_of_that_gpu_and_a_cpu_s_of_a_predicted_one():
     assert subject_of(report_of("hadamard16")) == H200
     assert subject_of(report_of("hadamard16", device="a GPU")) is None
-    assert subject_of(cpu_report("hadamard16")).name == "H100"
+    assert subject_of(cpu_report("hadamard16")) == H100
 
 
 def test_points_are_below_both_roofs_and_hold_what_was_measured():
@@ -97,7 +91,6 @@ def test_points_are_below_both_roofs_and_hold_what_was_measured():
     assert not found.is_prediction
     assert found.copy_gb_s == max(row.copy_gb_per_s for row in report.rows if row.cold)
     assert found.issue_gb_s(found.ridge) == pytest.approx(found.copy_gb_s)
-    assert found.issue_gb_s(2 * found.ridge) == pytest.approx(found.copy_gb_s / 2)
     # 4 warps of 32 threads a cycle.
     assert found.issue_gb_s(10.0) == pytest.approx(4 * 32 * 132 * 1.755 / 10)
     points = {(point.op, point.case): point for point in found.points}
@@ -137,15 +130,6 @@ def test_what_cannot_be_drawn_is_named():
     assert found.points == ()
     assert found.uncounted == ("update_fp8_scales_ max",)
     assert found.unmatched == ("update_fp8_scales of 16",)
-    assert not found.is_prediction
-
-
-def test_two_cases_of_one_name_are_measured_by_neither():
-    report = report_of("hadamard16")
-    twice = replace(report, rows=(*report.rows, *(replace(r, case="again") for r in report.rows)))
-    found = roofline_of(twice, H200, compiled("hadamard16_"))
-    assert all(point.measured is None for point in found.points)
-    assert set(found.unmatched) == {"hadamard16 bf16", "again"}
 
 
 def test_families_are_the_registry_s_in_order():
@@ -158,7 +142,7 @@ def test_families_are_the_registry_s_in_order():
 
 @given(st.lists(st.floats(0, 100), max_size=30).map(sorted), st.floats(0.5, 9))
 def test_labels_are_apart_and_inside(positions, gap):
-    placed = spread_out(positions, gap, 0.0, 100.0)
+    placed = spread_out(positions, gap, 100.0)
     assert len(placed) == len(positions)
     gap = min(gap, 100.0 / max(1, len(positions) - 1))
     assert all(right - left >= gap - 1e-9 for left, right in pairwise(placed))
@@ -166,8 +150,8 @@ def test_labels_are_apart_and_inside(positions, gap):
 
 
 def test_labels_with_room_stay_where_they_are():
-    assert spread_out([10, 30, 50], 5, 0, 100) == [10, 30, 50]
-    assert spread_out([50, 50, 99, 100], 5, 0, 100) == [50, 55, 95, 100]
+    assert spread_out([10, 30, 50], 5, 100) == [10, 30, 50]
+    assert spread_out([50, 50, 99, 100], 5, 100) == [50, 55, 95, 100]
 
 
 @pytest.mark.parametrize(
@@ -176,4 +160,4 @@ def test_labels_with_room_stay_where_they_are():
      (218103808, "208M"), (1048575, "1024K"), (3 << 30, "3G")],
 )  # fmt: skip
 def test_sizes_are_short(numel, text):
-    assert series.size_text(numel) == text
+    assert size_text(numel) == text
