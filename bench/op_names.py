@@ -1,4 +1,4 @@
-"""Owns how ops are named on the command line: by op or by function, `cast_` or `cast`."""
+"""How ops are named on the command line: by op or by function, `cast_` or `cast`."""
 
 from __future__ import annotations
 

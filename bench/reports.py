@@ -1,4 +1,4 @@
-"""Owns the result of a benchmark of kernels: its rows, its JSON document, its CSV and its table.
+"""The result of a benchmark of kernels: its rows, its JSON document, its CSV and its table.
 
     {"schema_version": 1, "kind": "kernels", "date": ..., "command": ..., "machine": {...},
      "settings": {...}, "rows": [...], "wrong": [...], "notes": [...]}
@@ -148,8 +148,8 @@ def read_report(path: Path) -> Report:
         return Report(rows=rows, **found)
     except (KeyError, TypeError) as error:
         raise ReportError(
-            f"{path}: expected the fields of a report, got a file without them ({error}); "
-            "write one with --json"
+            f"{path}: expected the fields of a report, got a file without them ({error}); write "
+            "one with --json"
         ) from None
 
 
