@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from . import compile as aot
+if TYPE_CHECKING:
+    from .compile import CompiledKernel
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+([^;]+);")
 _PADDING = re.compile(r"\bNOP\b|BRA `\(\.L_x")
@@ -27,7 +29,7 @@ class CountError(ValueError):
     """The code has not the shape that the count is for."""
 
 
-def instructions_of(compiled: aot.CompiledKernel) -> list[str]:
+def instructions_of(compiled: CompiledKernel) -> list[str]:
     """The instructions of a kernel for NVIDIA, in order."""
     found = [text.strip() for text in _INSTRUCTION.findall(compiled.assembly)]
     if not found:
@@ -35,7 +37,7 @@ def instructions_of(compiled: aot.CompiledKernel) -> list[str]:
     return found
 
 
-def path_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
+def path_cost(compiled: CompiledKernel, elements_per_thread: float) -> float:
     """Instructions an element, from the start to the end of the first path that is wide.
 
     Up to the unconditional EXIT that follows the first store of 16 bytes. What comes after it is
@@ -61,7 +63,7 @@ class _Way:
     stored: bool = False
 
 
-def wide_paths(compiled: aot.CompiledKernel) -> list[tuple[int, int]]:
+def wide_paths(compiled: CompiledKernel) -> list[tuple[int, int]]:
     """(wide accesses, instructions) of each way through the code that stores, and only widely."""
     code, labels = _code_of(compiled)
     found: set[tuple[int, int]] = set()
@@ -94,7 +96,7 @@ def _after(way: _Way, line: str, labels: dict[str, int]) -> list[_Way]:
     return [jump, on] if branch["guard"] or branch["operand"] else [jump]
 
 
-def _code_of(compiled: aot.CompiledKernel) -> tuple[list[str], dict[str, int]]:
+def _code_of(compiled: CompiledKernel) -> tuple[list[str], dict[str, int]]:
     """The instructions, and at which of them each label stands."""
     code: list[str] = []
     labels: dict[str, int] = {}
@@ -106,7 +108,7 @@ def _code_of(compiled: aot.CompiledKernel) -> tuple[list[str], dict[str, int]]:
     return code, labels
 
 
-def costliest_path(compiled: aot.CompiledKernel) -> float:
+def costliest_path(compiled: CompiledKernel) -> float:
     """Instructions for each byte that a thread moves, on the wide path that has most of them."""
     paths = wide_paths(compiled)
     if not paths:
@@ -114,7 +116,7 @@ def costliest_path(compiled: aot.CompiledKernel) -> float:
     return max(count / (wide * _ACCESS_BYTES) for wide, count in paths)
 
 
-def wide_path_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
+def wide_path_cost(compiled: CompiledKernel, elements_per_thread: float) -> float:
     """Instructions an element of the one path that is wide, where there may be loops."""
     paths = wide_paths(compiled)
     if len(paths) != 1:
@@ -122,7 +124,7 @@ def wide_path_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> 
     return paths[0][1] / elements_per_thread
 
 
-def program_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
+def program_cost(compiled: CompiledKernel, elements_per_thread: float) -> float:
     """Instructions an element of a kernel of one path, its end's padding left out."""
     counted = [line for line in instructions_of(compiled) if not _PADDING.search(line)]
     if len(counted) <= _MIN_PROGRAM:
@@ -130,7 +132,7 @@ def program_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> fl
     return len(counted) / elements_per_thread
 
 
-def stretches(compiled: aot.CompiledKernel, ends: tuple[str, ...]) -> list[tuple[int, int]]:
+def stretches(compiled: CompiledKernel, ends: tuple[str, ...]) -> list[tuple[int, int]]:
     """(wide accesses, instructions) of the code up to each of the mnemonics `ends` in turn."""
     found, wide, count = [], 0, 0
     for line in instructions_of(compiled):
@@ -139,3 +141,8 @@ def stretches(compiled: aot.CompiledKernel, ends: tuple[str, ...]) -> list[tuple
             found.append((wide, count))
             wide, count = 0, 0
     return found
+
+
+def full_path_cost(compiled: CompiledKernel, elements_per_thread: float) -> float:
+    """Placeholder."""
+    return program_cost(compiled, elements_per_thread)
