@@ -4,26 +4,25 @@
     roofs  the rate of a copy, and the rate at which warps can issue, by x; a kernel is below both
     point  the lower roof at its x is the most there is; what was measured is below it
 
-The roof of the copy is what this run measured on the GPU; where no kernel ran on a GPU, what
+The cases are those that were measured, and of their ops all that have a gate, for comparison. The
+roof of the copy is what this run measured on the GPU; where no kernel ran on a GPU, what
 `bench.ahead.machines` takes for one, and nothing is measured. Everything here is pure.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from ...kernels import registry
 from ..ahead.machines import GPUS, Gpu, predict
 from ..reports import CPU_METHOD, Report, Row
-from .matches import name_ahead
 from .series import groups_of
 
 if TYPE_CHECKING:
-    from ..ahead import measuring  # needs Triton
+    from ...kernels.case import Case  # needs Triton
 
 PREDICTED = "H100"
 """The GPU that is predicted where none was measured."""
@@ -53,8 +52,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """gpu: its issue rate counts; copy_gb_s: the other roof. uncounted: cases, as "op case", whose
-    instructions cannot be counted. unmatched: measured cases that are none of those compiled.
+    """gpu: its issue rate counts; copy_gb_s: the other roof. uncounted: cases whose instructions
+    cannot be counted. unknown: measured cases that nothing here is called.
     """
 
     gpu: Gpu
@@ -62,7 +61,7 @@ class Roofline:
     is_prediction: bool
     points: tuple[Point, ...]
     uncounted: tuple[str, ...]
-    unmatched: tuple[str, ...]
+    unknown: tuple[str, ...]
 
     def issue_gb_s(self, per_byte: float) -> float:
         """The rate that issuing leaves at so many instructions a byte."""
@@ -74,9 +73,11 @@ class Roofline:
         return self.issue_gb_s(1.0) / self.copy_gb_s
 
     def families(self) -> dict[str, list[Point]]:
-        """The points by the registry's sections, ascending by instructions a byte."""
+        """The points by the sections of the ops, ascending by instructions a byte."""
+        from ...kernels.cases import SECTIONS
+
         found = {}
-        for title, rows in registry.SECTIONS:
+        for title, rows in SECTIONS:
             ops = {row.op for row in rows}
             inside = [point for point in self.points if point.op in ops]
             if inside:
@@ -103,52 +104,55 @@ def is_of_gpu(report: Report) -> bool:
     return any(row.method != CPU_METHOD for row in report.rows)
 
 
-def roofline_of(report: Report, gpu: Gpu, compiled: Iterable[measuring.Row]) -> Roofline:
-    """From what was measured and what was compiled for `gpu`, cases of the report's ops."""
+def cases_of(report: Report) -> list[Case]:
+    """Those that its roofline is of."""
+    from ...kernels.cases import cases
+
+    ops, measured = {row.op for row in report.rows}, {row.case for row in report.rows}
+    return [
+        case
+        for case in cases()
+        if case.full_name in measured or (case.op in ops and case.gate is not None)
+    ]
+
+
+def roofline_of(report: Report, gpu: Gpu, counted: Iterable[tuple[Case, float | None]]) -> Roofline:
+    """From what was measured, and the instructions of `cases_of` it, compiled for `gpu`; None where
+    they cannot be counted.
+    """
     ran = is_of_gpu(report)
     copy_gb_s = _copy_gb_s(report.rows) if ran else gpu.copy_gb_s
-    groups = [group for cases in groups_of(report.rows).values() for group in cases]
-    ours = [group.largest for group in groups if group.largest] if ran else []
-    measured = _by_name(ours)
+    groups = [group for inside in groups_of(report.rows).values() for group in inside]
+    measured = {group.case: group.largest for group in groups if group.largest} if ran else {}
     points, uncounted = [], []
-    for row in compiled:
-        if row.instructions is None:
-            uncounted.append(f"{row.op} {row.case}")
+    for case, instructions in counted:
+        row = measured.pop(case.full_name, None)
+        if instructions is None:
+            uncounted.append(case.full_name)
             continue
-        issue_gb_s = _issue_gb_s(gpu, row.instructions / row.moved_bytes)
+        issue_gb_s = _issue_gb_s(gpu, instructions / case.moved_bytes)
         point = Point(
-            op=row.op,
-            case=row.case,
-            instructions=row.instructions,
-            moved_bytes=row.moved_bytes,
+            op=case.op,
+            case=case.name,
+            instructions=instructions,
+            moved_bytes=case.moved_bytes,
             roof_gb_s=min(copy_gb_s, issue_gb_s),
             bound="bytes" if copy_gb_s <= issue_gb_s else "instructions",
-            measured=measured.get((row.op, row.case)),
+            measured=row,
         )
         points.append(point)
-    drawn = [point.measured for point in points]
     return Roofline(
         gpu=gpu,
         copy_gb_s=copy_gb_s,
         is_prediction=not ran,
         points=tuple(points),
         uncounted=tuple(uncounted),
-        unmatched=tuple(row.case for row in ours if row not in drawn),
+        unknown=tuple(measured),
     )
 
 
 def _issue_gb_s(gpu: Gpu, per_byte: float) -> float:
     return gpu.copy_gb_s / predict(gpu, 1.0, per_byte).issued
-
-
-def _by_name(ours: Iterable[Row]) -> Mapping[tuple[str, str], Row]:
-    """Ours by op and name ahead of time; names that several cases have are left out."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in ours:
-        name = name_ahead(row)
-        if name is not None:
-            found.setdefault((row.op, name), []).append(row)
-    return {key: same[0] for key, same in found.items() if len(same) == 1}
 
 
 def _copy_gb_s(rows: Sequence[Row]) -> float:
