@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import tuned
+from .ahead.count import Path, full_path
 from .formats.table import WIRE_FORMATS
 from .launch import THREADS_PER_WARP, Launch, LaunchConfig, recorded
 from .op import launching_on_cpu
 
 if TYPE_CHECKING:
-    from .ahead.compile import CompiledKernel
+    from .ahead.compile import Instruction
 
 FP4_SHARE = 0.70
 STOCHASTIC_SHARE = 0.60
@@ -40,8 +41,8 @@ SEED = 0
 DTYPES = {form.name: form.dtype for form in WIRE_FORMATS}
 _MANY = 1 << 28  # elements among which headers and padding do not show
 
-Count = Callable[["CompiledKernel", float], float]
-"""Instructions an element, from the code and the elements of a thread; raises `CountError`."""
+Count = Callable[[Sequence["Instruction"], float], Path]
+"""Finds the path of full tiles in code by the bytes that a thread moves; raises `CountError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +133,8 @@ class Case:
     name: unique within the op. format, dtype, world: what options select it by. make: the tensors,
     on a device. call: the public function on them; returns its results, or None where it leaves
     them in the operands. num_bytes: the cost model of the size asked for, `passes` times over what
-    is read. count: how instructions are counted, None where the path of full tiles cannot be told
-    apart. counted: which of its launches, the others being small. recorded_numel: a size of whole
+    is read. count: finds the path of full tiles, None where there is none. counted: which of its
+    launches is counted, the others being small, or an earlier pass. recorded_numel: a size of whole
     tiles, so that nothing else is compiled where the launcher leaves it out. copy_share: the part
     of a copy's rate that it is to reach on a GPU. standard: measured where nobody asks for formats
     or dtypes.
@@ -150,7 +151,7 @@ class Case:
     world: int | None = None
     passes: int = 1
     gate: Gate | None = None
-    count: Count | None = None
+    count: Count | None = full_path
     counted: int = 0
     recorded_numel: int = RECORDED_NUMEL
     copy_share: float | None = None

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ..ahead.count import path_cost
 from ..case import DTYPES, Case, Gate, Operands, Row
 from ..formats.table import BITS_PER_BYTE, E2M1, ELEMENT_FORMATS
 from ..inputs import NOISE, STOCHASTIC, decoded_from, made_from, matrix_numel
@@ -91,7 +90,6 @@ def _cast_case(dtype: str, form: str, *, stochastic: bool) -> Case:
         numel=matrix_numel,
         num_bytes=lambda numel: round(matrix_numel(numel) * moved),
         gate=_CAST_GATES.get(name),
-        count=path_cost,
         copy_share=_CAST.share_of(fp4=form == E2M1.name, stochastic=stochastic),
         standard=name in _STANDARD,
     )
@@ -118,7 +116,6 @@ def _cast_back_case(form: str, dtype: str) -> Case:
         numel=matrix_numel,
         num_bytes=lambda numel: round(matrix_numel(numel) * moved),
         gate=_BACK_GATES.get(name),
-        count=path_cost,
         copy_share=_CAST_BACK.share_of(),
         standard=name in _STANDARD,
     )

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from ..ahead.count import path_cost
 from ..case import DTYPES, Case, Gate, Operands, Row
 from ..inputs import ROW_NUMEL, SQUARE_ROWS, decoded_from, made_from, matrix_numel, rows_of
 from .op import dequantize_fp8, quantize_fp8, update_fp8_scales_
@@ -118,7 +117,6 @@ def _quantize_case(dtype: str, scaling: str, shape: tuple[str, int] = _USUAL) ->
         num_bytes=num_bytes,
         passes=passes,
         gate=_QUANTIZE_GATES.get(name),
-        count=path_cost,
         counted=passes - 1,
         recorded_numel=_recorded_numel(scaling, columns),
         copy_share=_QUANTIZE.share_of(),
@@ -149,7 +147,6 @@ def _delayed_case(dtype: str) -> Case:
         numel=matrix_numel,
         num_bytes=lambda numel: matrix_numel(numel) * (DTYPES[dtype].itemsize + 1),
         gate=_QUANTIZE_GATES.get(name),
-        count=path_cost,
         copy_share=_QUANTIZE.share_of(),
         standard=dtype == "bf16",
     )
@@ -177,7 +174,6 @@ def _dequantize_case(scaling: str, dtype: str, shape: tuple[str, int] = _USUAL) 
         numel=lambda numel: matrix_numel(numel, columns),
         num_bytes=num_bytes,
         gate=_DEQUANTIZE_GATES.get(name),
-        count=path_cost,
         recorded_numel=_recorded_numel(scaling, columns),
         copy_share=_DEQUANTIZE.share_of(),
         standard=name == "1x128 to bf16",
@@ -206,6 +202,7 @@ def _scales_case() -> Case:
         call=call,
         numel=lambda numel: tensors(numel) * HISTORY,
         num_bytes=lambda numel: tensors(numel) * HISTORY * 8,
+        count=None,
         copy_share=_UPDATE.share_of(),
         standard=True,
     )

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ahead.count import program_cost
-from ..case import DTYPES, Case, Gate, Operands, Row
+from ..case import DTYPES, RECORDED_NUMEL, Case, Gate, Operands, Row
 from ..formats.table import BITS_PER_BYTE, BLOCK_FORMATS, E2M1
-from ..inputs import NOISE, STOCHASTIC, decoded_from, made_from, matrix_numel
+from ..inputs import (
+    NOISE,
+    ROW_NUMEL,
+    SQUARE_ROWS,
+    STOCHASTIC,
+    decoded_from,
+    made_from,
+    matrix_numel,
+)
 from .op import dequantize_mx, quantize_mx
 from .reference import BLOCK_NUMEL, ELEMENTS
 
@@ -66,6 +73,11 @@ def cases() -> Iterator[Case]:
         yield _dequantize_case(element, "bf16", swizzled=True)
 
 
+def _recorded_numel(swizzled: bool) -> int:
+    """Swizzled scales lie in tiles of 128 rows."""
+    return SQUARE_ROWS * ROW_NUMEL if swizzled else RECORDED_NUMEL
+
+
 def _bytes_of(element: str) -> float:
     """Bytes of an element with its part of the block's scale."""
     return ELEMENTS[element].bits / BITS_PER_BYTE + 1 / BLOCK_NUMEL
@@ -90,7 +102,7 @@ def _quantize_case(dtype: str, element: str, *, stochastic: bool, swizzled: bool
         numel=matrix_numel,
         num_bytes=lambda numel: round(matrix_numel(numel) * moved),
         gate=_GATES.get(name),
-        count=program_cost,
+        recorded_numel=_recorded_numel(swizzled),
         copy_share=_QUANTIZE.share_of(fp4=element == E2M1.name, stochastic=stochastic),
         standard=name in _STANDARD,
     )
@@ -114,7 +126,7 @@ def _dequantize_case(element: str, dtype: str, *, swizzled: bool = False) -> Cas
         numel=matrix_numel,
         num_bytes=lambda numel: round(matrix_numel(numel) * moved),
         gate=_GATES.get(name),
-        count=program_cost,
+        recorded_numel=_recorded_numel(swizzled),
         copy_share=_DEQUANTIZE.share_of(),
         standard=name in _STANDARD,
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..ahead.count import full_path_cost
 from ..case import DTYPES, Case, Gate, Operands, Row
 from ..formats.table import NVFP4
 from ..inputs import NOISE, ROW_NUMEL, decoded_from, made_from, matrix, matrix_numel
@@ -124,7 +123,6 @@ def _amax_case(dtype: str, words: str) -> Case:
         numel=matrix_numel,
         num_bytes=lambda numel: matrix_numel(numel) * DTYPES[dtype].itemsize,
         gate=_AMAX_GATES.get(name),
-        count=full_path_cost,
         copy_share=_AMAX.share_of(),
         standard=dtype == "bf16" and not words,
     )
@@ -151,7 +149,6 @@ def _quantize_case(dtype: str, words: str) -> Case:
         numel=matrix_numel,
         num_bytes=lambda numel: round(matrix_numel(numel) * moved),
         gate=_QUANTIZE_GATES.get(name),
-        count=full_path_cost,
         copy_share=_QUANTIZE.share_of(stochastic="stochastic" in words),
         standard=_is_standard(dtype, words),
     )
@@ -182,7 +179,6 @@ def _dequantize_case(dtype: str, words: str) -> Case:
         numel=matrix_numel,
         num_bytes=lambda numel: round(matrix_numel(numel) * moved),
         gate=_DEQUANTIZE_GATES.get(name),
-        count=full_path_cost,
         copy_share=_DEQUANTIZE.share_of(),
         standard=_is_standard(dtype, words),
     )
@@ -200,7 +196,6 @@ def _hadamard_case(dtype: str, words: str) -> Case:
         numel=matrix_numel,
         num_bytes=lambda numel: matrix_numel(numel) * 2 * DTYPES[dtype].itemsize,
         gate=_HADAMARD_GATES.get(name),
-        count=full_path_cost,
         copy_share=_HADAMARD.share_of(),
         standard=_is_standard(dtype, words) and not words,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..ahead.count import full_path_cost
+from ..ahead.count import full_path, shortest_full_path
 from ..case import DTYPES, Case, Gate, Operands, Row
 from ..formats.table import E4M3
 from ..inputs import block, block_numel
@@ -107,7 +107,6 @@ def _step_case(row: Row, grad: str, compute: str, options: str = "") -> Case:
         numel=lambda numel: numel,
         num_bytes=lambda numel: numel * moved,
         gate=_STEP_GATES[row.op] if options else None,
-        count=full_path_cost,
         copy_share=row.share_of(),
         standard=not options and (grad, compute) in _STANDARD[row.op],
     )
@@ -158,7 +157,8 @@ def _norm_case(dtype: str) -> Case:
         numel=block_numel,
         num_bytes=lambda numel: block_numel(numel) * DTYPES[dtype].itemsize,
         gate=_NORM_GATES[name],
-        count=full_path_cost,
+        # Each dtype has a path, and all dtypes have as many bytes.
+        count=shortest_full_path if dtype == "fp32" else full_path,
         copy_share=_NORM.share_of(),
         standard=dtype in ("fp32", "bf16"),
     )

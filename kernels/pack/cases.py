@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from ..ahead.count import costliest_path, wide_path_cost
-from ..case import DTYPES, Case, Count, Gate, Operands, Row
+from ..case import DTYPES, Case, Gate, Operands, Row
 from ..inputs import block, block_numel, offsets_of
 from .op import pack_, reduce_, unpack_
-
-if TYPE_CHECKING:
-    from ..ahead.compile import CompiledKernel
 
 WORLDS = (2, 8)
 
@@ -80,16 +75,6 @@ def _options(accumulate: bool, scale: float) -> str:
     return " scaled" * (scale != 1.0) + " accumulate" * accumulate
 
 
-def _costliest(moved_bytes: int) -> Count:
-    """Each dtype of tensors has a path, and nothing in the code tells which is whose."""
-
-    def count(compiled: CompiledKernel, elements_per_thread: float) -> float:
-        del elements_per_thread  # paths have different ones
-        return moved_bytes * costliest_path(compiled)
-
-    return count
-
-
 def _pack_case(source: str, target: str, *, accumulate: bool = False, scale: float = 1.0) -> Case:
     old, new = DTYPES[source], DTYPES[target]
     moved = old.itemsize + new.itemsize * (2 if accumulate else 1)
@@ -115,7 +100,6 @@ def _pack_case(source: str, target: str, *, accumulate: bool = False, scale: flo
         numel=block_numel,
         num_bytes=lambda numel: block_numel(numel) * moved,
         gate=_MOVE_GATE if scale != 1.0 else None,
-        count=_costliest(moved),
         copy_share=_PACK.copy_share,
         standard=(source, target) in _STANDARD and scale == 1.0,
     )
@@ -146,7 +130,6 @@ def _unpack_case(source: str, target: str, *, accumulate: bool = False, scale: f
         numel=block_numel,
         num_bytes=lambda numel: block_numel(numel) * moved,
         gate=_MOVE_GATE if scale != 1.0 else None,
-        count=_costliest(moved),
         copy_share=_UNPACK.copy_share,
         standard=(source, target) == ("bf16", "bf16") and scale == 1.0,
     )
@@ -181,7 +164,6 @@ def _reduce_case(
         numel=lambda numel: world * shard(numel),
         num_bytes=lambda numel: shard(numel) * moved,
         gate=_SUM_GATE if scale != 1.0 else None,
-        count=wide_path_cost,
         copy_share=_REDUCE.copy_share,
         standard=parts == "bf16" and scale == 1.0,
     )

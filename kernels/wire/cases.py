@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..ahead.count import path_cost
 from ..case import DTYPES, Case, Gate, Operands, Row
 from ..formats.table import BLOCK_FORMATS, E2M1
 from ..inputs import NOISE, STOCHASTIC, block, block_numel, block_shapes
@@ -158,7 +157,6 @@ def _pack_case(dtype: str, form: str, *, stochastic: bool) -> Case:
             block_numel(numel) * DTYPES[dtype].itemsize + _message_bytes(form, numel)
         ),
         gate=_PACK_GATES.get(name),
-        count=path_cost,
         copy_share=_PACK.share_of(fp4=_is_fp4(form), stochastic=stochastic),
         standard=dtype == "bf16" and form in _PACKED and not stochastic,
     )
@@ -187,7 +185,6 @@ def _unpack_case(form: str, dtype: str) -> Case:
             _message_bytes(form, numel) + block_numel(numel) * DTYPES[dtype].itemsize
         ),
         gate=_UNPACK_GATES.get(name),
-        count=path_cost,
         copy_share=_UNPACK.share_of(),
         standard=dtype == "bf16" and form == "mxfp8",
     )
@@ -226,7 +223,6 @@ def _sum_case(row: Row, form: str, dtype: str, world: int, *, scale: float = 1.0
             + DTYPES[dtype].itemsize * shard(numel)
         ),
         gate=_SUM_GATES.get(pair) if scale != 1.0 else None,
-        count=path_cost,
         copy_share=row.share_of(),
         standard=dtype == "fp32" and scale == 1.0 and form in _SUMMED[row.op],
     )
