@@ -155,12 +155,12 @@ def roofs(
     what was measured; the names above.
     """
     with styled():
-        strip = _LEADER_PX + _CHARACTER_PX * max(len(point.case) for point in points)
+        strip = _LEADER_PX + _CHARACTER_PX * max(len(point.case.name) for point in points)
         axes = new_axes(WIDE, math.ceil(strip) + _ROOF_HEIGHT, (60, 14, strip, 42))
         axes.set(xscale="log", yscale="log", xlabel="instructions a byte", ylabel="GB/s")
         _draw_roofs(axes, roofline)
         for point in points:
-            _draw_point(axes, point, styles[point.op])
+            _draw_point(axes, point, styles[point.case.op])
         _draw_labels(axes, points, styles)
         axes.xaxis.set_major_locator(FixedLocator([0.25, 0.5, 1, 2, 4, 8, 16, 32, 64]))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
@@ -169,7 +169,7 @@ def roofs(
             axis.set_major_formatter(FuncFormatter(_number))
         text = f"level roof: a copy, {roofline.copy_gb_s:,.0f} GB/s"
         _say(axes, text, (0, 0), (8, 7), xycoords="axes fraction", color=COLOURS["faint"])
-        said = "; ".join(f"{point.op} {point.case} {point.per_byte:.1f}" for point in points)
+        said = "; ".join(f"{point.case.full_name} {point.per_byte:.1f}" for point in points)
         return as_svg(axes, name, f"Roofline, instructions a byte: {said}")
 
 
@@ -205,11 +205,11 @@ def _draw_labels(axes: Axes, points: Sequence[Point], styles: Mapping[str, Style
     starts = [width * math.log(point.per_byte / low) / math.log(high / low) for point in points]
     ends = spread_out(starts, _LABEL_PX, width)
     for point, start, end in zip(points, starts, ends, strict=True):
-        colour = COLOURS[styles[point.op].colour]
+        colour = COLOURS[styles[point.case.op].colour]
         axes.plot([point.per_byte] * 2, [point.roof_gb_s, top], color=colour, linewidth=0.5)
         _say(
             axes,
-            point.case,
+            point.case.name,
             (start / width, 1.0),
             (end - start, _LEADER_PX - 4),
             xycoords="axes fraction",

@@ -89,6 +89,6 @@ def _bandwidth(groups: Mapping[str, Sequence[Group]]) -> Iterator[Block]:
 def _families(roofline: Roofline) -> Iterator[Block]:
     signs = () if roofline.is_prediction else _MEASURED
     for number, (title, points) in enumerate(roofline.families().items()):
-        styles = styles_of(sorted(point.op for point in points))
+        styles = styles_of(sorted(point.case.op for point in points))
         drawn = figures.roofs(roofline, points, styles, f"roofs-{number}")
         yield Block(title, "wide", styles, signs, [drawn])

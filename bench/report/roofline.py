@@ -32,22 +32,19 @@ _HARMLESS = re.compile(r"NVIDIA|GeForce|SXM\d?|HBM\d\w*|\d+GB")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One compiled case. roof_gb_s: the most there is; bound: which roof that is, "bytes" or
-    "instructions". measured: the row of ours at its largest size, if its case is this one.
+    """One compiled case, with the instructions of a thread for an element. roof_gb_s: the most
+    there is; measured: the row of ours at its largest size, if there is one.
     """
 
-    op: str
-    case: str
+    case: Case
     instructions: float
-    moved_bytes: float
     roof_gb_s: float
-    bound: str
     measured: Row | None
 
     @property
     def per_byte(self) -> float:
         """Instructions of a thread for a byte."""
-        return self.instructions / self.moved_bytes
+        return self.instructions / self.case.moved_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +76,7 @@ class Roofline:
         found = {}
         for title, rows in SECTIONS:
             ops = {row.op for row in rows}
-            inside = [point for point in self.points if point.op in ops]
+            inside = [point for point in self.points if point.case.op in ops]
             if inside:
                 found[title] = sorted(inside, key=lambda point: point.per_byte)
         return found
@@ -130,14 +127,10 @@ def roofline_of(report: Report, gpu: Gpu, counted: Iterable[tuple[Case, float | 
         if instructions is None:
             uncounted.append(case.full_name)
             continue
-        issue_gb_s = _issue_gb_s(gpu, instructions / case.moved_bytes)
         point = Point(
-            op=case.op,
-            case=case.name,
+            case=case,
             instructions=instructions,
-            moved_bytes=case.moved_bytes,
-            roof_gb_s=min(copy_gb_s, issue_gb_s),
-            bound="bytes" if copy_gb_s <= issue_gb_s else "instructions",
+            roof_gb_s=min(copy_gb_s, _issue_gb_s(gpu, instructions / case.moved_bytes)),
             measured=row,
         )
         points.append(point)
