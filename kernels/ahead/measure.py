@@ -98,7 +98,7 @@ def measure(case: Case, target: str, config: LaunchConfig | None = None) -> Meas
 
 
 def measure_all(
-    tasks: Sequence[Task], num_processes: int, on_measured: Callable[[Task], None]
+    tasks: Sequence[Task], num_processes: int, on_measured: Callable[[Task, Measured], None]
 ) -> tuple[Measured, ...]:
     """In the order of the tasks; `on_measured` is told of each as it is made."""
     num_processes = min(num_processes, len(tasks) // MIN_CASES_A_PROCESS)
@@ -106,15 +106,14 @@ def measure_all(
         found = []
         for task in tasks:
             found.append(_measured(task))
-            on_measured(task)
+            on_measured(task, found[-1])
         return tuple(found)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
         futures = {pool.submit(_measured, task): task for task in tasks}
         try:
             for future in concurrent.futures.as_completed(futures):
-                future.result()
-                on_measured(futures[future])
+                on_measured(futures[future], future.result())
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -44,18 +44,18 @@ _AMAX_GATES = {
     "of fp32 hadamard": Gate(8.5),
 }
 _QUANTIZE_GATES = {
-    "from bf16": Gate(22.5),
-    "from fp32": Gate(22.0),
-    "from bf16 stochastic": Gate(22.5, 96),
-    "from bf16 torchao": Gate(24.0),
-    "from bf16 swizzled": Gate(24.5),
-    "from bf16 hadamard": Gate(29.5, 72),
-    "from bf16 hadamard stochastic": Gate(30.0, 96),
-    "from bf16 hadamard stochastic swizzled": Gate(31.5, 96),
+    "from bf16": Gate(20.0),
+    "from fp32": Gate(19.5),
+    "from bf16 stochastic": Gate(20.0, 96),
+    "from bf16 torchao": Gate(22.0),
+    "from bf16 swizzled": Gate(22.0),
+    "from bf16 hadamard": Gate(27.0, 72),
+    "from bf16 hadamard stochastic": Gate(27.0, 96),
+    "from bf16 hadamard stochastic swizzled": Gate(29.0, 96),
 }
 _DEQUANTIZE_GATES = {
     "to bf16": Gate(11.0),
-    "to fp32 torchao": Gate(14.0),
+    "to fp32 torchao": Gate(12.0),
     "to bf16 swizzled": Gate(15.5),
 }
 _HADAMARD_GATES = {"of bf16": Gate(9.0), "of fp32 inverse": Gate(9.0)}
