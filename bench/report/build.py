@@ -56,7 +56,7 @@ def roofline(report: Report) -> Roofline | str:
     tasks = [(case.op, case.name, gpu.target) for case in cases]
     with shown(len(tasks), "compiled") as step:
         measured = measure.measure_all(
-            tasks, len(os.sched_getaffinity(0)), lambda task: step(" ".join(task))
+            tasks, len(os.sched_getaffinity(0)), lambda task, _: step(" ".join(task))
         )
     found = zip(cases, (one.instructions for one in measured), strict=True)
     return roofline_of(report, gpu, found)
