@@ -1,4 +1,6 @@
-"""Owns putting functions of the bench in the place of a process group's collectives."""
+"""Ranks that are not there: a process group of one process, and functions of the bench in the
+place of its collectives.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # Of each pair the first from torch 2.13 on, the second before.
 ALL_GATHERS = ("all_gather_single", "_allgather_base")
 EXCHANGES = ("alltoall_base", "reduce_scatter_single", "_reduce_scatter_base")
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `world` ranks in torch's "fake" group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def ended_work() -> dist.Work:

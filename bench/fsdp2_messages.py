@@ -1,7 +1,7 @@
-"""Owns the collectives of tuned FSDP2: all-gather and reduce-scatter out of messages.
+"""The collectives of tuned FSDP2: all-gather and reduce-scatter out of messages.
 
-gloo's own reduce-scatter moves as many bytes as an all-reduce; these, from peer
-to peer, move what they must. For gloo only: NCCL would have to be told of all of them together.
+gloo's own reduce-scatter moves as many bytes as an all-reduce; these, from peer to peer, move what
+they must. For gloo only: NCCL would have to be told of all of them together.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class MessageReduceScatter(_FreshBuffers):
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
-                f"the reduction must be SUM or AVG, got {op}; "
-                "leave the gradient divide factor unset."
+                f"the reduction must be SUM or AVG, got {op}; leave the gradient divide factor "
+                "unset."
             )
         rank, world = group.rank(), group.size()
         parts = input_tensor.view(world, -1)

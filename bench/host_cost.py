@@ -1,5 +1,5 @@
-"""Owns the measurement of host cost: microseconds of Python for one unit in one step, beside the
-rivals and the plain model.
+"""The host's cost: microseconds of Python for one unit in one step, beside the rivals and the plain
+model.
 
 A step is forward, backward, AdamW(foreach=True) and zero_grad of a decoder whose tensors are so
 tiny that only overhead shows. One process is rank 0 of many, in torch's "fake" group, whose
@@ -14,7 +14,6 @@ garbage is part of its cost; what lives after the warm-up is frozen, so that nob
 the objects of the others.
 """
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,13 +25,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from .collective_stand_ins import ALL_GATHERS, EXCHANGES, ended_work, stand_in_for
+from .collective_stand_ins import ALL_GATHERS, EXCHANGES, ended_work, fake_group, stand_in_for
 from .models import build_batch, host_cost_config
 from .profiling import Profile, profile_calls
 from .rivals import Setup, Trainer, build_trainer
-from .timing import Estimate, alternating_order, estimate_median, pair_differences, pair_ratios
+from .timing import (
+    Estimate,
+    alternating_order,
+    estimate_median,
+    frozen_heap,
+    pair_differences,
+    pair_ratios,
+)
 from .trainer_names import FSDP2, PLAIN
 
 WARM_UP_STEPS = 4
@@ -92,26 +97,16 @@ def fake_ranks(world: int) -> Iterator[None]:
     # Gathered buffers hold whatever memory held before: denormal numbers there would slow the
     # arithmetic of some candidates.
     torch.set_flush_denormal(True)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    done = ended_work()
     try:
-        done = ended_work()
-        with stand_in_for((*ALL_GATHERS, *EXCHANGES), lambda *_arguments: done):
+        with (
+            fake_group(world),
+            stand_in_for((*ALL_GATHERS, *EXCHANGES), lambda *_arguments: done),
+        ):
             yield
     finally:
-        dist.destroy_process_group()
         torch.set_flush_denormal(False)
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Keep what lives now out of the garbage collector's walks."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def measure(

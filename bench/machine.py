@@ -1,4 +1,4 @@
-"""Owns what a result says of where it was measured: device, threads, versions, commit."""
+"""What a result says of where it was measured: device, threads, versions, commit."""
 
 from __future__ import annotations
 

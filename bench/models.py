@@ -1,5 +1,4 @@
-"""Owns the models that the benches train: a Llama-like decoder whose blocks hold exactly nine
-tensors.
+"""The models that the benches train: a Llama-like decoder whose blocks hold exactly nine tensors.
 
     block: attention_norm | query key value output | mlp_norm | gate up down (7 matrices, 2 vectors)
     root:  embedding | blocks | norm | head                                  (3 tensors of its own)
@@ -39,8 +38,8 @@ class DecoderConfig:
             )
         if self.width % self.heads:
             raise ValueError(
-                f"width must be a multiple of heads, got width {self.width} and "
-                f"heads {self.heads}; change one of them."
+                f"width must be a multiple of heads, got width {self.width} and heads "
+                f"{self.heads}; change one of them."
             )
 
     @property

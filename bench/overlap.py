@@ -1,4 +1,4 @@
-"""Owns recording one step with its communication: torch's profiler around a few steps of a trainer,
+"""Recording one step with its communication: torch's profiler around a few steps of a trainer,
 on gloo ranks of this machine, on all its GPUs, or on one GPU with stand-ins for the collectives.
 
 On one GPU nothing has to be sent, so there the process is rank 0 of `STAND_IN_WORLD` ranks of
@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from .collective_stand_ins import ALL_GATHERS, EXCHANGES, ended_work, stand_in_for
+from .collective_stand_ins import ALL_GATHERS, EXCHANGES, ended_work, fake_group, stand_in_for
 from .models import build_batch
 from .ranks import run_ranks
 from .rivals import build_trainer
@@ -49,12 +48,12 @@ def record(case: OverlapCase) -> list[dict[str, Any]]:
     """The events of rank 0's Chrome trace of `case.steps` steps."""
     if case.world:
         return run_ranks(_record_on_rank, case.world, case, device_type=case.task.device_type)[0]
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=STAND_IN_WORLD)
-    try:
-        with stand_in_for(ALL_GATHERS, _spin("gather")), stand_in_for(EXCHANGES, _spin("exchange")):
-            return _record(case)
-    finally:
-        dist.destroy_process_group()
+    with (
+        fake_group(STAND_IN_WORLD),
+        stand_in_for(ALL_GATHERS, _spin("gather")),
+        stand_in_for(EXCHANGES, _spin("exchange")),
+    ):
+        return _record(case)
 
 
 def _record_on_rank(rank: int, case: OverlapCase) -> list[dict[str, Any]]:

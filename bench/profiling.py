@@ -1,5 +1,5 @@
-"""Owns the profile of repeated calls: which Python functions the time goes to, in microseconds of
-one unit of work.
+"""The profile of repeated calls: which Python functions the time goes to, in microseconds of one
+unit of work.
 
 cProfile sees the calling thread only and makes Python calls look dearer than they are: read shares
 and counts, not sums. CPU time of other threads, where a trainer's lanes work, is given beside it.

@@ -80,6 +80,11 @@ class Row:
         """`target_percent` where it counts, which is on a GPU."""
         return None if self.method == CPU_METHOD else self.target_percent
 
+    @property
+    def is_below_target(self) -> bool:
+        """Whether it has a target, on the device that it ran on, and misses it."""
+        return self.target is not None and self.percent_of_copy < self.target
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -145,8 +150,8 @@ def read_report(path: Path) -> Report:
         return Report(rows=rows, **found)
     except (KeyError, TypeError) as error:
         raise ReportError(
-            f"{path}: expected the fields of a report, got a file without them ({error}); "
-            "write one with --json"
+            f"{path}: expected the fields of a report, got a file without them ({error}); write "
+            "one with --json"
         ) from None
 
 

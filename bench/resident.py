@@ -1,4 +1,4 @@
-"""Owns what makes resident memory mean what was in use: memory that was freed goes back at once.
+"""Resident memory that means what was in use: memory that was freed goes back at once.
 
 glibc keeps what is freed between blocks that live, and takes ever larger blocks from there once one
 was freed. How much stays resident is then a matter of luck, and grows for many steps: of 26 M

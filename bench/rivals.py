@@ -1,5 +1,5 @@
-"""Owns the candidates of the benches: one decoder trained plainly, by DDP, by FSDP2 (as it comes
-and tuned), by Megatron-FSDP and by sidestream.
+"""The candidates of the benches: one decoder trained plainly, by DDP, by FSDP2 (as it comes and
+tuned), by Megatron-FSDP and by sidestream.
 
 | name             | what it is                                                                 |
 |------------------|----------------------------------------------------------------------------|

@@ -1,5 +1,4 @@
-"""Owns the comparison of two trainers' step times: within which limit, and what the launches of it
-say together.
+"""Two trainers' step times compared: within which limit, and what the launches of it say together.
 
 A launch starts fresh ranks that hold both trainers; their steps alternate A B B A, and a pair's
 ratio is candidate over rival. Losses and weights must agree. Memory cannot be told apart there, so

@@ -1,4 +1,4 @@
-"""Owns what a rank does in `sidestream bench step`: two trainers in one process, steps in turn,
+"""What a rank does in `sidestream bench step`: two trainers in one process, steps in turn,
 then proof that they trained alike; or one trainer alone, for its memory and its profile.
 
     barrier | step | barrier      the timed span: a step counts as done when every rank has done it
@@ -28,7 +28,7 @@ from .profiling import cpu_seconds, profile_calls
 from .ranks import device_of, read_loopback_bytes
 from .resident import return_freed_memory
 from .rivals import Setup, Trainer, build_trainer
-from .timing import alternating_order
+from .timing import alternating_order, frozen_heap
 
 # DDP rebuilds its buckets and sidestream records the order of its units before a step is steady.
 WARM_UP_STEPS = 3
@@ -163,11 +163,9 @@ def work_on_pair(rank: int, case: PairCase) -> PairOutcome:
         for _ in range(WARM_UP_STEPS):
             run.timed_step()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    gc.collect()
-    gc.freeze()
-    for name in alternating_order(case.names, case.pairs):
-        seconds[name].append(runs[name].timed_step())
-    gc.unfreeze()
+    with frozen_heap():
+        for name in alternating_order(case.names, case.pairs):
+            seconds[name].append(runs[name].timed_step())
     wire_bytes = {name: run.wire_bytes_of_a_step() for name, run in runs.items()}
     losses = {name: torch.stack(run.losses).tolist() for name, run in runs.items()}
     first, second = (run.trainer.full_parameters() for run in runs.values())
@@ -222,9 +220,9 @@ def check_agreement(
     if not (worst <= of_loss and relative_difference <= of_weights):
         raise RuntimeError(
             f"{first_name} and {second_name} did not train alike: losses differ by up to "
-            f"{worst:.3g} (expected at most {of_loss:g}), weights by "
-            f"{relative_difference:.3g} of their norm (expected at most {of_weights:g}); "
-            "a time is worth nothing until they agree."
+            f"{worst:.3g} (expected at most {of_loss:g}), weights by {relative_difference:.3g} of "
+            f"their norm (expected at most {of_weights:g}); a time is worth nothing until they "
+            "agree."
         )
 
 

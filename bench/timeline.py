@@ -1,4 +1,4 @@
-"""Owns the timeline of profiled steps: from `torch.profiler`'s events to lanes, to the share of
+"""The timeline of profiled steps: from `torch.profiler`'s events to lanes, to the share of
 communication that nothing hides, and to a picture.
 
     CPU   lane         events
@@ -72,8 +72,8 @@ def read_timeline(events: Sequence[Mapping[str, Any]]) -> Timeline:
     steps = [event for event in complete if event["name"] == STEP_RANGE and _is_on_host(event)]
     if not steps:
         raise ValueError(
-            f"the trace must hold steps inside a range {STEP_RANGE!r}, got "
-            f"{len(complete)} events and none of them; profile with record_function({STEP_RANGE!r})"
+            f"the trace must hold steps inside a range {STEP_RANGE!r}, got {len(complete)} events "
+            f"and none of them; profile with record_function({STEP_RANGE!r})"
         )
     on_gpu = [event for event in complete if event.get("cat") in _GPU_KINDS]
     if on_gpu:

@@ -1,19 +1,21 @@
-"""Owns how two or more candidates are timed on a machine that others use too: in pairs, by medians,
-with an interval.
+"""Two or more candidates timed on a machine that others use too: in pairs, by medians, with an
+interval.
 
     two candidates:    A B B A A B B A ...    pair k = k-th call of A with k-th call of B
     three candidates:  A B C C B A A B C ...
 
 Drift of the machine falls on both members of a pair, so a ratio of pairs is steadier than a ratio
 of means. The interval is a percentile bootstrap of the median. Times are seconds unless a name says
-otherwise; everything is pure.
+otherwise; all but `frozen_heap` is pure.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,6 +39,17 @@ class Estimate:
         """`median [low, high]`, each multiplied by `scale`."""
         numbers = [f"{value * scale:.{digits}f}" for value in (self.median, self.low, self.high)]
         return f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Keep what lives now out of the garbage collector's walks."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def alternating_order(candidates: Sequence[T], rounds: int) -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""Owns the names of the trainers that the benches compare; `rivals` tells what each is.
+"""The names of the trainers that the benches compare; `rivals` tells what each is.
 
 They stand apart because the parsers of commands need no more, and importing the rivals takes long.
 """

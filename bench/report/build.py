@@ -1,4 +1,4 @@
-"""Owns the way from a report to the page's file: what is checked before any work, what is compiled.
+"""The way from a report to the page's file: what is checked before any work, what is compiled.
 
 The roofline needs the cases of the report's ops compiled, which takes about a second each where it
 has not been done before; how far that is is told on the error output.
@@ -13,7 +13,7 @@ from pathlib import Path
 from ...training.errors import UsageError
 from ...training.paths import require_writable_file
 from ..reports import Report, write_text
-from .roofline import Roofline, ops_of, roofline_of, subject_of
+from .roofline import Roofline, cases_of, roofline_of, subject_of
 
 
 def require_page(path: str) -> None:
@@ -44,19 +44,19 @@ def roofline(report: Report) -> Roofline | str:
     gpu = subject_of(report)
     if gpu is None:
         return (
-            f"Not drawn: nothing is known here of the clock and the multiprocessors of "
+            "Not drawn: nothing is known here of the clock and the multiprocessors of "
             f"{report.machine['device']}."
         )
     if find_spec("triton") is None:
         return "Not drawn: Triton, which compiles the kernels, is not installed here."
-    from ...kernels import ahead
-    from ..ahead import measuring
+    from ...kernels.ahead import measure
     from ..progress import shown
 
-    ops = ops_of(report)
-    tasks = [(case.op, case.name, gpu.target) for case in ahead.cases() if case.op in ops]
+    cases = cases_of(report)
+    tasks = [(case.op, case.name, gpu.target) for case in cases]
     with shown(len(tasks), "compiled") as step:
-        compiled = measuring.measure_all(
-            tasks, len(os.sched_getaffinity(0)), lambda row: step(" ".join(row.key))
+        measured = measure.measure_all(
+            tasks, len(os.sched_getaffinity(0)), lambda task, _: step(" ".join(task))
         )
-    return roofline_of(report, gpu, compiled)
+    found = zip(cases, (one.instructions for one in measured), strict=True)
+    return roofline_of(report, gpu, found)

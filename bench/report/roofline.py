@@ -1,29 +1,28 @@
-"""Owns the roofline: kernels by how many instructions they take for a byte that they move.
+"""The roofline: kernels by how many instructions they take for a byte that they move.
 
     x      instructions that a thread executes, by bytes moved: of the compiled code
     roofs  the rate of a copy, and the rate at which warps can issue, by x; a kernel is below both
     point  the lower roof at its x is the most there is; what was measured is below it
 
-The roof of the copy is what this run measured on the GPU; where no kernel ran on a GPU, what
+The cases are those that were measured, and of their ops all that have a gate, for comparison. The
+roof of the copy is what this run measured on the GPU; where no kernel ran on a GPU, what
 `bench.ahead.machines` takes for one, and nothing is measured. Everything here is pure.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from ...kernels import registry
 from ..ahead.machines import GPUS, Gpu, predict
-from ..kernel_cases.case import OURS
 from ..reports import CPU_METHOD, Report, Row
-from .matches import name_ahead
-from .series import largest
+from .series import groups_of
 
 if TYPE_CHECKING:
-    from ..ahead import measuring  # needs Triton
+    from ...kernels.case import Case  # needs Triton
 
 PREDICTED = "H100"
 """The GPU that is predicted where none was measured."""
@@ -33,28 +32,25 @@ _HARMLESS = re.compile(r"NVIDIA|GeForce|SXM\d?|HBM\d\w*|\d+GB")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One compiled case. roof_gb_s: the most there is; bound: which roof that is, "bytes" or
-    "instructions". measured: the row of ours at its largest size, if its case is this one.
+    """One compiled case, with the instructions of a thread for an element. roof_gb_s: the most
+    there is; measured: the row of ours at its largest size, if there is one.
     """
 
-    op: str
-    case: str
+    case: Case
     instructions: float
-    moved_bytes: float
     roof_gb_s: float
-    bound: str
     measured: Row | None
 
     @property
     def per_byte(self) -> float:
         """Instructions of a thread for a byte."""
-        return self.instructions / self.moved_bytes
+        return self.instructions / self.case.moved_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """gpu: its issue rate counts; copy_gb_s: the other roof. uncounted: cases, as "op case", whose
-    instructions cannot be counted. unmatched: measured cases that are none of those compiled.
+    """gpu: its issue rate counts; copy_gb_s: the other roof. uncounted: cases whose instructions
+    cannot be counted. unknown: measured cases that nothing here is called.
     """
 
     gpu: Gpu
@@ -62,11 +58,11 @@ class Roofline:
     is_prediction: bool
     points: tuple[Point, ...]
     uncounted: tuple[str, ...]
-    unmatched: tuple[str, ...]
+    unknown: tuple[str, ...]
 
     def issue_gb_s(self, per_byte: float) -> float:
         """The rate that issuing leaves at so many instructions a byte."""
-        return self.gpu.copy_gb_s / predict(self.gpu, 1.0, per_byte).issued
+        return _issue_gb_s(self.gpu, per_byte)
 
     @property
     def ridge(self) -> float:
@@ -74,11 +70,13 @@ class Roofline:
         return self.issue_gb_s(1.0) / self.copy_gb_s
 
     def families(self) -> dict[str, list[Point]]:
-        """The points by the registry's sections, ascending by instructions a byte."""
+        """The points by the sections of the ops, ascending by instructions a byte."""
+        from ...kernels.cases import SECTIONS
+
         found = {}
-        for title, rows in registry.SECTIONS:
+        for title, rows in SECTIONS:
             ops = {row.op for row in rows}
-            inside = [point for point in self.points if point.op in ops]
+            inside = [point for point in self.points if point.case.op in ops]
             if inside:
                 found[title] = sorted(inside, key=lambda point: point.per_byte)
         return found
@@ -95,9 +93,7 @@ def gpu_of(device: str) -> Gpu | None:
 
 def subject_of(report: Report) -> Gpu | None:
     """The GPU that the roofline is of: the report's, or the predicted one for a CPU's report."""
-    if is_of_gpu(report):
-        return gpu_of(str(report.machine["device"]))
-    return next(gpu for gpu in GPUS if gpu.name == PREDICTED)
+    return gpu_of(str(report.machine["device"]) if is_of_gpu(report) else PREDICTED)
 
 
 def is_of_gpu(report: Report) -> bool:
@@ -105,65 +101,51 @@ def is_of_gpu(report: Report) -> bool:
     return any(row.method != CPU_METHOD for row in report.rows)
 
 
-def ops_of(report: Report) -> tuple[str, ...]:
-    """The ops in it, each once."""
-    return tuple(dict.fromkeys(row.op for row in report.rows))
+def cases_of(report: Report) -> list[Case]:
+    """Those that its roofline is of."""
+    from ...kernels.cases import cases
+
+    ops, measured = {row.op for row in report.rows}, {row.case for row in report.rows}
+    return [
+        case
+        for case in cases()
+        if case.full_name in measured or (case.op in ops and case.gate is not None)
+    ]
 
 
-def roofline_of(report: Report, gpu: Gpu, compiled: Iterable[measuring.Row]) -> Roofline:
-    """From what was measured and what was compiled for `gpu`, cases of the report's ops."""
+def roofline_of(report: Report, gpu: Gpu, counted: Iterable[tuple[Case, float | None]]) -> Roofline:
+    """From what was measured, and the instructions of `cases_of` it, compiled for `gpu`; None where
+    they cannot be counted.
+    """
     ran = is_of_gpu(report)
-    measured = _measured(report.rows) if ran else {}
-    bare = Roofline(
-        gpu=gpu,
-        copy_gb_s=_copy_gb_s(report.rows) if ran else gpu.copy_gb_s,
-        is_prediction=not ran,
-        points=(),
-        uncounted=(),
-        unmatched=(),
-    )
+    copy_gb_s = _copy_gb_s(report.rows) if ran else gpu.copy_gb_s
+    groups = [group for inside in groups_of(report.rows).values() for group in inside]
+    measured = {group.case: group.largest for group in groups if group.largest} if ran else {}
     points, uncounted = [], []
-    for row in compiled:
-        if row.instructions is None:
-            uncounted.append(f"{row.op} {row.case}")
-        else:
-            points.append(_point(bare, row, row.instructions, measured.get((row.op, row.case))))
-    drawn = {id(point.measured) for point in points}
-    return replace(
-        bare,
+    for case, instructions in counted:
+        row = measured.pop(case.full_name, None)
+        if instructions is None:
+            uncounted.append(case.full_name)
+            continue
+        point = Point(
+            case=case,
+            instructions=instructions,
+            roof_gb_s=min(copy_gb_s, _issue_gb_s(gpu, instructions / case.moved_bytes)),
+            measured=row,
+        )
+        points.append(point)
+    return Roofline(
+        gpu=gpu,
+        copy_gb_s=copy_gb_s,
+        is_prediction=not ran,
         points=tuple(points),
         uncounted=tuple(uncounted),
-        unmatched=tuple(row.case for row in _ours(report.rows) if ran and id(row) not in drawn),
+        unknown=tuple(measured),
     )
 
 
-def _point(
-    roofline: Roofline, row: measuring.Row, instructions: float, measured: Row | None
-) -> Point:
-    issue_gb_s = roofline.issue_gb_s(instructions / row.moved_bytes)
-    return Point(
-        op=row.op,
-        case=row.case,
-        instructions=instructions,
-        moved_bytes=row.moved_bytes,
-        roof_gb_s=min(roofline.copy_gb_s, issue_gb_s),
-        bound="bytes" if roofline.copy_gb_s <= issue_gb_s else "instructions",
-        measured=measured,
-    )
-
-
-def _ours(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in largest(rows) if row.candidate == OURS]
-
-
-def _measured(rows: Iterable[Row]) -> Mapping[tuple[str, str], Row]:
-    """Ours by op and name ahead of time; names that several cases have are left out."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in _ours(rows):
-        name = name_ahead(row)
-        if name is not None:
-            found.setdefault((row.op, name), []).append(row)
-    return {key: same[0] for key, same in found.items() if len(same) == 1}
+def _issue_gb_s(gpu: Gpu, per_byte: float) -> float:
+    return gpu.copy_gb_s / predict(gpu, 1.0, per_byte).issued
 
 
 def _copy_gb_s(rows: Sequence[Row]) -> float:
@@ -172,18 +154,12 @@ def _copy_gb_s(rows: Sequence[Row]) -> float:
     return max(cold or [row.copy_gb_per_s for row in rows])
 
 
-def spread_out(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places for labels near ascending `positions`, at least `gap` apart and inside [low, high]
-    where there is room for all; else evenly.
+def spread_out(positions: Sequence[float], gap: float, most: float) -> list[float]:
+    """Places for labels near ascending `positions`, at least `gap` apart and inside [0, most] where
+    there is room for all; else evenly.
     """
-    if len(positions) < 2 or gap * (len(positions) - 1) >= high - low:  # noqa: PLR2004 - a pair
-        gap = (high - low) / max(1, len(positions) - 1) if len(positions) > 1 else gap
-    placed: list[float] = []
-    for position in positions:
-        least = placed[-1] + gap if placed else low
-        placed.append(max(position, least))
+    gaps = len(positions) - 1
+    gap = min(gap, most / max(1, gaps))
+    right = accumulate(positions, lambda last, position: max(last + gap, position))
     # What was pushed over the end goes back, and pushes the others.
-    for index in range(len(placed) - 1, -1, -1):
-        most = high - gap * (len(placed) - 1 - index)
-        placed[index] = min(placed[index], most)
-    return placed
+    return [min(place, most - gap * (gaps - index)) for index, place in enumerate(right)]

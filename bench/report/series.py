@@ -1,4 +1,4 @@
-"""Owns what a figure compares: the candidates of one case, each by size, and the copy."""
+"""What a figure compares: the candidates of one case, each by size, and the copy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from ..reports import Row
 BYTES_PER_US_IN_A_GB_PER_S = 1e3
 _SUFFIXES = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K"))
 _FEW = 10.0  # of a unit have a digit after the point
+_NUM_COLOURS = 6
+# matplotlib's markers, and the same as characters, for legends.
+_MARKERS = "os^DvPX"
+_SIGNS = "\u25cf\u25a0\u25b2\u25c6\u25bc\u271a\u2716"
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How one candidate is drawn: the name of its colour, matplotlib's marker, and its sign."""
+
+    colour: str
+    marker: str
+    sign: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +40,14 @@ class Group:
         return tuple(row for rows in self.candidates.values() for row in rows)
 
     @property
+    def largest(self) -> Row | None:
+        """Ours at its largest size."""
+        return self.candidates[OURS][-1] if OURS in self.candidates else None
+
+    @property
     def copies(self) -> dict[int, float]:
-        """GB/s of the copy by the case's elements, ascending."""
-        found = {row.numel: row.copy_gb_per_s for row in self.rows}
+        """GB/s of the copy by the case's elements, ascending: of each the one beside ours."""
+        found = {row.numel: row.copy_gb_per_s for row in reversed(self.rows)}
         return dict(sorted(found.items()))
 
     @property
@@ -38,45 +56,34 @@ class Group:
         return len(self.copies) > 1
 
 
-def groups_of(rows: Iterable[Row]) -> tuple[Group, ...]:
-    """The cases in the order of their first rows; a size measured twice counts as it was first."""
+def groups_of(rows: Iterable[Row]) -> dict[str, list[Group]]:
+    """The cases by op, in the order of their first rows; a size measured twice counts as it was
+    first.
+    """
     cases: dict[tuple[str, str], dict[str, dict[int, Row]]] = {}
     for row in rows:
         sizes = cases.setdefault((row.op, row.case), {}).setdefault(row.candidate, {})
         sizes.setdefault(row.numel, row)
-    return tuple(
-        Group(
-            case,
-            op,
-            {
-                name: tuple(sorted(candidates[name].values(), key=lambda row: row.numel))
-                for name in sorted(candidates, key=lambda name: name != OURS)
-            },
+    groups: dict[str, list[Group]] = {}
+    for (op, case), found in cases.items():
+        candidates = {
+            name: tuple(sorted(found[name].values(), key=lambda row: row.numel))
+            for name in sorted(found, key=lambda name: name != OURS)
+        }
+        groups.setdefault(op, []).append(Group(case, op, candidates))
+    return groups
+
+
+def styles_of(names: Iterable[str]) -> dict[str, Style]:
+    """A style for each name, in their order; after some, colours and markers come again."""
+    return {
+        name: Style(
+            f"series-{number % _NUM_COLOURS}",
+            _MARKERS[number % len(_MARKERS)],
+            _SIGNS[number % len(_SIGNS)],
         )
-        for (op, case), candidates in cases.items()
-    )
-
-
-def by_op(groups: Iterable[Group]) -> dict[str, list[Group]]:
-    """The cases of each op."""
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        found.setdefault(group.op, []).append(group)
-    return found
-
-
-def styles_of(groups: Iterable[Group]) -> dict[str, int]:
-    """A number for each candidate of an op's cases, 0 for ours: its colour and its marker."""
-    names = dict.fromkeys([OURS, *(name for group in groups for name in group.candidates)])
-    return {name: number for number, name in enumerate(names)}
-
-
-def largest(rows: Iterable[Row]) -> list[Row]:
-    """Of each case and candidate the row of its largest size."""
-    found: dict[tuple[str, str, str], Row] = {}
-    for row in sorted(rows, key=lambda row: row.numel):
-        found[row.op, row.case, row.candidate] = row
-    return list(found.values())
+        for number, name in enumerate(dict.fromkeys(names))
+    }
 
 
 def rates(row: Row) -> tuple[float, float]:
@@ -90,15 +97,8 @@ def rates(row: Row) -> tuple[float, float]:
 
 def shares(row: Row) -> tuple[float, float]:
     """Its percentage of the copy at the same two times."""
-    return (
-        row.percent_of_copy * row.median_us / row.high_us,
-        row.percent_of_copy * row.median_us / row.low_us,
-    )
-
-
-def is_below_target(row: Row) -> bool:
-    """Whether it has a target, on the device that it ran on, and misses it."""
-    return row.target is not None and row.percent_of_copy < row.target
+    share_us = row.percent_of_copy * row.median_us
+    return share_us / row.high_us, share_us / row.low_us
 
 
 def size_text(numel: int) -> str:

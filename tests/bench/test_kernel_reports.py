@@ -117,6 +117,10 @@ def _with_row(**fields):
         (_with_row(gb_per_s="5"), ("gb_per_s of pack", "'5', no positive number")),
         (_with_row(numel=True), ("numel of pack", "True, no positive number")),
         (_with_row(candidate=None), ("candidate of a row", "None, no text")),
+        (_changed(machine=None), ("machine is NoneType, no mapping",)),
+        (_changed(machine={"device": "a CPU"}), ("machine has no threads, torch, triton, commit",)),
+        (_changed(settings=[["passes", 3]]), ("settings is list, no mapping",)),
+        (_changed(settings={"seconds": "0.1"}), ("seconds of settings is '0.1', no number",)),
     ],
 )
 def test_a_file_that_is_no_report_is_refused(text, words, tmp_path):

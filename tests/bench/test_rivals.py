@@ -187,10 +187,6 @@ def test_megatron_fsdp_needs_its_package_and_a_gpu(installed, device_type, messa
         require_trainer(MEGATRON_FSDP, device_type)
 
 
-def test_every_name_has_its_builder():
-    assert tuple(rivals._BUILDERS) == TRAINER_NAMES
-
-
 def test_unknown_candidate_is_refused():
     with pytest.raises(ValueError, match="got 'zero4'"):
         build_trainer("zero4", CONFIG)
