@@ -1,4 +1,4 @@
-"""Owns the plain conversions on the GPU: the kernels behind `cast` and `cast_back`.
+"""The plain casts on the GPU: the kernels behind `cast` and `cast_back`.
 
 Formula and rounding are those of `reference`. A block that is full and 16-byte aligned takes
 the unmasked path, 16 bytes an access on its narrowest side; tails, unaligned memory and e2m1 rows
@@ -93,14 +93,13 @@ def _cast_full_block(
     seed,
     first_index,
     TO: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     GROUPED: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Pointers and index are those of the block."""
     value = to_fp32(tl.load(_aligned(x, BLOCK)))
-    if STOCHASTIC:
+    if seed is not None:
         lanes = tl.arange(0, BLOCK)
         if GROUPED:
             bits = device.noise_of_block(seed, first_index // _GROUP, lanes)
@@ -125,7 +124,6 @@ def _cast_masked_block(
     seed,
     first_index,
     TO: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     ODD_ROWS: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -145,7 +143,7 @@ def _cast_masked_block(
             index = row * columns + column
             mask = mask & (column < columns)
         value = to_fp32(tl.load(x + index, mask=mask, other=0.0))
-        if STOCHASTIC:
+        if seed is not None:
             code = _encode_stochastic(value, device.noise_of(seed, first_index + index), TO)
         else:
             code = _encode(value, HARDWARE, TO)
@@ -170,14 +168,13 @@ def _cast_kernel(
     seed,
     first_index,
     TO: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     GROUPED: tl.constexpr,
     ODD_ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK elements, BLOCK // 2 bytes of e2m1.
+    """BLOCK elements, BLOCK // 2 bytes of e2m1; seed: None to round to nearest.
 
     Example, e2m1, ODD_ROWS, rows of 3, BLOCK 8: 2 rows are 8 places, so that program 0 has both.
     Place 3 fills the first row's second byte; place 4 is element 3, the first of row 1.
@@ -190,12 +187,12 @@ def _cast_kernel(
         PER_CODE: tl.constexpr = 2 if TO == "e2m1" else 1
         _cast_full_block(
             out + start // PER_CODE, x + start, seed, first_index + start,
-            TO, STOCHASTIC, GROUPED, HARDWARE, BLOCK,
+            TO, GROUPED, HARDWARE, BLOCK,
         )  # fmt: skip
     else:
         _cast_masked_block(
             out, x, start, count, columns, seed, first_index,
-            TO, STOCHASTIC, ODD_ROWS, HARDWARE, BLOCK,
+            TO, ODD_ROWS, HARDWARE, BLOCK,
         )  # fmt: skip
 
 
@@ -268,12 +265,12 @@ def _code_bytes(name: str) -> int:
 
 
 def cast_(
-    out: torch.Tensor, x: torch.Tensor, to: str, stochastic: bool, seed: int, first_index: int
+    out: torch.Tensor, x: torch.Tensor, to: str, seed: int | None = None, first_index: int = 0
 ) -> None:
     """`reference.cast_` in one launch."""
     row = odd_row(x.shape) if to == E2M1.name else 0
     numel = x.numel() // row * (row + 1) if row else x.numel()
-    case = to + " stochastic" * stochastic
+    case = to if seed is None else f"{to} stochastic"
     config = config_for("cast_", case, default_config(), x.device)
     block = config.block_bytes // _code_bytes(to)
     launch(
@@ -288,7 +285,6 @@ def cast_(
         on=x,
         num_warps=config.num_warps,
         TO=to,
-        STOCHASTIC=stochastic,
         GROUPED=first_index % GROUP_NUMEL == 0,
         ODD_ROWS=row > 0,
         ALIGNED=row == 0 and is_aligned(x, out),

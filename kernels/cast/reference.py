@@ -1,4 +1,4 @@
-"""Owns the definition of the plain conversions in PyTorch: the oracle and the CPU path.
+"""The definition of the plain casts in PyTorch: the oracle and the CPU path.
 
     cast_       out = encode(float32(x))      to nearest even, or stochastically
     cast_back_  out = round(decode(codes))    exact up to the rounding to out's dtype
@@ -21,15 +21,15 @@ ELEMENTS = {element.name: element for element in ELEMENT_FORMATS}
 
 
 def cast_(
-    out: torch.Tensor, x: torch.Tensor, to: str, stochastic: bool, seed: int, first_index: int
+    out: torch.Tensor, x: torch.Tensor, to: str, seed: int | None = None, first_index: int = 0
 ) -> None:
-    """Fill `out` with `x` in the format `to`; `seed` and `first_index` only where stochastic."""
+    """Fill `out` with `x` in the format `to`, stochastically with a `seed`."""
     flat, out_flat = x.reshape(-1), _bytes_of(out).view(-1)
     row = odd_row(x.shape) if to == E2M1.name else 0
     for piece in _pieces(flat.numel(), row):
         values = flat[piece].float()
         bits = None
-        if stochastic:
+        if seed is not None:
             bits = noise_bits(seed, first_index + piece.start, values.numel(), x.device)
         made = _encoded(values, to, bits)
         start = piece.start

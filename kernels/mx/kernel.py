@@ -1,4 +1,4 @@
-"""Owns MXFP8 and MXFP4 on the GPU: codes and scales of a tensor in one launch, and the way back.
+"""MXFP8 and MXFP4 on the GPU: codes and scales of a tensor in one launch, and the way back.
 
 Formulas and rounding are those of `reference`. Bytes moved an element, BF16 in or out: 3.03 for
 MXFP8, 2.53 for MXFP4; swizzled scales are written and read in place, padding included, at no more.
@@ -11,8 +11,6 @@ length is no multiple of 32 take the masked one.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +22,6 @@ from ..launch import launch
 from ..portable import INTERPRETED, round_to, to_fp32
 from ..tuned import config_for
 from ..wide import aligned_blocks
-from .reference import MxCast
 from .tiles import (
     TILE_BLOCKS,
     aligned_pointers,
@@ -72,7 +69,6 @@ def _quantize_full_tile(
     first_index,
     ELEMENT: tl.constexpr,
     RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -80,7 +76,7 @@ def _quantize_full_tile(
     x, scale_bytes = scaled_blocks(aligned_blocks(source, starts, 32), ELEMENT, RULE)
     tl.store(tl.multiple_of(scales + tl.arange(0, BLOCKS), 16), scale_bytes)
     bits = None
-    if STOCHASTIC:
+    if seed is not None:
         groups = ((first_index + starts) >> 4)[:, None] + tl.arange(0, 2)[None, :]
         bits = device.noise_of_groups(seed, tl.reshape(groups, [2 * BLOCKS]))
         bits = tl.reshape(bits, [BLOCKS, 32])
@@ -105,7 +101,6 @@ def _quantize_masked_piece(
     first_index,
     ELEMENT: tl.constexpr,
     RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     HARDWARE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -118,7 +113,7 @@ def _quantize_masked_piece(
     x = to_fp32(tl.load(source + index, mask=exists, other=0.0))
     x, scale_bytes = scaled_blocks(x, ELEMENT, RULE)
     bits = None
-    if STOCHASTIC:
+    if seed is not None:
         bits = device.noise_of(seed, first_index + index)
     # A NaN's block has NaNs in the place of what does not exist.
     code = encoded(tl.where(exists, x, 0.0), bits, ELEMENT, HARDWARE)
@@ -149,7 +144,6 @@ def _quantize_kernel(
     first_index,
     ELEMENT: tl.constexpr,
     RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     HARDWARE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     FULL: tl.constexpr,
@@ -179,7 +173,6 @@ def _quantize_kernel(
             first_index,
             ELEMENT,
             RULE,
-            STOCHASTIC,
             HARDWARE,
             BLOCKS,
         )
@@ -197,7 +190,6 @@ def _quantize_kernel(
                 first_index,
                 ELEMENT,
                 RULE,
-                STOCHASTIC,
                 HARDWARE,
                 SWIZZLED,
                 BLOCKS // PIECES,
@@ -296,16 +288,24 @@ def _dequantize_kernel(
             )
 
 
-def quantize_mx_(data: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, *options: Any) -> None:
+def quantize_mx_(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    x: torch.Tensor,
+    element: str,
+    rule: str,
+    seed: int | None = None,
+    first_index: int = 0,
+    swizzled: bool = False,
+) -> None:
     """`reference.quantize_mx_` in one launch."""
-    cast = MxCast(*options)
-    plan = plan_launch((data, scales, x), x.shape, cast.swizzled)
+    plan = plan_launch((data, scales, x), x.shape, swizzled)
     if plan.programs == 0:
         return
-    stochastic = cast.seed is not None
+    stochastic = seed is not None
     # Noise is drawn for 16 elements at once, from a multiple of 16 on.
-    full = plan.full and not (stochastic and cast.first_index % GROUP_NUMEL)
-    case = cast.element + " stochastic" * stochastic + " swizzled" * cast.swizzled
+    full = plan.full and not (stochastic and first_index % GROUP_NUMEL)
+    case = element + " stochastic" * stochastic + " swizzled" * swizzled
     config = config_for("quantize_mx_", case, default_config(), x.device)
     launch(
         _quantize_kernel,
@@ -316,14 +316,13 @@ def quantize_mx_(data: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, *opt
         plan.rows,
         plan.row_numel,
         plan.width,
-        cast.seed or 0,
-        cast.first_index,
+        seed,
+        first_index,
         on=x,
         num_warps=config.num_warps,
-        ELEMENT=cast.element,
-        RULE=cast.rule,
-        STOCHASTIC=stochastic,
-        SWIZZLED=cast.swizzled,
+        ELEMENT=element,
+        RULE=rule,
+        SWIZZLED=swizzled,
         FULL=full,
         MASKED=plan.masked or not full,
         BLOCKS=TILE_BLOCKS,

@@ -1,4 +1,4 @@
-"""Owns the definition of MXFP8 and MXFP4 in plain PyTorch: the GPU kernels' oracle, the CPU path.
+"""The definition of MXFP8 and MXFP4 in plain PyTorch: the GPU kernels' oracle, the CPU path.
 
 Blocks of 32 consecutive elements of a row share an E8M0 scale, 2^(byte - 127); the last block of a
 row may be short. With a the largest magnitude of a block and x an element of it:
@@ -27,9 +27,7 @@ byte 0. Noise is that of an element's index in the whole tensor, `first_index` p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -49,37 +47,6 @@ assert MXFP8.block_numel == BLOCK_NUMEL
 _CHUNK_NUMEL = 128 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class MxCast:
-    """How elements become codes: the element's format, the rule of the scales, the rounding.
-
-    seed: rounds stochastically; without one, to nearest even.
-    """
-
-    element: str
-    rule: str = "rceil"
-    seed: int | None = None
-    first_index: int = 0
-    swizzled: bool = False
-
-    def __post_init__(self) -> None:
-        check_element(self.element)
-        if self.rule not in codes.SCALE_RULES:
-            known = ", ".join(codes.SCALE_RULES)
-            raise ValueError(f"rule: expected one of {known}, got {self.rule!r}; choose one")
-        if self.first_index < 0:
-            raise ValueError(
-                f"first_index: expected 0 or more, got {self.first_index}; pass the index of the "
-                "first element in the whole tensor"
-            )
-
-
-def check_element(name: str) -> None:
-    """Raise `ValueError` unless `name` is in `ELEMENTS`."""
-    if name not in ELEMENTS:
-        raise ValueError(f"element: expected one of {', '.join(ELEMENTS)}, got {name!r}")
-
-
 def row_bytes(row_numel: int, element: ElementFormat) -> int:
     """Bytes of the codes of a row: of e2m1's, the last high nibble may be nobody's, and 0."""
     return -(-row_numel * element.bits // 8)
@@ -90,25 +57,36 @@ def row_blocks(row_numel: int) -> int:
     return -(-row_numel // BLOCK_NUMEL)
 
 
-def quantize_mx_(data: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, *options: Any) -> None:
-    """Write the codes and the scales of `x` [..., K]; `options` are those of `MxCast`.
+def quantize_mx_(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    x: torch.Tensor,
+    element: str,
+    rule: str,
+    seed: int | None = None,
+    first_index: int = 0,
+    swizzled: bool = False,
+) -> None:
+    """Write the codes and the scales of `x` [..., K]; with a `seed`, rounded stochastically.
 
     data: bytes [..., row_bytes(K)]. scales: bytes [..., row_blocks(K)], or swizzled ones, 1-D.
     """
-    cast = MxCast(*options)
-    element = ELEMENTS[cast.element]
+    form = ELEMENTS[element]
     width = _width(x.shape[-1])
     rows = x.view(-1, width)
-    made_data = data.view(torch.uint8).view(len(rows), row_bytes(width, element))
+    made_data = data.view(torch.uint8).view(len(rows), row_bytes(width, form))
     made_scales = scales.view(torch.uint8)
     plain = made_scales
-    if cast.swizzled:
+    if swizzled:
         plain = plain.new_empty(*x.shape[:-1], row_blocks(x.shape[-1]))
     by_row = plain.view(len(rows), row_blocks(width))
     for piece in _pieces(len(rows), width):
-        first = cast.first_index + piece.start * width
-        _quantize_rows_(made_data[piece], by_row[piece], rows[piece].float(), cast, first)
-    if cast.swizzled:
+        values, noise = rows[piece].float(), None
+        if seed is not None:
+            first = first_index + piece.start * width
+            noise = noise_bits(seed, first, values.numel(), x.device).view(values.shape)
+        made_data[piece], by_row[piece] = _quantized_rows(values, form, rule, noise)
+    if swizzled:
         made_scales.copy_(swizzle.swizzle_scales(plain))
 
 
@@ -138,24 +116,21 @@ def dequantize_mx_(
         rows[piece] = blocks.flatten(-2)[:, :width]
 
 
-def _quantize_rows_(
-    data: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, cast: MxCast, first_index: int
-) -> None:
-    """FP32 `values` [r, K] -> bytes in `data` [r, row_bytes(K)] and `scales` [r, row_blocks(K)]."""
-    element = ELEMENTS[cast.element]
+def _quantized_rows(
+    values: torch.Tensor, form: ElementFormat, rule: str, noise: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP32 [r, K] -> bytes of codes [r, row_bytes(K)], and of scales [r, row_blocks(K)]."""
     blocks = _blocks(values)
     # As integers, NaNs are above infinity, and the largest one's sign cannot come out set.
     amax = blocks.abs().view(torch.int32).amax(-1).view(torch.float32)
-    scale_bytes = codes.SCALE_RULES[cast.rule](amax, element)
+    scale_bytes = codes.SCALE_RULES[rule](amax, form)
     scaled = blocks * codes.reciprocal_e8m0(scale_bytes).unsqueeze(-1)
     scaled = scaled.flatten(-2)[:, : values.shape[1]].contiguous()
-    if cast.seed is None:
-        made = codes.encode(scaled, element)
+    if noise is None:
+        made = codes.encode(scaled, form)
     else:
-        noise = noise_bits(cast.seed, first_index, values.numel(), values.device)
-        made = codes.encode_stochastic(scaled, element, noise.view(values.shape))
-    data.copy_(codes.pack_nibbles(made) if element is E2M1 else made)
-    scales.copy_(scale_bytes)
+        made = codes.encode_stochastic(scaled, form, noise)
+    return codes.pack_nibbles(made) if form is E2M1 else made, scale_bytes
 
 
 def _width(row_numel: int) -> int:

@@ -93,7 +93,7 @@ def decode_(values: torch.Tensor, message: torch.Tensor, layout: MessageLayout, 
     else:
         assert form.name == NVFP4.name, form
         rows = values.view(-1, row_numel)
-        reference_nvfp4.dequantize_(rows, data.view(len(rows), -1), scales, row_scales)
+        reference_nvfp4.dequantize_nvfp4_(rows, data.view(len(rows), -1), scales, row_scales)
 
 
 def sections(
