@@ -27,9 +27,8 @@ from ..checks import (
     check_tensor,
 )
 from ..formats import swizzle
-from ..formats.codes import SCALE_RULES
 from ..formats.noise import check_first_index, checked_seed
-from ..formats.table import E2M1, E8M0
+from ..formats.table import E2M1, E8M0, SCALE_RULES
 from . import reference as reference_mx
 from .reference import BLOCK_NUMEL, ELEMENTS, MxCast, row_blocks, row_bytes
 

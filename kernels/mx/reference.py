@@ -36,7 +36,7 @@ from torch.nn.functional import pad
 
 from ..formats import codes, swizzle
 from ..formats.noise import noise_bits
-from ..formats.table import E2M1, E4M3, E5M2, MXFP8, ElementFormat
+from ..formats.table import E2M1, E4M3, E5M2, MXFP8, SCALE_RULES, ElementFormat
 
 BLOCK_NUMEL = 32
 ELEMENTS: Mapping[str, ElementFormat] = MappingProxyType(
@@ -64,8 +64,8 @@ class MxCast:
 
     def __post_init__(self) -> None:
         check_element(self.element)
-        if self.rule not in codes.SCALE_RULES:
-            known = ", ".join(codes.SCALE_RULES)
+        if self.rule not in SCALE_RULES:
+            known = ", ".join(SCALE_RULES)
             raise ValueError(f"rule: expected one of {known}, got {self.rule!r}; choose one")
         if self.first_index < 0:
             raise ValueError(
@@ -146,7 +146,7 @@ def _quantize_rows_(
     blocks = _blocks(values)
     # As integers, NaNs are above infinity, and the largest one's sign cannot come out set.
     amax = blocks.abs().view(torch.int32).amax(-1).view(torch.float32)
-    scale_bytes = codes.SCALE_RULES[cast.rule](amax, element)
+    scale_bytes = codes.scale_byte(amax, element, SCALE_RULES[cast.rule])
     scaled = blocks * codes.reciprocal_e8m0(scale_bytes).unsqueeze(-1)
     scaled = scaled.flatten(-2)[:, : values.shape[1]].contiguous()
     if cast.seed is None:
