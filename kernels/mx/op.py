@@ -20,12 +20,11 @@ from ..arguments import (
     scale_shape,
 )
 from ..checks import check_choice, check_flag, check_like, check_tensor
-from ..formats.codes import SCALE_RULES
 from ..formats.noise import check_first_index, checked_seed
-from ..formats.table import E8M0
+from ..formats.table import ELEMENTS, MXFP8, SCALE_RULES
 from ..op import Op, call, on_first_use
 from . import reference
-from .reference import BLOCK_NUMEL, ELEMENTS, row_blocks, row_bytes
+from .reference import BLOCK_NUMEL, elements
 
 _QUANTIZE = Op(
     "quantize_mx_(Tensor(a!) data, Tensor(b!) scales, Tensor x, str element, str rule, "
@@ -70,7 +69,7 @@ def quantize_mx(
     Source: OCP MX 1.0, section 6.3; the rules': see `reference`. Raises `ValueError` before
     anything is written.
     """
-    check_choice("element", element, ELEMENTS)
+    check_choice("element", element, elements())
     swizzled = check_flag("swizzled", swizzled)
     check_choice("rule", rule, SCALE_RULES)
     seed = checked_seed(rounding, seed)
@@ -100,12 +99,12 @@ def dequantize_mx(
     round(code * 2^(byte - 127)), rounded once, to nearest even. Bytes moved an element, to BF16:
     3.03, or 2.53 for e2m1. Raises `ValueError` before anything is written.
     """
-    check_choice("element", element, ELEMENTS)
+    check_choice("element", element, elements())
     swizzled = check_flag("swizzled", swizzled)
     dtype = result_dtype(dtype, out)
     check_tensor("data", data)
     check_rows("data", data)
-    row_numel = checked_row_numel(data, row_numel, 2 if ELEMENTS[element].bits == 4 else 1)
+    row_numel = checked_row_numel(data, row_numel, ELEMENTS[element].codes_per_byte)
     shape = torch.Size((*data.shape[:-1], row_numel))
     parts = {"data": data, "scales": scales}
     wanted = _parts_of(shape, element, swizzled)
@@ -121,12 +120,12 @@ def _check_rows(name: str, tensor: torch.Tensor) -> None:
     """Raise `ValueError` unless the tensor is [..., K], of rows whose blocks kernels can count."""
     check_rows(name, tensor)
     if tensor.shape[-1] % BLOCK_NUMEL:
-        check_row_blocks(name, row_blocks(tensor.shape[-1]))
+        check_row_blocks(name, MXFP8.num_blocks(tensor.shape[-1]))
 
 
 def _parts_of(shape: torch.Size, element: str, swizzled: bool) -> tuple[Wanted, Wanted]:
     """The shapes and dtypes of data and scales for a tensor of `shape`."""
     form = ELEMENTS[element]
-    data_shape = (*shape[:-1], row_bytes(shape[-1], form))
-    scales = scale_shape(shape[:-1], row_blocks(shape[-1]), swizzled)
-    return (data_shape, form.dtype), (scales, E8M0.dtype)
+    data = (*shape[:-1], -(-shape[-1] // form.codes_per_byte))
+    scales = scale_shape(shape[:-1], MXFP8.num_blocks(shape[-1]), swizzled)
+    return (data, form.dtype), (scales, MXFP8.scale_dtype)

@@ -1,4 +1,4 @@
-"""The random Hadamard transform on the GPU, and how NVFP4's kernels, which make it too, cut tensors.
+"""The random Hadamard transform on the GPU, and how the kernels that make it cut tensors.
 
 Formula, order of additions and rounding are those of `reference`. Bytes moved: twice those of an
 element. Blocks come as halves of eight elements: then a thread has a block's elements, and none of

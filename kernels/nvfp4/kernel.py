@@ -4,7 +4,7 @@ Formulas and rounding are those of `reference`. Bytes moved an element, to or fr
 amax and 2 + 1/2 + 1/16 for the codes. The amax stays on the device. The Hadamard transform, if
 wanted, is made anew in each pass, which costs less than writing it once. Tiles that are full and
 16-byte aligned take the unmasked path; the tail, and rows whose length is no multiple of 16, take
-the masked one. Swizzled scales are scattered a byte at a time: they are a fortieth of what is moved.
+the masked one. Swizzled scales are scattered a byte at a time: a fortieth of what is moved.
 
 Tiles are cut, and come as halves of blocks, as `hadamard` has it.
 """
@@ -21,13 +21,13 @@ import triton
 import triton.language as tl
 
 from ..formats import device_codes as device
-from ..formats.device_e2m1 import bytes_of, packed_e2m1
+from ..formats.device_e2m1 import bytes_of, decode_e2m1, packed_e2m1
 from ..formats.device_swizzle import reciprocal_of, scale_pointers
 from ..formats.table import wire_format_of
 from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import covered, round_to
 from ..tuned import config_for
-from .blocks import decode_factors, largest_of, magnitudes, scaled_halves, tensor_scale_of
+from .device_codec import decode_factors, largest_of, magnitudes, scaled_halves, tensor_scale_of
 from .hadamard import cut_of, full_halves, joined, masked_halves
 from .reference import BLOCK_NUMEL
 
@@ -35,33 +35,6 @@ from .reference import BLOCK_NUMEL
 TILE_NUMEL = 4096
 NUM_WARPS = 4
 AMAX_TILE_NUMEL = 8192
-
-
-@triton.jit
-def _quantize_full_tile(
-    source,
-    data,
-    scales,
-    tensor_scale,
-    seed,
-    first_group,
-    HADAMARD: tl.constexpr,
-    TORCHAO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """`scales`: where each block's scale goes, pointers [TILE / 16]."""
-    low, high = full_halves(source, HADAMARD, False, TILE)
-    low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
-    if seed is not None:
-        words = device.noise_words(seed, first_group + tl.arange(0, TILE // 16))
-        low = packed_e2m1(low, device.spread_noise(words[0], words[1]))
-        high = packed_e2m1(high, device.spread_noise(words[2], words[3]))
-    else:
-        low, high = packed_e2m1(low, None), packed_e2m1(high, None)
-    tl.store(scales, scale_bytes)
-    words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
-    tl.store(tl.multiple_of(words + tl.arange(0, TILE // 8), 16), joined(low, high))
 
 
 @triton.jit
@@ -142,46 +115,32 @@ def _quantize_kernel(
     start = first_block * 16
     tensor_scale = tensor_scale_of(tl.load(amax), TORCHAO)
     if FLAT and start + TILE <= row_numel:
-        _quantize_full_tile(
-            source + start,
-            data + first_block * 8,
-            scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS),
-            tensor_scale,
-            seed,
-            (first_index + start) >> 4,
-            HADAMARD,
-            TORCHAO,
-            HARDWARE,
-            TILE,
-        )
+        at = scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS)
+        low, high = full_halves(source + start, HADAMARD, False, TILE)
+        low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
+        low_bits = None
+        high_bits = None
+        if seed is not None:
+            groups = ((first_index + start) >> 4) + tl.arange(0, BLOCKS)
+            words = device.noise_words(seed, groups)
+            low_bits = device.spread_noise(words[0], words[1])
+            high_bits = device.spread_noise(words[2], words[3])
+        made = joined(packed_e2m1(low, low_bits), packed_e2m1(high, high_bits))
+        tl.store(at, scale_bytes)
+        places = (data + first_block * 8).to(tl.pointer_type(tl.uint32), bitcast=True)
+        tl.store(tl.multiple_of(places + tl.arange(0, TILE // 8), 16), made)
     else:
         # In four pieces, whose other shape keeps the compiler from giving both paths one layout.
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
             scale_bytes = _quantize_masked_blocks(
-                source,
-                data,
-                blocks,
-                num_blocks,
-                row_blocks,
-                row_numel,
-                tensor_scale,
-                seed,
-                first_index,
-                HADAMARD,
-                TORCHAO,
-                HARDWARE,
+                source, data, blocks, num_blocks, row_blocks, row_numel, tensor_scale, seed,
+                first_index, HADAMARD, TORCHAO, HARDWARE,
+            )  # fmt: skip
+            at = scale_pointers(
+                scales, first_block + first, scale_columns, reciprocal, SWIZZLED, False, BLOCKS // 4
             )
-            pointers = scale_pointers(
-                scales,
-                first_block + first,
-                scale_columns,
-                reciprocal,
-                SWIZZLED,
-                False,
-                BLOCKS // 4,
-            )
-            tl.store(pointers, scale_bytes, mask=blocks < num_blocks)
+            tl.store(at, scale_bytes, mask=blocks < num_blocks)
 
 
 @triton.jit(
@@ -218,41 +177,6 @@ def _amax_kernel(
             tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
-@triton.jit
-def _dequantize_full_tile(
-    destination,
-    data,
-    scales,
-    amax,
-    TORCHAO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    packed = tl.load(tl.multiple_of(data + tl.arange(0, TILE // 2), 16))
-    factors = decode_factors(tl.load(scales), amax, TORCHAO, HARDWARE)
-    values = device.decode_e2m1(device.unpack_nibbles(tl.reshape(packed, [TILE // 16, 8])))
-    decoded = tl.reshape(values * factors[:, None], [TILE])
-    rounded = round_to(decoded, destination.dtype.element_ty)
-    tl.store(tl.multiple_of(destination + tl.arange(0, TILE), 16), rounded)
-
-
-@triton.jit
-def _dequantize_masked_blocks(
-    destination, data, blocks, num_blocks, row_blocks, row_numel, factors
-):
-    row, block_column = (blocks // row_blocks)[:, None], (blocks % row_blocks)[:, None]
-    exists = (blocks < num_blocks)[:, None]
-    row_bytes = (row_numel + 1) // 2
-    columns = block_column * 8 + tl.arange(0, 8)[None, :]
-    mask = exists & (columns < row_bytes)
-    packed = tl.load(data + row * row_bytes + columns, mask=mask, other=0)
-    decoded = device.decode_e2m1(device.unpack_nibbles(packed)) * factors[:, None]
-    rounded = round_to(decoded, destination.dtype.element_ty)
-    columns = block_column * 16 + tl.arange(0, 16)[None, :]
-    mask = exists & (columns < row_numel)
-    tl.store(destination + row * row_numel + columns, rounded, mask=mask)
-
-
 @triton.jit(
     do_not_specialize=["num_blocks", "row_blocks", "row_numel", "scale_columns", "reciprocal"],
     do_not_specialize_on_alignment=["destination", "data", "scales", "amax"],
@@ -275,38 +199,39 @@ def _dequantize_kernel(
 ):
     """TILE / 16 blocks, cut as `_quantize_kernel` cuts them."""
     BLOCKS: tl.constexpr = TILE // 16
+    dtype: tl.constexpr = destination.dtype.element_ty
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first_block * 16
     largest = tl.load(amax)
     if FLAT and start + TILE <= row_numel:
-        _dequantize_full_tile(
-            destination + start,
-            data + first_block * 8,
-            scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS),
-            largest,
-            TORCHAO,
-            HARDWARE,
-            TILE,
-        )
+        at = scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS)
+        packed = tl.load(tl.multiple_of(data + first_block * 8 + tl.arange(0, TILE // 2), 16))
+        factors = decode_factors(tl.load(at), largest, TORCHAO, HARDWARE)
+        values = decode_e2m1(device.unpack_nibbles(tl.reshape(packed, [BLOCKS, 8])))
+        rounded = round_to(tl.reshape(values * factors[:, None], [TILE]), dtype)
+        tl.store(tl.multiple_of(destination + start + tl.arange(0, TILE), 16), rounded)
     else:
         # In eight pieces, whose other shape keeps the compiler from giving both paths one layout.
         # Four take 96 registers on sm_90, which full tiles would pay for with fewer warps.
-        for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 8):
-            blocks = first_block + first + tl.arange(0, BLOCKS // 8)
-            pointers = scale_pointers(
-                scales,
-                first_block + first,
-                scale_columns,
-                reciprocal,
-                SWIZZLED,
-                False,
-                BLOCKS // 8,
+        PIECE: tl.constexpr = BLOCKS // 8
+        for first in range(0, covered(num_blocks - first_block, BLOCKS), PIECE):
+            blocks = first_block + first + tl.arange(0, PIECE)
+            at = scale_pointers(
+                scales, first_block + first, scale_columns, reciprocal, SWIZZLED, False, PIECE
             )
-            scale_bytes = tl.load(pointers, mask=blocks < num_blocks, other=0)
+            scale_bytes = tl.load(at, mask=blocks < num_blocks, other=0)
             factors = decode_factors(scale_bytes, largest, TORCHAO, HARDWARE)
-            _dequantize_masked_blocks(
-                destination, data, blocks, num_blocks, row_blocks, row_numel, factors
-            )
+            row, block_column = (blocks // row_blocks)[:, None], (blocks % row_blocks)[:, None]
+            exists = (blocks < num_blocks)[:, None]
+            row_bytes = (row_numel + 1) // 2
+            columns = block_column * 8 + tl.arange(0, 8)[None, :]
+            mask = exists & (columns < row_bytes)
+            packed = tl.load(data + row * row_bytes + columns, mask=mask, other=0)
+            values = decode_e2m1(device.unpack_nibbles(packed)) * factors[:, None]
+            columns = block_column * 16 + tl.arange(0, 16)[None, :]
+            mask = exists & (columns < row_numel)
+            places = destination + row * row_numel + columns
+            tl.store(places, round_to(values, dtype), mask=mask)
 
 
 @functools.cache

@@ -35,9 +35,8 @@ from ..checks import (
     check_one_a_tensor,
     check_tensors,
 )
-from ..formats.codes import SCALE_RULES
 from ..formats.noise import MAX_INDEX, checked_seed
-from ..formats.table import FP8_1X128, FP8_ROW, FP16, FP32, MXFP4, MXFP8
+from ..formats.table import FP8_1X128, FP8_ROW, FP16, FP32, MXFP4, MXFP8, SCALE_RULES
 from ..op import Op, call, is_usual, on_first_use
 from . import reference as reference_message
 from .layout import (
