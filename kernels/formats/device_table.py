@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from ..portable import INTERPRETED
 from .table import ElementFormat, MessageFormat, ScaleRule, WireFormat, named
 
 _TRITON_DTYPES = {
@@ -102,6 +103,15 @@ def element_of(form: ElementFormat | WireFormat) -> Element:
     """The one `Element` of a row."""
     conversions = named(*form.device)
     return Element(form, _TRITON_DTYPES.get(form.dtype), **vars(conversions))
+
+
+def element_constant(form: ElementFormat) -> Any:
+    """The `Element` for a global of a module, where only a constexpr is seen when compiling.
+
+    Triton's interpreter would not look into that.
+    """
+    element = element_of(form)
+    return element if INTERPRETED.value else tl.constexpr(element)
 
 
 @functools.cache

@@ -78,6 +78,16 @@ class MessageLayout:
         return self.scales_at - self.data_at
 
     @property
+    def num_scales(self) -> int:
+        """Scales of blocks."""
+        return _num_scales(self.format, self.numel)
+
+    @property
+    def num_rows(self) -> int:
+        """Scales of rows."""
+        return self.numel // self.row_numel if self.format.has_rows else 0
+
+    @property
     def align_numel(self) -> int:
         """The elements that every tensor's place is a multiple of."""
         return _align_numel(self.format, self.row_numel)
@@ -90,7 +100,7 @@ class MessageLayout:
     @property
     def row_scales_end(self) -> int:
         """Where the scales of rows end, and bytes of 0 begin."""
-        return self.row_scales_at + _row_scale_bytes(self.format, self.row_numel, self.numel)
+        return self.row_scales_at + self.num_rows * torch.float32.itemsize
 
 
 def message_format(name: str) -> MessageFormat:
@@ -253,6 +263,7 @@ def checked_align(name: str, row_numel: int) -> int:
 def _layout(
     form: MessageFormat, row_numel: int, numel: int, offsets: tuple[int, ...]
 ) -> MessageLayout:
+    row_scales = numel // row_numel * torch.float32.itemsize if form.has_rows else 0
     scales_at = HEADER_BYTES + _padded(numel * form.element.stored_bits // BITS_PER_BYTE)
     row_scales_at = scales_at + _padded(_scale_bytes(form, numel))
     return MessageLayout(
@@ -263,7 +274,7 @@ def _layout(
         data_at=HEADER_BYTES,
         scales_at=scales_at,
         row_scales_at=row_scales_at,
-        num_bytes=row_scales_at + _padded(_row_scale_bytes(form, row_numel, numel)),
+        num_bytes=row_scales_at + _padded(row_scales),
     )
 
 
@@ -271,15 +282,13 @@ def _align_numel(form: MessageFormat, row_numel: int) -> int:
     return row_numel if form.has_rows else ALIGN_NUMEL
 
 
+def _num_scales(form: MessageFormat, numel: int) -> int:
+    block_numel = form.block_numel if isinstance(form, BlockFormat) else None
+    return numel // block_numel if block_numel else 0
+
+
 def _scale_bytes(form: MessageFormat, numel: int) -> int:
-    """Bytes of the scales that blocks have of their own."""
-    if not isinstance(form, BlockFormat) or form.block_numel is None:
-        return 0
-    return numel // form.block_numel * form.scale_dtype.itemsize
-
-
-def _row_scale_bytes(form: MessageFormat, row_numel: int, numel: int) -> int:
-    return numel // row_numel * torch.float32.itemsize if form.has_rows else 0
+    return _num_scales(form, numel) * form.scale_dtype.itemsize if form.scale_dtype else 0
 
 
 def _padded(num_bytes: int) -> int:
