@@ -301,7 +301,7 @@ def _messages() -> Iterator[Tunable]:
             op="pack_message_",
             case=form,
             measured=f"pack_message bf16 -> {form}",
-            default=message_kernels.default_config(form, False),
+            default=message_kernels.default_config(message_format(form), False),
             compiled=_with_parts(messages.pack_configuration(form, "bf16", False)),
         )
     yield Tunable(

@@ -23,13 +23,14 @@ from ...kernels import (
     registry,
     unpack_message_,
 )
+from ...kernels.formats.table import MESSAGES
 from ...kernels.wire import (
     reference as reference_message,
 )
 from ...kernels.wire import (
-    reference_sum as reference_reduce_message,
+    reference as reference_reduce_message,
 )
-from ...kernels.wire.layout import DEFAULT_ROW_NUMEL, MESSAGE_FORMATS
+from ...kernels.wire.layout import DEFAULT_ROW_NUMEL
 from .case import DTYPES, Case, Operands, Run, block_numel, block_shapes
 
 _FP4 = (MXFP4.name, NVFP4.name)
@@ -41,7 +42,7 @@ _SHARD_MULTIPLE = 1024  # a row of the formats that have rows
 
 def cases(worlds: Sequence[int]) -> Iterator[Case]:
     """All, each for any size."""
-    for form in (found.name for found in MESSAGE_FORMATS):
+    for form in MESSAGES:
         for dtype in DTYPES:
             yield _pack_case(dtype, form)
             yield _unpack_case(form, dtype)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .. import wide
-from ..formats.table import BITS_PER_BYTE
-from ..wire import (
-    encode as message_encode,
-)
+from ..formats.device_table import codec_of
+from ..formats.table import ALIGN_NUMEL, rule_of
 from ..wire import (
     pack as message_kernels,
 )
@@ -19,7 +17,7 @@ from ..wire import (
 from ..wire import (
     unpack as message_decode,
 )
-from ..wire.layout import ALIGN_NUMEL, DEFAULT_ROW_NUMEL, message_format
+from ..wire.layout import DEFAULT_ROW_NUMEL, layout_of_numel, message_format
 from .case import Case, Configuration, element_bytes
 from .count import path_cost
 
@@ -70,7 +68,6 @@ REDUCE = (
     ("nvfp4", "*bf16"),
 )
 GROUP_NUMEL = 128
-ROW_SCALE_BYTES = 4
 
 
 def _row_numel(name: str) -> int:
@@ -80,7 +77,7 @@ def _row_numel(name: str) -> int:
 def _options(name: str, kind: str, paths: str, tile: int) -> dict[str, Any]:
     full, masked = PATHS[paths]
     return {
-        "FORMAT": name,
+        "CODEC": codec_of(message_format(name), rule_of(message_format(name), "rceil", False)),
         "ROW": _row_numel(name),
         "KIND": KINDS[kind],
         "FULL": full,
@@ -95,9 +92,8 @@ def pack_configuration(
 ) -> Configuration:
     """Tensors of one dtype, or "mixed", into a message."""
     signature = {"message": "*u8", "table": "*i64", **dict.fromkeys(PACK_COUNTS, "i64")}
-    tile = message_kernels.tile_numel(name, stochastic)
-    constexprs: dict[str, Any] = {"RULE": message_kernels.scale_rule(name, "rceil", False)}
-    constexprs |= _options(name, kind, paths, tile)
+    tile = message_kernels.tile_numel(message_format(name), stochastic)
+    constexprs = _options(name, kind, paths, tile)
     for argument, type_name, is_there in (("scale", "fp32", scaled), ("seed", "i64", stochastic)):
         if is_there:
             signature[argument] = type_name
@@ -129,8 +125,7 @@ def reduce_configuration(name: str, out: str = "*fp32", **changed: Any) -> Confi
     signature = {"out": out, "messages": "*i64" if table else "*u8", "world": "i32"}
     signature |= dict.fromkeys(("num_bytes", "num_groups", "scales_at", "row_scales_at"), "i64")
     constexprs = {
-        "ELEMENT": form.element,
-        "SCALES": sums.SCALES[name],
+        "CODEC": codec_of(form),
         "TABLE": table,
         "REST": WORLD - 1,
         "LOOPED": False,
@@ -149,10 +144,9 @@ def reduce_configuration(name: str, out: str = "*fp32", **changed: Any) -> Confi
 
 def message_bytes(name: str) -> float:
     """Bytes an element of a message, scales included, header and gaps not."""
-    form = message_format(name)
-    blocks = form.scale_bytes / form.block_numel if form.block_numel else 0.0
-    rows = ROW_SCALE_BYTES / DEFAULT_ROW_NUMEL if form.has_rows else 0.0
-    return form.element_bits / BITS_PER_BYTE + blocks + rows
+    layout = layout_of_numel(name, DEFAULT_ROW_NUMEL)
+    scales = layout.scales_end - layout.scales_at + layout.row_scales_end - layout.row_scales_at
+    return (layout.data_bytes + scales) / DEFAULT_ROW_NUMEL
 
 
 def _reduce_case(op: str, name: str, out: str, configuration: Configuration) -> Case:
@@ -173,7 +167,7 @@ def cases() -> tuple[Case, ...]:
             "pack_message_",
             f"{name} from {kind}" + " stochastic" * stochastic,
             pack_configuration(name, kind, stochastic, paths="full"),
-            message_kernels.tile_numel(name, stochastic),
+            message_kernels.tile_numel(message_format(name), stochastic),
             element_bytes(kind) + message_bytes(name),
             path_cost,
         )
@@ -204,5 +198,5 @@ def cases() -> tuple[Case, ...]:
     return (*packed, *unpacked, *summed, *by_addresses)
 
 
-PACK_FUNCTIONS = (message_encode._loaded, wide.one_access)
+PACK_FUNCTIONS = (message_kernels._loaded, wide.one_access)
 """What loads from the tensors."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from ..portable import INTERPRETED
 from .table import ElementFormat, MessageFormat, ScaleRule, WireFormat, named
 
 _TRITON_DTYPES = {
@@ -81,42 +82,47 @@ class Element(Constant):
 class Codec(Constant):
     """A message format with a rule for its scales: JIT functions of `table.Codec`'s contract.
 
-    rule: a JIT function of amax and Element where scales are E8M0; a bool, whether they are powers
-    of two, where they are FP32. scaled, factors: `None` where elements have no scales. has_blocks:
-    blocks have scales of their own.
+    block_numel: elements that share a scale, 0 where those of a row do, or none; scale: the type of
+    blocks' own scales, as they are stored. has_rows: rows have FP32 scales. rule: a JIT function of
+    amax and Element where scales are E8M0, a bool, whether they are powers of two, where they are
+    FP32. scaled, factors: `None` where elements have no scales.
     """
 
-    form: MessageFormat
     element: Element
-    has_blocks: bool
-    has_rows: bool
-    in_halves: bool
-    rule: Any
-    scaled: Any
-    factors: Any
+    block_numel: int = 0
+    scale: tl.dtype | None = None
+    has_rows: bool = False
+    in_halves: bool = False
+    rule: Any = None
+    scaled: Any = None
+    factors: Any = None
 
 
 @functools.cache
 def element_of(form: ElementFormat | WireFormat) -> Element:
     """The one `Element` of a row."""
     conversions = named(*form.device)
-    functions = {
-        field.name: getattr(conversions, field.name) for field in dataclasses.fields(conversions)
-    }
-    return Element(form, _TRITON_DTYPES.get(form.dtype), **functions)
+    return Element(form, _TRITON_DTYPES.get(form.dtype), **vars(conversions))
+
+
+def element_constant(form: ElementFormat) -> Any:
+    """The `Element` for a global of a module, where only a constexpr is seen when compiling.
+
+    Triton's interpreter would not look into that.
+    """
+    element = element_of(form)
+    return element if INTERPRETED.value else tl.constexpr(element)
 
 
 @functools.cache
 def codec_of(form: MessageFormat, rule: ScaleRule | bool | None = None) -> Codec:
     """The one `Codec` of a row and what `rule_of` says."""
-    element = element_of(form.element)
-    if isinstance(form, WireFormat):
-        return Codec(form, element, False, False, False, None, None, None)
-    assert form.codec is not None, form
+    if form.codec is None:
+        return Codec(element_of(form.element))
     return Codec(
-        form,
-        element,
-        has_blocks=form.block_numel is not None,
+        element_of(form.element),
+        block_numel=form.block_numel or 0,
+        scale=tl.float32 if form.scale_dtype is torch.float32 else tl.uint8,
         has_rows=form.has_rows,
         in_halves=form.codec.in_halves,
         rule=named(*rule.device) if isinstance(rule, ScaleRule) else rule,

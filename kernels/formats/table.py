@@ -39,7 +39,7 @@ import functools
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -60,7 +60,7 @@ def named(module: str, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """One number format, as it lies in memory or on the wire.
+    """One number format, as it lies in memory or on the wire: elements without scales.
 
     ``scale_dtype`` is ``None`` for formats whose elements need no scale. ``has_stochastic``:
     elements may be rounded stochastically.
@@ -73,6 +73,12 @@ class WireFormat:
     block_numel: int = 1
     scale_dtype: torch.dtype | None = None
     has_stochastic: bool = False
+
+    device: ClassVar[tuple[str, str]] = (_DEVICE_CODES, "PLAIN")
+    codec: ClassVar[None] = None  # and none of what follows from one
+    has_rows: ClassVar[bool] = False
+    has_rule: ClassVar[bool] = False
+    has_power_of_2: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         assert self.element_bits > 0, self
@@ -97,19 +103,9 @@ class WireFormat:
         return self
 
     @property
-    def device(self) -> tuple[str, str]:
-        """As `ElementFormat.device`: casts."""
-        return _DEVICE_CODES, "PLAIN"
-
-    @property
     def stored_bits(self) -> int:
         """Bits that an element takes."""
         return self.element_bits
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether every row of a message has a scale: never."""
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,8 +364,6 @@ def registered(*rows: ElementFormat | BlockFormat | ScaleRule) -> Iterator[None]
 
 def rule_of(form: MessageFormat, rule: str, power_of_2: bool) -> ScaleRule | bool | None:
     """What the options say about the scales of this format: `None` where they say nothing."""
-    if isinstance(form, WireFormat):
-        return None
     if form.has_rule:
         return SCALE_RULES[rule]
     return power_of_2 if form.has_power_of_2 else None

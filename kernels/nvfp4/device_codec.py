@@ -12,12 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..formats.device_table import element_of
+from ..formats.device_table import element_constant
 from ..formats.table import E2M1, E4M3, FP32
 from ..portable import INTERPRETED
 from . import codec
 
-_E4M3 = tl.constexpr(element_of(E4M3))
+_E4M3 = element_constant(E4M3)
 _MAX_FP32 = tl.constexpr(FP32.max_finite)
 _MAX_PRODUCT = tl.constexpr(codec.MAX_PRODUCT)
 _ONE_OVER_PRODUCT = tl.constexpr(1.0 / codec.MAX_PRODUCT)

@@ -1,4 +1,4 @@
-"""Owns how a message is cut into tiles: tables that tell programs what to work on, and the source.
+"""How a message is cut into tiles: tables that tell programs what to work on, and the source.
 
 A program has a tile of one piece: the elements of a tensor and the gap after it. Table rows are
 those of `tables`, longer by two: EXTENT, how many elements of the message the piece has, and INDEX,
@@ -132,11 +132,21 @@ def part_numel(tile_numel: int, row_numel: int) -> int:
 
 
 @triton.constexpr_function
-def block_numel(name: str, row_numel: int) -> int:
-    """Elements that share a scale in the format; where there is none, as many as a kernel likes."""
-    if name in ("mxfp8", "mxfp4"):
-        return 32
-    return row_numel if name == "fp8_row" else 128
+def word_of(bits: int) -> tl.dtype:
+    """The unsigned integer of so many bits."""
+    return {8: tl.uint8, 16: tl.uint16, 32: tl.uint32}[bits]
+
+
+@triton.jit
+def over(start, EACH: tl.constexpr) -> tl.tensor:
+    """start // EACH of start >= 0, EACH a power of two: a shift, as compilers do not know that."""
+    return start >> log2(EACH)
+
+
+@triton.constexpr_function
+def log2(number: int) -> int:
+    """Of a power of two."""
+    return number.bit_length() - 1
 
 
 @triton.jit
