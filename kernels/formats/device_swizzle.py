@@ -1,4 +1,4 @@
-"""Where the scales of consecutive blocks lie, inside Triton kernels: one after another, or swizzled.
+"""Where the scales of consecutive blocks lie, inside Triton kernels: in a row, or swizzled.
 
 The layout is `swizzle`'s. Rows are of any number of blocks, so places take divisions, which are
 products here.

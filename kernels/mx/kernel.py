@@ -36,7 +36,7 @@ from ..formats.table import ELEMENTS, SCALE_RULES
 from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import INTERPRETED, round_to, to_fp32
 from ..tuned import config_for
-from ..wide import aligned_blocks
+from ..wide import aligned_blocks, aligned_pointers
 from .reference import BLOCK_NUMEL, form_of
 
 # Sixteen bytes of MXFP4's codes a thread: a block each of 32 threads * 4 warps.
@@ -47,15 +47,6 @@ _SCALE_TILE = tl.constexpr(swizzle.TILE_NUMEL)
 # A masked tile's other shape keeps the compiler from giving both paths one layout. To Triton's
 # interpreter a layout is nothing, and a piece as much work as a tile.
 _PIECES = tl.constexpr(1 if INTERPRETED else 4)
-
-
-@triton.jit
-def aligned_pointers(base, places, BLOCK: tl.constexpr) -> tl.tensor:
-    """Pointers [blocks, BLOCK] to BLOCK elements from each place on, 16-byte aligned all of them.
-
-    The hint must sit on the sum it is about.
-    """
-    return tl.multiple_of(base + (places[:, None] + tl.arange(0, BLOCK)[None, :]), [1, 16])
 
 
 @triton.jit
