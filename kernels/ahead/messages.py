@@ -198,5 +198,5 @@ def cases() -> tuple[Case, ...]:
     return (*packed, *unpacked, *summed, *by_addresses)
 
 
-PACK_FUNCTIONS = (message_kernels._loaded, wide.one_access)
+PACK_FUNCTIONS = (message_tiles.loaded, wide.one_access)
 """What loads from the tensors."""

@@ -26,23 +26,20 @@ from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, MXFP8, MessageFormat, rule_of
 from ..launch import LaunchConfig, launch
-from ..portable import covered, to_fp32
+from ..portable import covered
 from ..tuned import config_for
-from ..wide import aligned_blocks, aligned_eights, side_by_side
+from ..wide import side_by_side
 from .layout import HEADER_BYTES, MessageLayout, header_bytes, layout_of_numel
 from .reference import MessageCast, aligned_memory
 from .tiles import (
     EXTENT,
     INDEX,
-    KIND_BF16,
-    KIND_FP16,
-    KIND_FP32,
     MIXED,
     NUM_WARPS,
     TILE_NUMEL,
     PieceKey,
     aligned_from,
-    kind_pointer,
+    lanes_of,
     over,
     packed_pieces,
     part_numel,
@@ -50,6 +47,7 @@ from .tiles import (
     piece_entries,
     piece_of,
     section,
+    values_of,
 )
 
 _ADDRESS, _NUMEL, _OFFSET = (
@@ -68,62 +66,6 @@ _tables = tables.TableCache(entries_of=piece_entries)
 
 
 @triton.jit
-def _loaded(
-    source, places, count, scale, SIXTEENS: tl.constexpr, FULL: tl.constexpr, NUMEL: tl.constexpr
-):
-    """FP32 [n, NUMEL] from each place on, times `scale`; zeros where the tensor has none."""
-    if FULL:
-        if NUMEL == _EIGHT:
-            x = aligned_eights(source, places)
-        elif SIXTEENS:
-            x = aligned_blocks(source, places, NUMEL)
-        else:
-            x = to_fp32(tl.load(aligned_from(source, _lanes(places, NUMEL))))
-        if scale is not None:
-            x = x * scale
-    else:
-        lanes = _lanes(places, NUMEL)
-        exists = lanes < count
-        x = to_fp32(tl.load(source + lanes, mask=exists, other=0.0))
-        if scale is not None:
-            x = tl.where(exists, x * scale, 0.0)
-    return x
-
-
-@triton.jit
-def _lanes(places, NUMEL: tl.constexpr):
-    return places[:, None] + tl.arange(0, NUMEL)[None, :]
-
-
-@triton.jit
-def _values(
-    address,
-    kind,
-    begin,
-    places,
-    count,
-    scale,
-    SIXTEENS: tl.constexpr,
-    FULL: tl.constexpr,
-    NUMEL: tl.constexpr,
-):
-    """`_loaded` from the tensor at `address`, from its element `begin` on; kind: its dtype's code.
-
-    A kind known when compiling leaves one of the branches, and one layout.
-    """
-    if kind == KIND_FP32:
-        wide = kind_pointer(address, KIND_FP32) + begin
-        x = _loaded(wide, places, count, scale, SIXTEENS, FULL, NUMEL)
-    elif kind == KIND_BF16:
-        brain = kind_pointer(address, KIND_BF16) + begin
-        x = _loaded(brain, places, count, scale, SIXTEENS, FULL, NUMEL)
-    else:
-        half = kind_pointer(address, KIND_FP16) + begin
-        x = _loaded(half, places, count, scale, SIXTEENS, FULL, NUMEL)
-    return x
-
-
-@triton.jit
 def _noise(seed, index, places, FULL: tl.constexpr, NUMEL: tl.constexpr):
     """The noise of [n, NUMEL] elements from `index` + each place on, a multiple of 16 with FULL."""
     if FULL:
@@ -131,7 +73,7 @@ def _noise(seed, index, places, FULL: tl.constexpr, NUMEL: tl.constexpr):
         bits = device.noise_of_groups(seed, (index >> 4) + tl.arange(0, GROUPS))
         return tl.reshape(bits, [places.shape[0], NUMEL])
     else:
-        return device.noise_of(seed, index + _lanes(places, NUMEL))
+        return device.noise_of(seed, index + lanes_of(places, NUMEL))
 
 
 @triton.jit
@@ -142,8 +84,8 @@ def _noise_of_halves(seed, index, NUMEL: tl.constexpr, FULL: tl.constexpr, HALF:
         words = device.noise_words(seed, (index >> 4) + tl.arange(0, NUMEL // 16))
         return device.spread_noise(words[0], words[1]), device.spread_noise(words[2], words[3])
     else:
-        low = device.noise_of(seed, index + _lanes(places, HALF))
-        return low, device.noise_of(seed, index + _lanes(places + HALF, HALF))
+        low = device.noise_of(seed, index + lanes_of(places, HALF))
+        return low, device.noise_of(seed, index + lanes_of(places + HALF, HALF))
 
 
 @triton.jit
@@ -203,10 +145,10 @@ def _pack_part(
     WIDTH: tl.constexpr = BLOCK // 2 if CODEC.in_halves else BLOCK
     SIXTEENS: tl.constexpr = seed is not None or BLOCK <= _SHARED_NUMEL
     places = tl.arange(0, NUMEL // BLOCK) * BLOCK
-    x = _values(address, kind, begin, places, count, scale, SIXTEENS, FULL, WIDTH)
+    x = values_of(address, kind, begin, places, count, scale, SIXTEENS, FULL, WIDTH)
     if CODEC.in_halves:
         places += WIDTH
-        x = (x, _values(address, kind, begin, places, count, scale, SIXTEENS, FULL, WIDTH))
+        x = (x, values_of(address, kind, begin, places, count, scale, SIXTEENS, FULL, WIDTH))
     scales = None
     row_scales = None
     if CODEC.scaled is not None:
