@@ -49,8 +49,12 @@ from .nvfp4.op import amax_nvfp4, dequantize_nvfp4, hadamard16, quantize_nvfp4
 from .optim.op import Segments, flat_adamw_, flat_sgd_, l2_norm_
 from .pack.op import pack_, reduce_, unpack_
 from .wire.layout import MessageLayout, message_layout, read_header
-from .wire.op import pack_message_, unpack_message_
-from .wire.sum_op import reduce_messages_, reduce_peer_messages_
+from .wire.op import (
+    pack_message_,
+    reduce_messages_,
+    reduce_peer_messages_,
+    unpack_message_,
+)
 
 __all__ = [
     "BF16",

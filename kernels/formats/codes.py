@@ -1,4 +1,4 @@
-"""Owns the conversions between FP32 and element codes in plain PyTorch: their definition.
+"""The conversions between FP32 and element codes in plain PyTorch: their definition.
 
 One code a byte, uint8; e2m1 codes are 0 to 15 until `pack_nibbles` puts two in a byte. One rule for
 what a format cannot hold, whatever the rounding:
@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import torch
 
-from .table import BITS_PER_BYTE, E8M0, ElementFormat
+from .table import BF16, BITS_PER_BYTE, E8M0, ElementFormat, ScaleRule, WireFormat, named
 
 _MANTISSA_BITS = 23  # of FP32, as the next three
 _BIAS = 127
@@ -86,6 +84,33 @@ def encode_stochastic(
     codes = (bits >> dropped) - ((_BIAS - element.bias) << element.mantissa_bits)
     codes -= is_subnormal.int() << element.mantissa_bits
     return _finish(codes, values, element)
+
+
+def stored(
+    values: torch.Tensor, element: ElementFormat | WireFormat, noise: torch.Tensor | None = None
+) -> torch.Tensor:
+    """FP32 `values` [..., n] as they are stored: in their dtype, or codes as bytes, two in one.
+
+    noise: of `values`' shape, to round stochastically; `None` to nearest.
+    """
+    if isinstance(element, WireFormat):
+        if noise is not None:
+            assert element is BF16, element
+            return round_bf16_stochastic(values, noise)
+        return values.to(element.dtype)
+    made = encode(values, element) if noise is None else encode_stochastic(values, element, noise)
+    return pack_nibbles(made) if element.codes_per_byte > 1 else made
+
+
+def loaded(
+    stored: torch.Tensor, element: ElementFormat | WireFormat, numel: int | None = None
+) -> torch.Tensor:
+    """The FP32 values of what is stored [..., n], or the first `numel` of each row."""
+    if isinstance(element, WireFormat):
+        return stored.float()
+    if element.codes_per_byte > 1:
+        stored = unpack_nibbles(stored, numel)
+    return decode(stored, element)
 
 
 def decode(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
@@ -189,16 +214,10 @@ def scale_byte_rceil(amax: torch.Tensor, element: ElementFormat) -> torch.Tensor
     return _scale_byte(field + above, amax)
 
 
-ScaleRule = Callable[[torch.Tensor, ElementFormat], torch.Tensor]
-
-SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
-    {
-        "rceil": scale_byte_rceil,
-        "floor": scale_byte_floor,
-        "ceil": scale_byte_ceil,
-        "even": scale_byte_even,
-    }
-)
+def scale_byte(amax: torch.Tensor, element: ElementFormat, rule: ScaleRule) -> torch.Tensor:
+    """The scale of a block with this `amax`, FP32, >= 0, any shape, by the rule: E8M0 bytes."""
+    made: torch.Tensor = named(*rule.definition)(amax, element)
+    return made
 
 
 def _shared_exponent(

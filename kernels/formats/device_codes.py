@@ -1,20 +1,17 @@
-"""Owns the conversions between FP32 and element codes inside Triton kernels: `codes` bit for bit.
+"""The conversions between FP32 and element codes inside Triton kernels: `codes` bit for bit.
 
-| function               | in -> out              | with HARDWARE                    | else        |
-|------------------------|------------------------|----------------------------------|-------------|
-| encode_e4m3, _e5m2     | fp32 -> uint8          | cvt.rn.satfinite (sm_90 and on)  | arithmetic  |
-| encode_e2m1            | fp32 -> uint8, 0 to 15 |                                  | arithmetic  |
-| encode_*_stochastic    | fp32, noise -> uint8   |                                  | arithmetic  |
-| decode_e4m3            | uint8 -> fp32          | by way of fp16 (sm_89 and on)    | arithmetic  |
-| decode_e5m2            | uint8 -> fp32          |                                  | by fp16     |
-| decode_e2m1, _e8m0     | uint8 -> fp32          |                                  | arithmetic  |
-| encode, decode         | those of ELEMENT; encode_stochastic likewise                           |
+| function        | in -> out                       | what it is                                   |
+|-----------------|---------------------------------|----------------------------------------------|
+| stored, code_of | fp32, noise or None -> codes    | `codes.stored`; the same with one code each  |
+| value_of        | codes -> fp32                   | `codes.decode`                               |
+| ARITHMETIC      | any format with a sign          | from its numbers, or by the GPU's conversion |
+| OF_E5M2         | e5m2                            | decoded by way of fp16                       |
+| OF_E8M0         | e8m0                            |                                              |
+| PLAIN           | fp32, bf16, fp16                | casts; bf16 stochastically, too              |
 
-E2M1 codes that eight make a word are `device_e2m1`'s.
-
-HARDWARE is a constexpr, the launcher's `has_hardware_fp8(device)`; where Triton interprets there is
-arithmetic alone. Kernels must be launched with `enable_fp_fusion=False`. ELEMENT and RULE are
-constexpr names: "e4m3", "e5m2", "e2m1"; "rceil", "floor", "ceil", "even".
+E2M1 codes that eight make a word are `device_e2m1`'s. ELEMENT is the `device_table.Element` of a
+format. HARDWARE is a constexpr, `launch.has_hardware_fp8(device)`, sm_90 and on; where Triton
+interprets there is arithmetic alone. Kernels must be launched with `enable_fp_fusion=False`.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -25,63 +22,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..portable import INTERPRETED
+from ..portable import INTERPRETED, round_to, to_fp32
 from ..wide import side_by_side
 from . import noise
-from .table import E2M1, E4M3, E5M2
+from .device_table import Conversions
+from .table import BITS_PER_BYTE
 
+_BITS_PER_BYTE = tl.constexpr(BITS_PER_BYTE)
 _MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
 _EXPONENT = tl.constexpr(0x7F80_0000)  # and the bits of infinity
-_MANTISSA = tl.constexpr(0x007F_FFFF)
 _QUIET_NAN = tl.constexpr(0x7FC0_0000)
-_NAN_FP8 = tl.constexpr(0x7F)  # of E4M3 and of E5M2
 _NAN_BYTE = tl.constexpr(255)
+_MIN_NORMAL = tl.constexpr(0x0080_0000)
 _TWO_TO_MINUS_127 = tl.constexpr(0x0040_0000)
+_HALF_WAY_BELOW = tl.constexpr(0x0060_0000)  # 1.5 * 2^-127
 _MAX_FINITE_BF16 = tl.constexpr(0x7F7F_0000)
 _PHILOX_ROUNDS = tl.constexpr(noise.PHILOX_ROUNDS)
-_RECIPROCAL_E4M3, _RECIPROCAL_E5M2, _RECIPROCAL_E2M1 = (
-    tl.constexpr(1.0 / element.max_finite) for element in (E4M3, E5M2, E2M1)
-)
 
 
 @triton.jit
-def encode_e4m3(x, HARDWARE: tl.constexpr) -> tl.tensor:
-    """`codes.encode(x, E4M3)`."""
-    if HARDWARE and not INTERPRETED:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return _with_nan(_encode(x, 448.0, 3, 7), x)
+def stored(x, bits, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """FP32 [n, m] as it is stored, stochastically if there are `bits`, of noise, else to nearest.
+
+    Codes, one a byte, or what `ELEMENT.dtype` has; where two codes share a byte, words of eight if
+    the format packs them itself, uint32 [n, m / 8], else bytes [n, m / 2].
+    """
+    if ELEMENT.pack is not None:
+        return ELEMENT.pack(x, bits)
+    else:
+        made = code_of(x, bits, ELEMENT, HARDWARE)
+        return (
+            pack_nibbles(made) if ELEMENT.form.stored_bits < made.dtype.primitive_bitwidth else made
+        )
 
 
 @triton.jit
-def encode_e5m2(x, HARDWARE: tl.constexpr) -> tl.tensor:
-    """`codes.encode(x, E5M2)`."""
-    if HARDWARE and not INTERPRETED:
-        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    return _with_nan(_encode(x, 57344.0, 2, 15), x)
+def code_of(x, bits, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """FP32 as codes, one each, stochastically if there are `bits`, of noise, else to nearest."""
+    if bits is None:
+        return ELEMENT.encode(x, ELEMENT, HARDWARE)
+    else:
+        return ELEMENT.encode_stochastic(x, bits, ELEMENT)
 
 
 @triton.jit
-def encode_e2m1(x) -> tl.tensor:
-    """`codes.encode(x, E2M1)`, one code a byte; `pack_nibbles` puts two in one."""
-    return _encode(x, 6.0, 1, 1).to(tl.uint8)
-
-
-@triton.jit
-def encode_e4m3_stochastic(x, bits) -> tl.tensor:
-    """`codes.encode_stochastic(x, E4M3, bits)`; `bits`: uint32, from `noise_of`."""
-    return _with_nan(_encode_stochastic(x, bits, 448.0, 3, 7), x)
-
-
-@triton.jit
-def encode_e5m2_stochastic(x, bits) -> tl.tensor:
-    """`codes.encode_stochastic(x, E5M2, bits)`; `bits`: uint32, from `noise_of`."""
-    return _with_nan(_encode_stochastic(x, bits, 57344.0, 2, 15), x)
-
-
-@triton.jit
-def encode_e2m1_stochastic(x, bits) -> tl.tensor:
-    """`codes.encode_stochastic(x, E2M1, bits)`, one code a byte; `bits`: uint32."""
-    return _encode_stochastic(x, bits, 6.0, 1, 1).to(tl.uint8)
+def value_of(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """Codes, one each, in FP32; what lies above a code's bits is ignored."""
+    return ELEMENT.decode(codes, ELEMENT, HARDWARE)
 
 
 @triton.jit
@@ -94,71 +81,6 @@ def round_bf16_stochastic(x, bits) -> tl.tensor:
     rounded = (rounded | (word & ~_MAGNITUDE)) >> 16
     rounded = tl.where(magnitude > _EXPONENT, _QUIET_NAN >> 16, rounded)
     return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def decode_e4m3(codes, HARDWARE: tl.constexpr) -> tl.tensor:
-    """`codes.decode(codes, E4M3)`.
-
-    Arithmetic: the code's fields in FP32's places make value * 2^(7 - 127), subnormals included.
-    """
-    if HARDWARE and not INTERPRETED:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    word = codes.to(tl.int32)
-    placed = ((word & 0x7F) << 20) | ((word & 0x80) << 24)
-    value = placed.to(tl.float32, bitcast=True) * 2.0**120
-    return tl.where((word & 0x7F) == _NAN_FP8, float("nan"), value)
-
-
-@triton.jit
-def decode_e5m2(codes) -> tl.tensor:
-    """`codes.decode(codes, E5M2)`: E5M2 is the upper half of an FP16."""
-    return (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def decode_e2m1(codes) -> tl.tensor:
-    """`codes.decode(codes, E2M1)`; bits above the low four are ignored. See `decode_e4m3`."""
-    word = codes.to(tl.int32)
-    # Two shifts spread the sign over the bits above the other three; the mask leaves the four.
-    placed = ((word << 28) >> 6) & -0x7E40_0000
-    return placed.to(tl.float32, bitcast=True) * 2.0**126
-
-
-@triton.jit
-def encode(x, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
-    """Codes of FP32 `x` in the format ELEMENT to nearest, one a byte."""
-    if ELEMENT == "e4m3":
-        return encode_e4m3(x, HARDWARE)
-    elif ELEMENT == "e5m2":
-        return encode_e5m2(x, HARDWARE)
-    else:
-        tl.static_assert(ELEMENT == "e2m1")
-        return encode_e2m1(x)
-
-
-@triton.jit
-def encode_stochastic(x, bits, ELEMENT: tl.constexpr) -> tl.tensor:
-    """Codes of FP32 `x` in the format ELEMENT with the noise `bits`, one a byte."""
-    if ELEMENT == "e4m3":
-        return encode_e4m3_stochastic(x, bits)
-    elif ELEMENT == "e5m2":
-        return encode_e5m2_stochastic(x, bits)
-    else:
-        tl.static_assert(ELEMENT == "e2m1")
-        return encode_e2m1_stochastic(x, bits)
-
-
-@triton.jit
-def decode(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
-    """FP32 values of codes in the format ELEMENT, one a byte."""
-    if ELEMENT == "e4m3":
-        return decode_e4m3(codes, HARDWARE)
-    elif ELEMENT == "e5m2":
-        return decode_e5m2(codes)
-    else:
-        tl.static_assert(ELEMENT == "e2m1")
-        return decode_e2m1(codes)
 
 
 @triton.jit
@@ -209,35 +131,6 @@ def amax(x, axis: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _larger_or_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def scale_byte(amax, ELEMENT: tl.constexpr, RULE: tl.constexpr) -> tl.tensor:
-    """`codes.SCALE_RULES[RULE](amax, element)`: FP32 >= 0 -> E8M0 bytes, uint8."""
-    tl.static_assert(ELEMENT == "e4m3" or ELEMENT == "e5m2" or ELEMENT == "e2m1")
-    bits = amax.to(tl.int32, bitcast=True)
-    if RULE == "rceil":
-        RECIPROCAL: tl.constexpr = (
-            _RECIPROCAL_E4M3
-            if ELEMENT == "e4m3"
-            else (_RECIPROCAL_E5M2 if ELEMENT == "e5m2" else _RECIPROCAL_E2M1)
-        )
-        product = (amax * RECIPROCAL).to(tl.int32, bitcast=True)
-        # Field 0 stands for 2^-127, a subnormal; all others for a mantissa of zero.
-        above = tl.where(product < 2 * _TWO_TO_MINUS_127, _TWO_TO_MINUS_127, 0)
-        field = (product + (_MANTISSA - above)) >> 23
-    else:
-        EMAX: tl.constexpr = 8 if ELEMENT == "e4m3" else (15 if ELEMENT == "e5m2" else 2)
-        MANTISSA_BITS: tl.constexpr = 3 if ELEMENT == "e4m3" else (2 if ELEMENT == "e5m2" else 1)
-        if RULE == "floor":
-            rounded = bits
-        elif RULE == "ceil":
-            rounded = bits + _MANTISSA
-        else:
-            tl.static_assert(RULE == "even")
-            rounded = bits + (1 << (22 - MANTISSA_BITS))
-        field = tl.maximum((rounded >> 23) - EMAX, 0)
-    return tl.where(bits < _EXPONENT, field, _NAN_BYTE).to(tl.uint8)
 
 
 @triton.jit
@@ -309,48 +202,134 @@ def clamp(x, MAX: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _encode(x, MAX: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr):
-    """int32 codes, to nearest. NaN gives the code of MAX.
+def _encode_any(x, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """`codes.encode`, by the GPU's conversion where it has one."""
+    if HARDWARE and not INTERPRETED and ELEMENT.dtype is not None:
+        return x.to(ELEMENT.dtype).to(tl.uint8, bitcast=True)
+    return _with_nan(_encode(x, ELEMENT), x, ELEMENT)
+
+
+@triton.jit
+def _encode_any_stochastic(x, bits, ELEMENT: tl.constexpr):
+    """`codes.encode_stochastic`."""
+    return _with_nan(_encode_stochastic(x, bits, ELEMENT), x, ELEMENT)
+
+
+@triton.jit
+def _decode_any(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """`codes.decode` of a format with a sign.
+
+    The code's fields in FP32's places make value * 2^(bias - 127), subnormals included.
+    """
+    if HARDWARE and not INTERPRETED and ELEMENT.dtype is not None:
+        return codes.to(ELEMENT.dtype, bitcast=True).to(tl.float32)
+    form: tl.constexpr = ELEMENT.form
+    MAGNITUDE: tl.constexpr = form.sign_code - 1
+    word = codes.to(tl.int32)
+    magnitude = word & MAGNITUDE
+    sign = (word & form.sign_code) << (32 - form.bits)
+    placed = (magnitude << (23 - form.mantissa_bits)) | sign
+    value = placed.to(tl.float32, bitcast=True) * 2.0 ** (127 - form.bias)
+    if form.max_code < MAGNITUDE:
+        if form.infinity_code is not None:
+            infinity = (sign | _EXPONENT).to(tl.float32, bitcast=True)
+            value = tl.where(magnitude == form.infinity_code, infinity, value)
+            return tl.where(magnitude > form.infinity_code, float("nan"), value)
+        return tl.where(magnitude > form.max_code, float("nan"), value)
+    return value
+
+
+@triton.jit
+def _encode(x, ELEMENT: tl.constexpr):
+    """int32 codes, to nearest. NaN gives the code of the largest.
 
     The anchor is the power of two whose ulp is the step of the format at |x|, so that the adder
     does the rounding. By example, e2m1, x = 2.6: the binade starts at 2, where the step is 1; the
     anchor is 2^23, and 2^23 + 2.6 rounds to 2^23 + 3, so |x| is 3 steps. Two binades up from the
     subnormals, which share the first one's step, add one binade's 2 codes: code 5.
     """
-    MIN_NORMAL: tl.constexpr = (128 - BIAS) << 23
-    TO_ANCHOR: tl.constexpr = (23 - MANTISSA_BITS) << 23
-    clamped = clamp(x, MAX)
+    MIN_NORMAL: tl.constexpr = (128 - ELEMENT.form.bias) << 23
+    DROPPED: tl.constexpr = 23 - ELEMENT.form.mantissa_bits
+    clamped = clamp(x, ELEMENT.form.max_finite)
     word = clamped.to(tl.int32, bitcast=True)
     binade = tl.maximum(word & _EXPONENT, MIN_NORMAL)
-    anchor = binade + TO_ANCHOR
+    anchor = binade + (DROPPED << 23)
     total = tl.abs(clamped) + anchor.to(tl.float32, bitcast=True)
     steps = total.to(tl.int32, bitcast=True) - anchor
-    code = steps + ((binade - MIN_NORMAL) >> (23 - MANTISSA_BITS))
-    return _with_sign(code, word, MANTISSA_BITS)
+    code = steps + ((binade - MIN_NORMAL) >> DROPPED)
+    return _with_sign(code, word, ELEMENT)
 
 
 @triton.jit
-def _encode_stochastic(x, bits, MAX: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr):
-    """int32 codes, stochastically. NaN gives the code of MAX.
+def _encode_stochastic(x, bits, ELEMENT: tl.constexpr):
+    """int32 codes, stochastically. NaN gives the code of the largest.
 
-    Times 2^(BIAS - 127), the format's subnormals are FP32's, and the code is the top of the bits.
+    Times 2^(bias - 127), the format's subnormals are FP32's, and the code is the top of the bits.
     """
-    clamped = clamp(x, MAX)
-    scaled = tl.abs(clamped) * (2.0 ** (BIAS - 127))
-    added = (bits >> (9 + MANTISSA_BITS)).to(tl.int32, bitcast=True)
-    code = (scaled.to(tl.int32, bitcast=True) + added) >> (23 - MANTISSA_BITS)
-    return _with_sign(code, clamped.to(tl.int32, bitcast=True), MANTISSA_BITS)
+    DROPPED: tl.constexpr = 23 - ELEMENT.form.mantissa_bits
+    clamped = clamp(x, ELEMENT.form.max_finite)
+    scaled = tl.abs(clamped) * (2.0 ** (ELEMENT.form.bias - 127))
+    added = (bits >> (32 - DROPPED)).to(tl.int32, bitcast=True)
+    code = (scaled.to(tl.int32, bitcast=True) + added) >> DROPPED
+    return _with_sign(code, clamped.to(tl.int32, bitcast=True), ELEMENT)
 
 
 @triton.jit
-def _with_sign(code, word, MANTISSA_BITS: tl.constexpr):
-    """The sign of the FP32 bits `word` above the code: bit 3 of e2m1's, bit 7 of the others'."""
-    if MANTISSA_BITS == 1:
-        return code | ((word >> 28) & 8)
-    return code | ((word >> 24) & 0x80)
+def _with_sign(code, word, ELEMENT: tl.constexpr):
+    """The sign of the FP32 bits `word` above the code."""
+    return code | ((word >> (32 - ELEMENT.form.bits)) & ELEMENT.form.sign_code)
 
 
 @triton.jit
-def _with_nan(code, x):
-    """uint8 codes, a NaN's where x is one."""
-    return tl.where(x == x, code, _NAN_FP8).to(tl.uint8)
+def _with_nan(code, x, ELEMENT: tl.constexpr):
+    """uint8 codes, what stands for NaN where x is one."""
+    if ELEMENT.form.nan_code is not None:
+        code = tl.where(x == x, code, ELEMENT.form.nan_code)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def _decode_e5m2(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """E5M2 is the upper half of an FP16."""
+    return (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _encode_e8m0(x, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """The mantissa's upper half carries into the exponent field.
+
+    Field 0 stands for 2^-127, a subnormal of FP32, so half way to 2^-126 is 1.5 * 2^-127.
+    """
+    magnitude = x.to(tl.int32, bitcast=True) & _MAGNITUDE
+    nearest = (magnitude + _TWO_TO_MINUS_127) >> 23
+    below = (magnitude >= _HALF_WAY_BELOW).to(tl.int32)
+    nearest = tl.where(magnitude < _MIN_NORMAL, below, nearest)
+    return tl.where(magnitude < _EXPONENT, tl.minimum(nearest, 254), 255).to(tl.uint8)
+
+
+@triton.jit
+def _decode_e8m0(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    return decode_e8m0(codes)
+
+
+@triton.jit
+def _round(x, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    return round_to(x, ELEMENT.dtype)
+
+
+@triton.jit
+def _round_bf16_stochastic(x, bits, ELEMENT: tl.constexpr):
+    tl.static_assert(ELEMENT.dtype == tl.bfloat16)
+    return round_bf16_stochastic(x, bits)
+
+
+@triton.jit
+def _widened(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """`codes`: of the dtype, or its bits."""
+    return to_fp32(codes.to(ELEMENT.dtype, bitcast=True))
+
+
+ARITHMETIC = Conversions(_encode_any, _encode_any_stochastic, _decode_any)
+OF_E5M2 = Conversions(_encode_any, _encode_any_stochastic, _decode_e5m2)
+OF_E8M0 = Conversions(_encode_e8m0, None, _decode_e8m0)
+PLAIN = Conversions(_round, _round_bf16_stochastic, _widened)

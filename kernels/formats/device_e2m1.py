@@ -1,4 +1,4 @@
-"""Owns E2M1 codes in words of eight: FP32 to what is stored, as `device_codes` encodes one a byte.
+"""E2M1 codes in words of eight: FP32 to what is stored, as `device_codes` encodes one a byte.
 
 A code is finished in its word. Rounding leaves it in bits 24 to 22 of an FP32's, and its sign in
 bit 31, a field of E2M1 here; eight fields become a word by what 32 bits can do at once, at two
@@ -13,7 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device_codes import clamp
+from .device_codes import ARITHMETIC, clamp
+from .device_table import Conversions
 from .table import E2M1
 
 _MAX = tl.constexpr(E2M1.max_finite)
@@ -26,12 +27,24 @@ _ONE = tl.constexpr(127 << 23)  # the smallest normal
 def packed_e2m1(x, bits) -> tl.tensor:
     """FP32 [n, 8 * m] -> uint32 [n, m], the first of eight codes in the lowest four bits.
 
-    As `encode_e2m1`, or `encode_e2m1_stochastic` where there are `bits`; None: there are none.
+    As `device_codes.code_of`, with `bits` or None.
     """
     if bits is None:
         return _packed(_fields(x))
     else:
         return _packed(_fields_stochastic(x, bits))
+
+
+@triton.jit
+def decode_e2m1(codes) -> tl.tensor:
+    """`codes.decode(codes, E2M1)`: the code's fields in FP32's places, times what is missing.
+
+    Bits above the low four are ignored.
+    """
+    word = codes.to(tl.int32)
+    # Two shifts spread the sign over the bits above the other three; the mask leaves the four.
+    placed = ((word << 28) >> 6) & -0x7E40_0000
+    return placed.to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit
@@ -82,3 +95,11 @@ def _packed(fields):
 @triton.jit
 def _merged(a, b, OF_A: tl.constexpr):
     return (a & OF_A) | (b & (0xFFFF_FFFF ^ OF_A))
+
+
+@triton.jit
+def _decode(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    return decode_e2m1(codes)
+
+
+OF_E2M1 = Conversions(ARITHMETIC.encode, ARITHMETIC.encode_stochastic, _decode, pack=packed_e2m1)

@@ -1,4 +1,4 @@
-"""Owns the layout of wire messages: what lies at which byte, and the header that says so.
+"""The layout of wire messages: what lies at which byte, and the header that says so.
 
     header (16 bytes) | data | scales | row scales
 
@@ -18,7 +18,7 @@ message holds one vector of `numel` elements. Every tensor in it starts at a mul
 Rows have `row_numel` elements, a power of two. NVFP4's second level is stored as the row's amax, as
 `dequantize_nvfp4` takes it: decoding has no division, and one product an element.
 
-The header, little endian: the bytes "SSM1", uint16 the format's place in `MESSAGE_FORMATS`, uint16
+The header, little endian: the bytes "SSM1", uint16 the format's place in `MESSAGES`, uint16
 `row_numel`, 0 where the format has no rows, uint64 `numel`.
 """
 
@@ -39,19 +39,13 @@ from ..checks import (
     check_vector,
 )
 from ..formats.table import (
-    BF16,
+    ALIGN_NUMEL,
     BITS_PER_BYTE,
-    FP8_1X128,
-    FP8_ROW,
-    FP16,
-    FP32,
-    MXFP4,
-    MXFP8,
-    NVFP4,
+    MESSAGES,
     BlockFormat,
+    MessageFormat,
 )
 
-ALIGN_NUMEL = 128
 MIN_ROW_NUMEL, MAX_ROW_NUMEL = 128, 4096
 DEFAULT_ROW_NUMEL = 1024
 SECTION_BYTES = 16
@@ -60,51 +54,6 @@ MAGIC = b"SSM1"
 _HEADER = struct.Struct("<4sHHQ")
 
 assert _HEADER.size == HEADER_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class MessageFormat:
-    """How elements lie in a message: bits of one, elements and bytes of a block's scale.
-
-    ``element`` names the element format, or the wire format where elements need no scale.
-    ``block_numel`` is 0 where blocks have no scales. ``has_rows``: FP32 scales of whole rows.
-    """
-
-    name: str
-    element: str
-    element_bits: int
-    block_numel: int = 0
-    scale_bytes: int = 0
-    has_rows: bool = False
-
-    @property
-    def identifier(self) -> int:
-        """The number that stands for the format in a header."""
-        return MESSAGE_FORMATS.index(self)
-
-    def align_numel(self, row_numel: int) -> int:
-        """The elements that every tensor's place is a multiple of."""
-        return row_numel if self.has_rows else ALIGN_NUMEL
-
-
-def _of_blocks(form: BlockFormat, *, has_rows: bool = False) -> MessageFormat:
-    block_numel = form.block_numel or 0
-    scale_bytes = form.scale_dtype.itemsize if block_numel else 0
-    element = form.element
-    return MessageFormat(form.name, element.name, element.bits, block_numel, scale_bytes, has_rows)
-
-
-MESSAGE_FORMATS: tuple[MessageFormat, ...] = (
-    *(MessageFormat(form.name, form.name, form.element_bits) for form in (FP32, BF16, FP16)),
-    _of_blocks(FP8_ROW, has_rows=True),
-    _of_blocks(FP8_1X128),
-    _of_blocks(MXFP8),
-    _of_blocks(MXFP4),
-    _of_blocks(NVFP4, has_rows=True),
-)
-_BY_NAME = {form.name: form for form in MESSAGE_FORMATS}
-RAW_DTYPES = {form.name: form.dtype for form in (FP32, BF16, FP16)}
-"""What elements are where they lie in a message as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +80,33 @@ class MessageLayout:
     @property
     def num_scales(self) -> int:
         """Scales of blocks."""
-        return self.numel // self.format.block_numel if self.format.block_numel else 0
+        return _num_scales(self.format, self.numel)
 
     @property
     def num_rows(self) -> int:
         """Scales of rows."""
         return self.numel // self.row_numel if self.format.has_rows else 0
 
+    @property
+    def align_numel(self) -> int:
+        """The elements that every tensor's place is a multiple of."""
+        return _align_numel(self.format, self.row_numel)
+
+    @property
+    def scales_end(self) -> int:
+        """Where the scales of blocks end, and bytes of 0 begin."""
+        return self.scales_at + _scale_bytes(self.format, self.numel)
+
+    @property
+    def row_scales_end(self) -> int:
+        """Where the scales of rows end, and bytes of 0 begin."""
+        return self.row_scales_at + self.num_rows * torch.float32.itemsize
+
 
 def message_format(name: str) -> MessageFormat:
     """The format called `name`; `ValueError` when messages have none of that name."""
-    check_choice("format", name, _BY_NAME)
-    return _BY_NAME[name]
+    check_choice("format", name, MESSAGES)
+    return MESSAGES[name]
 
 
 def message_layout(
@@ -195,7 +159,7 @@ def layout_of_bytes(
     """
     align = checked_align(format, row_numel)
     form = message_format(format)
-    low, high = 0, max(0, num_bytes) * BITS_PER_BYTE // (form.element_bits * align) + 1
+    low, high = 0, max(0, num_bytes) * BITS_PER_BYTE // (form.element.stored_bits * align) + 1
     while low < high:  # messages grow with every `align` elements
         middle = (low + high) // 2
         if _layout(form, row_numel, middle * align, ()).num_bytes < num_bytes:
@@ -215,7 +179,7 @@ def header_bytes(layout: MessageLayout) -> bytes:
     """The 16 bytes at the start of a message of this layout."""
     form = layout.format
     row_numel = layout.row_numel if form.has_rows else 0
-    return _HEADER.pack(MAGIC, form.identifier, row_numel, layout.numel)
+    return _HEADER.pack(MAGIC, list(MESSAGES).index(form.name), row_numel, layout.numel)
 
 
 def write_header(message: torch.Tensor, layout: MessageLayout) -> None:
@@ -247,13 +211,12 @@ def read_header(message: torch.Tensor, *, row_numel: int = DEFAULT_ROW_NUMEL) ->
             f"message: expected a header that starts with {MAGIC!r}, got {magic!r}; pass what "
             "pack_message_ has written"
         )
-    if identifier >= len(MESSAGE_FORMATS):
+    if identifier >= len(MESSAGES):
         raise ValueError(
-            f"message: expected a format from 0 to {len(MESSAGE_FORMATS) - 1} in its header, got "
+            f"message: expected a format from 0 to {len(MESSAGES) - 1} in its header, got "
             f"{identifier}; use the sender's version"
         )
-    form = MESSAGE_FORMATS[identifier]
-    name = form.name
+    name, form = list(MESSAGES.items())[identifier]
     align = checked_align(name, row_numel)
     if form.has_rows and sent_row_numel != row_numel:
         raise ValueError(
@@ -294,16 +257,15 @@ def checked_align(name: str, row_numel: int) -> int:
             f"row_numel: expected a power of two from {MIN_ROW_NUMEL} to {MAX_ROW_NUMEL}, got "
             f"{row_numel}; choose one of them"
         )
-    return form.align_numel(row_numel)
+    return _align_numel(form, row_numel)
 
 
 def _layout(
     form: MessageFormat, row_numel: int, numel: int, offsets: tuple[int, ...]
 ) -> MessageLayout:
-    scales = numel // form.block_numel * form.scale_bytes if form.block_numel else 0
     row_scales = numel // row_numel * torch.float32.itemsize if form.has_rows else 0
-    scales_at = HEADER_BYTES + _padded(numel * form.element_bits // BITS_PER_BYTE)
-    row_scales_at = scales_at + _padded(scales)
+    scales_at = HEADER_BYTES + _padded(numel * form.element.stored_bits // BITS_PER_BYTE)
+    row_scales_at = scales_at + _padded(_scale_bytes(form, numel))
     return MessageLayout(
         format=form,
         row_numel=row_numel,
@@ -314,6 +276,19 @@ def _layout(
         row_scales_at=row_scales_at,
         num_bytes=row_scales_at + _padded(row_scales),
     )
+
+
+def _align_numel(form: MessageFormat, row_numel: int) -> int:
+    return row_numel if form.has_rows else ALIGN_NUMEL
+
+
+def _num_scales(form: MessageFormat, numel: int) -> int:
+    block_numel = form.block_numel if isinstance(form, BlockFormat) else None
+    return numel // block_numel if block_numel else 0
+
+
+def _scale_bytes(form: MessageFormat, numel: int) -> int:
+    return _num_scales(form, numel) * form.scale_dtype.itemsize if form.scale_dtype else 0
 
 
 def _padded(num_bytes: int) -> int:

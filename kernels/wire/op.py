@@ -1,19 +1,21 @@
-"""Owns `pack_message_` and `unpack_message_`, tensors to and from wire messages: ops and checks.
+"""The ops of wire messages: tensors to messages and back, sums of messages; schemas and checks.
 
-| op              | reads   | writes  | cpu                 | cuda              |
-|-----------------|---------|---------|---------------------|-------------------|
-| pack_message_   | tensors | message | `reference` | `pack` |
-| unpack_message_ | message | tensors | `reference` | `unpack`  |
+| op                    | reads                            | writes  | cpu         | cuda     |
+|-----------------------|----------------------------------|---------|-------------|----------|
+| pack_message_         | tensors                          | message | `reference` | `pack`   |
+| unpack_message_       | message                          | tensors | `reference` | `unpack` |
+| reduce_messages_      | messages, one [world, bytes]     | out     | `reference` | `sum`    |
+| reduce_peer_messages_ | messages, world times [bytes]    | out     | `reference` | `sum`    |
 
-`layout` has the layout, `reference` the definition of both. One launch for any
-number of tensors; what is not contiguous, and a message that is not 16-byte aligned, is copied
-besides. Bytes moved an element, of a BF16 tensor:
+`layout` has the layout, `reference` the definition of all. One launch for any number of tensors or
+messages; what is not contiguous, and a message that is not 16-byte aligned, is copied besides where
+it is packed or unpacked. Bytes moved an element, of a BF16 tensor:
 
 | fp32 | bf16, fp16 | fp8_row | fp8_1x128 | mxfp8 | mxfp4 | nvfp4 |
 |------|------------|---------|-----------|-------|-------|-------|
 | 6    | 4          | 3.00    | 3.03      | 3.03  | 2.53  | 2.57  |
 
-The ops write in place, return nothing and are not differentiable.
+The ops write in place, return nothing and are not differentiable; no host waits for a GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from ..aliasing import are_sources, check_apart, check_destinations, check_disjo
 from ..checks import (
     SOURCE_DTYPES,
     check_choice,
+    check_contiguous,
     check_device,
     check_dtype,
     check_flag,
@@ -34,37 +37,53 @@ from ..checks import (
     check_number,
     check_one_a_tensor,
     check_tensors,
+    check_vector,
 )
-from ..formats.codes import SCALE_RULES
 from ..formats.noise import MAX_INDEX, checked_seed
-from ..formats.table import FP8_1X128, FP8_ROW, FP16, FP32, MXFP4, MXFP8
+from ..formats.table import SCALE_RULES, MessageFormat
 from ..op import Op, call, is_usual, on_first_use
-from . import reference as reference_message
+from . import reference
 from .layout import (
     DEFAULT_ROW_NUMEL,
+    HEADER_BYTES,
     MessageLayout,
     check_length,
     check_message,
+    checked_align,
     layout_of_bytes,
+    layout_of_numel,
+    message_format,
     message_layout,
 )
 
-_MX_FORMATS, _FP8_FORMATS = (MXFP8.name, MXFP4.name), (FP8_ROW.name, FP8_1X128.name)
 _DEFAULT_RULE = "rceil"
-ALWAYS_NEAREST = (FP32.name, FP16.name)  # nothing to round, and no such cast
+_ROWS_DIMS = 2
 
 _PACK = Op(
     "pack_message_(Tensor(a!) message, Tensor[] tensors, str format, SymInt numel, "
     "SymInt[] offsets, SymInt[] first_indices, float scale, int row_numel, str rule, "
     "bool power_of_2, int? seed) -> ()",
-    reference_message.pack_message_,
+    reference.pack_message_,
     on_first_use("wire.pack", "pack_message_"),
 )
 _UNPACK = Op(
     "unpack_message_(Tensor(a!)[] tensors, Tensor message, str format, SymInt numel, "
     "SymInt[] offsets, float scale, bool accumulate, int row_numel) -> ()",
-    reference_message.unpack_message_,
+    reference.unpack_message_,
     on_first_use("wire.unpack", "unpack_message_"),
+)
+_SUM_OPTIONS = (
+    f"str format, float scale=1.0, bool accumulate=False, SymInt row_numel={DEFAULT_ROW_NUMEL}"
+)
+_REDUCE = Op(
+    f"reduce_messages_(Tensor(a!) out, Tensor messages, {_SUM_OPTIONS}) -> ()",
+    reference.reduce_messages_,
+    on_first_use("wire.sum", "reduce_messages_"),
+)
+_REDUCE_PEERS = Op(
+    f"reduce_peer_messages_(Tensor(a!) out, Tensor[] messages, {_SUM_OPTIONS}) -> ()",
+    reference.reduce_peer_messages_,
+    on_first_use("wire.sum", "reduce_peer_messages_"),
 )
 
 
@@ -86,7 +105,8 @@ def pack_message_(
 
     message: uint8, 1-D, contiguous, of `message_layout(format, numels, row_numel=...).num_bytes`.
     tensors: FP32, BF16 or FP16, mixed, any shapes and strides, on the message's device, none of
-    their memory the message's. format: fp32, bf16, fp16, fp8_row, fp8_1x128, mxfp8, mxfp4 or nvfp4.
+    their memory the message's. format: fp32, bf16, fp16, fp8_row, fp8_1x128, mxfp8, mxfp4 or nvfp4,
+    or another that is in the table.
     offsets: where each tensor begins, in elements, by default one after the other; multiples of the
     layout's alignment, disjoint. With them the message may be of any length that has room.
     row_numel: elements of a row of fp8_row and nvfp4. rule: of MX's scales, "rceil", "floor",
@@ -101,13 +121,13 @@ def pack_message_(
     check_choice("rule", rule, SCALE_RULES)
     power_of_2 = check_flag("power_of_2", power_of_2)
     seed = checked_seed(rounding, seed)
-    if seed is not None and format in ALWAYS_NEAREST:
+    if seed is not None and not message_format(format).has_stochastic:
         raise ValueError(
             f"rounding: expected nearest for {format}, got {rounding!r}; there is no such cast"
         )
     tensors, named = _checked_tensors(message, tensors)
     layout, offsets = _placed(message, tensors, format, offsets, row_numel)
-    _check_effects(format, rule, power_of_2, seed, first_indices)
+    _check_effects(layout.format, rule, power_of_2, seed, first_indices)
     if first_indices is None:
         first_indices = offsets
     first_indices = _checked_indices(tensors, first_indices, layout)
@@ -143,21 +163,94 @@ def unpack_message_(
         call(_UNPACK, message, tensors, message, format, layout.numel, offsets, *options)
 
 
-def _check_effects(
+def reduce_messages_(
+    out: torch.Tensor,
+    messages: torch.Tensor,
     format: str,
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+) -> None:
+    """Decode one message per rank and sum them into `out`: in FP32, in rank order, rounded once.
+
+    out: 1-D, contiguous, FP32, BF16 or FP16, of as many elements as a message has, gaps counted.
+    messages: uint8 [world, bytes of a message], contiguous, world >= 1, on the device of `out` and
+    not overlapping it. format: as for `pack_message_`; row_numel: that of the
+    sender. Nobody looks at the headers, on a GPU or a CPU: `read_header` does, and the host waits.
+
+    acc = (decode(messages[0]) + decode(messages[1])) + ...; out = round(acc * scale), or with
+    `accumulate` out = round(float32(out) + acc * scale). decode is one product of code and scale in
+    FP32, none is fused with a sum, so a CPU and a GPU give the same bits. A NaN of a scale makes
+    NaNs of its own block alone. Bytes moved an element of `out`: world * those of an element with
+    its share of the scales - 4, 2, 1, 1.03, 0.53 or 0.57 - and its own, twice with `accumulate`.
+
+    Source: our own format. Raises `ValueError` before anything is written.
+    """
+    layout = _checked_layout(out, format, row_numel)
+    check_dtype("messages", messages, (torch.uint8,))
+    check_device("messages", messages, out.device)
+    if messages.dim() != _ROWS_DIMS or messages.shape[0] == 0:
+        raise ValueError(
+            f"messages: expected shape (world, {layout.num_bytes}) with world >= 1, got "
+            f"{tuple(messages.shape)}; pass one row per rank"
+        )
+    _check_num_bytes("messages", messages.shape[1], layout)
+    check_contiguous("messages", messages)
+    check_apart({"out": out}, {"messages": messages})
+    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
+    call(_REDUCE, out, out, messages, format, scale, accumulate, row_numel)
+
+
+def reduce_peer_messages_(
+    out: torch.Tensor,
+    messages: Sequence[torch.Tensor],
+    format: str,
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+) -> None:
+    """`reduce_messages_` of messages that lie anywhere, such as in the symmetric memory of peers.
+
+    messages: for each rank, in their order, a contiguous 1-D uint8 tensor that the device of `out`
+    can read, not overlapping `out`. A GPU finds their addresses in a table, which is made anew only
+    for other addresses; all is fastest where all of them are multiples of 16. Whoever shares the
+    memory sees to it that every message is complete before, and untouched until the sum is.
+    """
+    layout = _checked_layout(out, format, row_numel)
+    messages = check_tensors("messages", messages)
+    if not messages:
+        raise ValueError("messages: expected one or more, got none; pass one message per rank")
+    if not is_usual(_are_messages, out, messages, layout.num_bytes):
+        named = {f"messages[{rank}]": message for rank, message in enumerate(messages)}
+        for name, message in named.items():
+            check_dtype(name, message, (torch.uint8,))
+            check_device(name, message, out.device)
+            check_vector(name, message)
+            _check_num_bytes(name, message.shape[0], layout)
+        check_apart({"out": out}, named)
+    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
+    call(_REDUCE_PEERS, out, out, messages, format, scale, accumulate, row_numel)
+
+
+def _check_effects(
+    form: MessageFormat,
     rule: str,
     power_of_2: bool,
     seed: int | None,
     first_indices: Sequence[int] | None,
 ) -> None:
     """Raise `ValueError` for an option that would change nothing."""
-    if rule != _DEFAULT_RULE and format not in _MX_FORMATS:
+    if rule != _DEFAULT_RULE and not form.has_rule:
         raise ValueError(
-            f"rule: expected {_DEFAULT_RULE} for {format}, got {rule}; only MX's scales have rules"
+            f"rule: expected {_DEFAULT_RULE} for {form.name}, got {rule}; "
+            "only MX's scales have rules"
         )
-    if power_of_2 and format not in _FP8_FORMATS:
+    if power_of_2 and not form.has_power_of_2:
         raise ValueError(
-            f"power_of_2: expected False for {format}, got True; only FP8's scales can be rounded"
+            f"power_of_2: expected False for {form.name}, got True; "
+            "only FP8's scales can be rounded"
         )
     if first_indices is not None and seed is None:
         raise ValueError(
@@ -202,7 +295,7 @@ def _placed(
 
 
 def _check_offsets(numels: Sequence[int], offsets: Sequence[int], layout: MessageLayout) -> None:
-    align = layout.format.align_numel(layout.row_numel)
+    align = layout.align_numel
     for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
         if offset < 0 or offset % align or offset + numel > layout.numel:
             raise ValueError(
@@ -223,3 +316,35 @@ def _checked_indices(
         if type(first_index) is not int or not 0 <= first_index <= last:
             check_integer(f"first_indices[{index}]", first_index, 0, last)
     return first_indices
+
+
+def _are_messages(out: torch.Tensor, messages: Sequence[torch.Tensor], num_bytes: int) -> bool:
+    return are_sources(out, messages, (torch.uint8,)) and all(
+        message.shape == (num_bytes,) and message.is_contiguous() for message in messages
+    )
+
+
+def _checked_layout(out: torch.Tensor, format: str, row_numel: int) -> MessageLayout:
+    """The layout of messages for `out`."""
+    check_dtype("out", out, SOURCE_DTYPES)
+    check_vector("out", out)
+    align = checked_align(format, row_numel)
+    if out.numel() % align:
+        raise ValueError(
+            f"out: expected a multiple of {align} elements, as {format} messages have with "
+            f"row_numel {row_numel}, got {out.numel()}; count the gaps between tensors too"
+        )
+    return layout_of_numel(format, out.numel(), row_numel=row_numel)
+
+
+def _check_num_bytes(name: str, num_bytes: int, layout: MessageLayout) -> None:
+    if num_bytes < HEADER_BYTES:
+        raise ValueError(
+            f"{name}: expected {layout.num_bytes} bytes a message, got {num_bytes}, too short for "
+            f"the header of {HEADER_BYTES}; pass whole messages"
+        )
+    if num_bytes != layout.num_bytes:
+        raise ValueError(
+            f"{name}: expected {layout.num_bytes} bytes a message, {layout.format.name} of out's "
+            f"{layout.numel} elements, got {num_bytes}; pass messages of that layout"
+        )

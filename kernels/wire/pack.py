@@ -1,9 +1,11 @@
-"""Owns packing on the GPU: any number of tensors into one wire message, in one launch.
+"""Packing on the GPU: any number of tensors into one wire message, in one launch.
 
-`tiles` tells each program its tile, `encode` has what is done with it. A tile that
-is full and 16-byte aligned takes the unmasked path, 16 bytes an access; the ends of tensors with
-the gaps after them, and unaligned tensors, take the masked one, an element a load. One program more
-writes the header, and the bytes between the sections.
+`tiles` tells each program its tile, the format's codec what its scales are. Formulas and rounding
+are those of `reference`. A tile that is full and 16-byte aligned takes the unmasked path, 16 bytes
+an access; the ends of tensors with the gaps after them, and unaligned tensors, take the masked one,
+an element a load: there FULL is false, and what the tensor lacks is zeros. The message is 16-byte
+aligned, and whole blocks of it are stored. One program more writes the header, and the bytes
+between the sections.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -20,12 +22,14 @@ import triton
 import triton.language as tl
 
 from .. import tables
-from ..formats.table import FP8_1X128, FP8_ROW, MXFP4, MXFP8
+from ..formats import device_codes as device
+from ..formats.device_table import codec_of
+from ..formats.table import ALIGN_NUMEL, MXFP8, MessageFormat, rule_of
 from ..launch import LaunchConfig, launch
 from ..portable import covered
 from ..tuned import config_for
-from .encode import pack_part
-from .layout import ALIGN_NUMEL, MessageLayout, header_bytes, layout_of_numel
+from ..wide import side_by_side
+from .layout import HEADER_BYTES, MessageLayout, header_bytes, layout_of_numel
 from .reference import MessageCast, aligned_memory
 from .tiles import (
     EXTENT,
@@ -34,11 +38,16 @@ from .tiles import (
     NUM_WARPS,
     TILE_NUMEL,
     PieceKey,
+    aligned_from,
+    lanes_of,
+    over,
     packed_pieces,
     part_numel,
     paths_of,
     piece_entries,
     piece_of,
+    section,
+    values_of,
 )
 
 _ADDRESS, _NUMEL, _OFFSET = (
@@ -47,9 +56,121 @@ _ADDRESS, _NUMEL, _OFFSET = (
 _DTYPE, _ALIGNED = tl.constexpr(tables.DTYPE), tl.constexpr(tables.ALIGNED)
 _EXTENT, _INDEX = tl.constexpr(EXTENT), tl.constexpr(INDEX)
 _MIXED = tl.constexpr(MIXED)
+_DATA_AT = tl.constexpr(HEADER_BYTES)
 _NUMEL_AT = tl.constexpr(8)  # in the header, after magic and format
+_EIGHT = tl.constexpr(8)
+# Where there is little to share, neighbouring threads had better read neighbouring bytes.
+_SHARED_NUMEL = tl.constexpr(32)
 
 _tables = tables.TableCache(entries_of=piece_entries)
+
+
+@triton.jit
+def _noise(seed, index, places, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    """The noise of [n, NUMEL] elements from `index` + each place on, a multiple of 16 with FULL."""
+    if FULL:
+        GROUPS: tl.constexpr = places.shape[0] * NUMEL // 16
+        bits = device.noise_of_groups(seed, (index >> 4) + tl.arange(0, GROUPS))
+        return tl.reshape(bits, [places.shape[0], NUMEL])
+    else:
+        return device.noise_of(seed, index + lanes_of(places, NUMEL))
+
+
+@triton.jit
+def _noise_of_halves(seed, index, NUMEL: tl.constexpr, FULL: tl.constexpr, HALF: tl.constexpr):
+    """The noise of NUMEL elements from `index` on as halves, [n, HALF] each."""
+    places = tl.arange(0, NUMEL // (2 * HALF)) * (2 * HALF)
+    if FULL and HALF == _EIGHT:
+        words = device.noise_words(seed, (index >> 4) + tl.arange(0, NUMEL // 16))
+        return device.spread_noise(words[0], words[1]), device.spread_noise(words[2], words[3])
+    else:
+        low = device.noise_of(seed, index + lanes_of(places, HALF))
+        return low, device.noise_of(seed, index + lanes_of(places + HALF, HALF))
+
+
+@triton.jit
+def _store_codes(made, message, start, extent, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    """Words, [n, m] or [n], of NUMEL elements into the message from element `start` on."""
+    EACH: tl.constexpr = NUMEL // made.numel
+    words = section(message, _DATA_AT, made.dtype) + over(start, EACH)
+    rows = tl.arange(0, made.shape[0])
+    mask = None
+    if len(made.shape) == 1:
+        if not FULL:
+            mask = rows * EACH < extent
+        tl.store(tl.multiple_of(words + rows.to(tl.int64), 16), made, mask=mask)
+    else:
+        WIDTH: tl.constexpr = made.shape[1]
+        if not FULL:
+            mask = (rows * (WIDTH * EACH) < extent)[:, None]
+        lanes = rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        tl.store(aligned_from(words, lanes), made, mask=mask)
+
+
+@triton.jit
+def _store_scales(scales, message, at, start, extent, FULL: tl.constexpr, EACH: tl.constexpr):
+    """Scales [n], for EACH elements one, into the section at byte `at`: `start` is the first's."""
+    lanes = tl.arange(0, scales.shape[0])
+    mask = None
+    if not FULL:
+        mask = lanes * EACH < extent
+    tl.store(section(message, at, scales.dtype) + over(start, EACH) + lanes, scales, mask=mask)
+
+
+@triton.jit
+def _pack_part(
+    address,
+    kind,
+    begin,
+    count,
+    message,
+    start,
+    extent,
+    index,
+    scales_at,
+    rows_at,
+    scale,
+    seed,
+    CODEC: tl.constexpr,
+    ROW: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    FULL: tl.constexpr,
+    NUMEL: tl.constexpr,
+):
+    """NUMEL elements of the tensor from `begin` on, to `start` and on in the message.
+
+    The tensor has `count` of them, its piece of the message `extent`. index: `begin`'s, for noise.
+    """
+    BLOCK: tl.constexpr = CODEC.block_numel if CODEC.block_numel else ROW
+    WIDTH: tl.constexpr = BLOCK // 2 if CODEC.in_halves else BLOCK
+    SIXTEENS: tl.constexpr = seed is not None or BLOCK <= _SHARED_NUMEL
+    places = tl.arange(0, NUMEL // BLOCK) * BLOCK
+    x = values_of(address, kind, begin, places, count, scale, SIXTEENS, FULL, WIDTH)
+    if CODEC.in_halves:
+        places += WIDTH
+        x = (x, values_of(address, kind, begin, places, count, scale, SIXTEENS, FULL, WIDTH))
+    scales = None
+    row_scales = None
+    if CODEC.scaled is not None:
+        x, scales, row_scales = CODEC.scaled(x, CODEC, ROW, HARDWARE)
+    if CODEC.in_halves:
+        low_bits = None
+        high_bits = None
+        if seed is not None:
+            low_bits, high_bits = _noise_of_halves(seed, index, NUMEL, FULL, WIDTH)
+        low = device.stored(x[0], low_bits, CODEC.element, HARDWARE)
+        high = device.stored(x[1], high_bits, CODEC.element, HARDWARE)
+        made = tl.reshape(side_by_side(low, high), [2 * low.numel])
+    else:
+        bits = None
+        if seed is not None:
+            bits = _noise(seed, index, places, FULL, BLOCK)
+        made = device.stored(x, bits, CODEC.element, HARDWARE)
+    _store_codes(made, message, start, extent, FULL, NUMEL)
+    if scales is not None:
+        _store_scales(scales, message, scales_at, start, extent, FULL, BLOCK)
+    if row_scales is not None:
+        _store_scales(row_scales, message, rows_at, start, extent, FULL, ROW)
 
 
 @triton.jit
@@ -84,9 +205,8 @@ def _pack_kernel(
     num_bytes,
     scale,
     seed,
-    FORMAT: tl.constexpr,
+    CODEC: tl.constexpr,
     ROW: tl.constexpr,
-    RULE: tl.constexpr,
     HARDWARE: tl.constexpr,
     KIND: tl.constexpr,
     FULL: tl.constexpr,
@@ -123,7 +243,7 @@ def _pack_kernel(
         if is_full:
             for code in tl.static_range(_MIXED):
                 if kind == code:
-                    pack_part(
+                    _pack_part(
                         address,
                         code,
                         begin,
@@ -136,16 +256,15 @@ def _pack_kernel(
                         rows_at,
                         scale,
                         seed,
-                        FORMAT,
+                        CODEC,
                         ROW,
-                        RULE,
                         HARDWARE,
                         True,
                         TILE,
                     )
         elif MASKED:
             for first in range(0, covered(extent, TILE), PART):
-                pack_part(
+                _pack_part(
                     address,
                     kind,
                     begin + first,
@@ -158,9 +277,8 @@ def _pack_kernel(
                     rows_at,
                     scale,
                     seed,
-                    FORMAT,
+                    CODEC,
                     ROW,
-                    RULE,
                     HARDWARE,
                     False,
                     PART,
@@ -169,27 +287,19 @@ def _pack_kernel(
         _store_frame(message, header, numel, scales_end, rows_at, rows_end, num_bytes)
 
 
-def tile_numel(format: str, stochastic: bool) -> int:
+def tile_numel(form: MessageFormat, stochastic: bool) -> int:
     """Elements of a tile.
 
     MXFP8 to nearest is so cheap that what a program finds in its table shows: 6.9 instructions an
     element with 32 a thread, 5.9 with 64. To the others that is less, and registers are more.
     """
-    return 2 * TILE_NUMEL if format == MXFP8.name and not stochastic else TILE_NUMEL
+    return 2 * TILE_NUMEL if form is MXFP8 and not stochastic else TILE_NUMEL
 
 
 @functools.cache
-def default_config(format: str, stochastic: bool) -> LaunchConfig:
+def default_config(form: MessageFormat, stochastic: bool) -> LaunchConfig:
     """An element counts as a byte."""
-    return LaunchConfig(tile_numel(format, stochastic), NUM_WARPS)
-
-
-def scale_rule(format: str, rule: str, power_of_2: bool) -> str:
-    """What a kernel is compiled for of the options of scales: none that the format ignores."""
-    if format in (MXFP8.name, MXFP4.name):
-        return rule
-    is_fp8 = format in (FP8_ROW.name, FP8_1X128.name)
-    return "power_of_2" if power_of_2 and is_fp8 else ""
+    return LaunchConfig(tile_numel(form, stochastic), NUM_WARPS)
 
 
 def pack_message_(
@@ -220,7 +330,7 @@ def _launch(
     row_numel = layout.row_numel if form.has_rows else ALIGN_NUMEL
     stochastic = cast.seed is not None
     case = form.name + " stochastic" * stochastic
-    default = default_config(form.name, stochastic)
+    default = default_config(form, stochastic)
     config = config_for("pack_message_", case, default, message.device)
     tile = config.block_bytes
     paths = paths_of(keys, tile)
@@ -235,17 +345,16 @@ def _launch(
         int.from_bytes(header_bytes(layout)[: _NUMEL_AT.value], "little"),
         layout.numel,
         layout.scales_at,
-        layout.scales_at + layout.num_scales * form.scale_bytes,
+        layout.scales_end,
         layout.row_scales_at,
-        layout.row_scales_at + layout.num_rows * torch.float32.itemsize,
+        layout.row_scales_end,
         layout.num_bytes,
         None if cast.scale == 1.0 else cast.scale,
         cast.seed,
         on=message,
         num_warps=config.num_warps,
-        FORMAT=form.name,
+        CODEC=codec_of(form, rule_of(form, cast.rule, cast.power_of_2)),
         ROW=row_numel,
-        RULE=scale_rule(form.name, cast.rule, cast.power_of_2),
         KIND=paths.dtype,
         FULL=paths.full,
         MASKED=paths.masked,

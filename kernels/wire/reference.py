@@ -1,23 +1,23 @@
-"""Owns the definition of wire messages in plain PyTorch: the GPU kernels' oracle, the CPU path.
+"""The definition of wire messages in plain PyTorch: the GPU kernels' oracle, and the CPU path.
 
     pack_message_    message = header | encode(v), v being 0, and float32(tensor) * scale in FP32
                      from each tensor's offset on
     unpack_message_  tensor  = round(decode(message)[o : o + n] * scale), or with `accumulate`
                                round(float32(tensor) + decode(message)[o : o + n] * scale)
+    reduce_messages_ acc     = ((decode(message 0) + decode(message 1)) + decode(message 2)) + ...
+                     out     = round(acc * scale), or with `accumulate`
+                               round(float32(out) + acc * scale)
 
-| format           | encode, of v or of its rows of `row_numel` elements                        |
-|------------------|----------------------------------------------------------------------------|
-| fp32, bf16, fp16 | round(v), too large being infinity, as IEEE 754 has it                     |
-| fp8_row          | `fp8.reference`, scaling "row"                                             |
-| fp8_1x128        | `fp8.reference`, scaling "1x128"                                           |
-| mxfp8, mxfp4     | `mx.reference`                                                             |
-| nvfp4            | `nvfp4.reference`, variant "te", a row being a tensor with an amax for it  |
+All sums are in FP32, one after the other. A format without scales is rounded, too large being
+infinity, as IEEE 754 has it. The others have a codec, named in the table of formats, which says
+what elements are multiplied by before they are rounded, and codes after: see `fp8.codec`,
+`mx.codec` and `nvfp4.codec`.
 
 So a block knows nothing but itself, and for nvfp4 its row. NaN and infinity behave as those
 modules say, in their block or row alone; what shares it with them, the gap after a tensor
-included, is encoded as they say too. Stochastic rounding rounds elements, never scales: for FP8 it
-is `codes.encode_stochastic(x * scale)`, for bf16 `codes.round_bf16_stochastic`; its noise is that
-of `first_index` plus an element's place in its tensor.
+included, is encoded as they say too. A scale that is NaN, byte 255 of E8M0 or 0x7F of E4M3, makes
+its own block NaN and no other element. Stochastic rounding rounds elements, never scales; its noise
+is that of `first_index` plus an element's place in its tensor.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ import torch
 
 from ..formats import codes
 from ..formats.noise import noise_bits
-from ..formats.table import BF16, E4M3, MXFP4, MXFP8, NVFP4
-from ..fp8 import reference as reference_fp8
+from ..formats.table import BITS_PER_BYTE, BlockFormat, WireFormat, named, rule_of
 from ..launch import ACCESS_BYTES, is_aligned
-from ..mx import reference as reference_mx
-from ..nvfp4 import reference as reference_nvfp4
 from ..pack import reference
-from .layout import DEFAULT_ROW_NUMEL, RAW_DTYPES, MessageLayout, layout_of_numel, write_header
-from .reference_sum import decode_, sections
+from .layout import DEFAULT_ROW_NUMEL, MessageLayout, layout_of_numel, write_header
+
+_FP32_BITS = torch.float32.itemsize * BITS_PER_BYTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,8 @@ def pack_message_(
     made = aligned_memory(message)
     made.zero_()
     write_header(made, layout)
-    if cast.seed is None and format in RAW_DTYPES:
-        data = made[layout.data_at : layout.scales_at].view(RAW_DTYPES[format])
+    if cast.seed is None and isinstance(layout.format, WireFormat):
+        data = made[layout.data_at : layout.scales_at].view(layout.format.dtype)
         reference.pack_(data, tensors, offsets, cast.scale)
     else:
         values = torch.zeros(numel, dtype=torch.float32, device=message.device)
@@ -102,6 +100,63 @@ def unpack_message_(
     for piece in _pieces(0, numel):
         decode_(values[piece], message, layout, piece.start)
     reference.unpack_(tensors, values, offsets, scale, accumulate)
+
+
+def reduce_messages_(
+    out: torch.Tensor,
+    messages: torch.Tensor,
+    format: str,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+) -> None:
+    """Sum the rows of `messages` [world, bytes] into `out`, which shares no memory with them."""
+    reduce_peer_messages_(out, messages.unbind(), format, scale, accumulate, row_numel)
+
+
+def reduce_peer_messages_(
+    out: torch.Tensor,
+    messages: Sequence[torch.Tensor],
+    format: str,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    row_numel: int = DEFAULT_ROW_NUMEL,
+) -> None:
+    """Sum `messages`, each 1-D bytes, in their order into `out`."""
+    numel = out.numel()
+    layout = layout_of_numel(format, numel, row_numel=row_numel)
+    for part in _pieces(0, numel):
+        piece = out[part]
+        total = torch.empty_like(piece, dtype=torch.float32)
+        decode_(total, messages[0], layout, part.start)
+        values = torch.empty_like(total)
+        for message in messages[1:]:
+            decode_(values, message, layout, part.start)
+            total.add_(values)
+        reference.reduce_(piece, total.unsqueeze(0), scale, accumulate)
+
+
+def decode_(values: torch.Tensor, message: torch.Tensor, layout: MessageLayout, start: int) -> None:
+    """Fill the FP32 `values` with the elements of a message from `start` on.
+
+    Values begin and end where a row of the message does.
+    """
+    form = layout.format
+    data, scales, row_scales = _sections(message, layout, start, values.numel())
+    if isinstance(form, WireFormat):
+        values.copy_(_elements(data, form.dtype))
+        return
+    blocks = _in_blocks(values, form, layout.row_numel)
+    stored = None
+    if form.block_numel is not None:
+        is_fp32 = form.scale_dtype is torch.float32
+        stored = _elements(scales, torch.float32) if is_fp32 else scales
+        stored = stored.view(blocks.shape[:2])
+    rows = _elements(row_scales, torch.float32).view(-1, 1) if form.has_rows else None
+    assert form.codec is not None
+    factors = named(form.codec.definition, "factors_of")(stored, rows)
+    made = codes.loaded(data, form.element).view(blocks.shape)
+    torch.mul(made, factors.unsqueeze(-1), out=blocks)
 
 
 def aligned_memory(message: torch.Tensor) -> torch.Tensor:
@@ -149,55 +204,56 @@ def _encode_(
     first_index: int,
 ) -> None:
     """Write codes and scales of the FP32 `values`, the elements of the message from `start` on."""
-    form, numel = layout.format, values.numel()
-    data, scales, row_bytes = sections(message, layout, start, numel)
-    rows = row_bytes.view(torch.float32)
-    if form.name in (MXFP8.name, MXFP4.name):
-        options = (form.element, cast.rule, cast.seed, first_index)
-        reference_mx.quantize_mx_(data, scales, values, *options)
-        return
-    noise = None
+    form, noise = layout.format, None
+    data, scales, row_scales = _sections(message, layout, start, values.numel())
     if cast.seed is not None:
-        noise = noise_bits(cast.seed, first_index, numel, values.device)
-    if form.name == BF16.name:
-        assert noise is not None
-        data.view(torch.bfloat16).copy_(codes.round_bf16_stochastic(values, noise))
-    elif form.name == NVFP4.name:
-        _encode_nvfp4_(data, scales, rows, values, noise)
-    elif form.has_rows:
-        _encode_fp8_(data, rows, values, noise, cast.power_of_2)
-    else:
-        _encode_fp8_(data, scales.view(torch.float32), values, noise, cast.power_of_2)
+        noise = noise_bits(cast.seed, first_index, values.numel(), values.device)
+    if isinstance(form, BlockFormat):
+        assert form.codec is not None
+        rule = rule_of(form, cast.rule, cast.power_of_2)
+        blocks = _in_blocks(values, form, layout.row_numel)
+        factors, stored, rows = named(form.codec.definition, "scales_of")(blocks, form, rule)
+        values = (blocks * factors.unsqueeze(-1)).view(-1)
+        for section, made in ((scales, stored), (row_scales, rows)):
+            if made is not None:
+                section.copy_(made.reshape(-1).view(torch.uint8))
+    data.copy_(codes.stored(values, form.element, noise).view(torch.uint8))
 
 
-def _encode_fp8_(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    values: torch.Tensor,
-    noise: torch.Tensor | None,
-    power_of_2: bool,
-) -> None:
-    """A block of FP32 `values` for every element of `scale_inv`."""
-    blocks = values.view(len(scale_inv), -1)
-    scale = reference_fp8.scale_of(blocks.abs().amax(1), E4M3, power_of_2)
-    scale_inv.copy_(torch.ones_like(scale) / scale)
-    scaled = (blocks * scale.unsqueeze(1)).view(-1)
-    if noise is None:
-        data.copy_(codes.encode(scaled, E4M3))
-    else:
-        data.copy_(codes.encode_stochastic(scaled, E4M3, noise))
+def _in_blocks(values: torch.Tensor, form: BlockFormat, row_numel: int) -> torch.Tensor:
+    """`values` as [rows, blocks, elements of one]; where rows have no scales, as one row."""
+    num_rows = values.numel() // row_numel if form.has_rows else 1
+    block_numel = form.block_numel or row_numel
+    return values.view(num_rows, values.numel() // (num_rows * block_numel), block_numel)
 
 
-def _encode_nvfp4_(
-    data: torch.Tensor,
-    scales: torch.Tensor,
-    row_amax: torch.Tensor,
-    values: torch.Tensor,
-    noise: torch.Tensor | None,
-) -> None:
-    """A row of FP32 `values` for every element of `row_amax`."""
-    rows = values.view(len(row_amax), -1)
-    row_amax.copy_(reference_nvfp4.magnitudes(rows).amax(1))
-    made, made_scales = reference_nvfp4.quantize_piece(rows, row_amax.unsqueeze(1), noise, False)
-    data.copy_(made.view(-1))
-    scales.copy_(made_scales.view(-1))
+def _sections(
+    message: torch.Tensor, layout: MessageLayout, start: int, numel: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The bytes of the codes, scales and row scales of `numel` elements from `start` on.
+
+    Both begin and end where a row does; of what the format has not there are no bytes.
+    """
+    form, bits = layout.format, layout.format.element.stored_bits
+    data = _section(message, layout.data_at, start * bits, numel * bits)
+    scales, row_scales = data[:0], data[:0]
+    if isinstance(form, BlockFormat) and form.block_numel is not None:
+        bits = form.scale_dtype.itemsize * BITS_PER_BYTE
+        first, count = start // form.block_numel, numel // form.block_numel
+        scales = _section(message, layout.scales_at, first * bits, count * bits)
+    if form.has_rows:
+        first, count = start // layout.row_numel, numel // layout.row_numel
+        row_scales = _section(message, layout.row_scales_at, first * _FP32_BITS, count * _FP32_BITS)
+    return data, scales, row_scales
+
+
+def _section(message: torch.Tensor, at: int, first_bit: int, num_bits: int) -> torch.Tensor:
+    """The bytes of a part of the section that begins at byte `at`."""
+    return message[at + first_bit // BITS_PER_BYTE :][: num_bits // BITS_PER_BYTE]
+
+
+def _elements(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as numbers, by way of a copy where they do not lie as such numbers may."""
+    if part.data_ptr() % dtype.itemsize or part.storage_offset() % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype)

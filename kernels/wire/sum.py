@@ -1,12 +1,12 @@
-"""Owns the sum of wire messages on the GPU: decode one per rank, add in rank order, round once.
+"""The sum of wire messages on the GPU: decode one per rank, add in rank order, round once.
 
-Formula and rounding are those of `reference_sum`. Bytes moved: those of the messages,
+Formula and rounding are those of `reference`. Bytes moved: those of the messages,
 and those of the result, the result's twice with `accumulate`. One path serves full tiles and the
 last one: a message has whole groups of 128 elements, so a tile's missing groups are read as its
 last one again and not stored, and accesses are 16 bytes wide to the end. Memory that is not 16-byte
 aligned is read byte by byte.
 
-Compiled anew for: the format (fp8_row and fp8_1x128 share), the dtype of the result, rows or table,
+Compiled anew for: the format, the dtype of the result, rows or table,
 scaled, accumulating, aligned or not, and of the world size w: up to 8 messages there is no loop, so
 for w; above that a loop takes three at a time, however many, so for w - 1 modulo 3.
 """
@@ -17,61 +17,34 @@ for w; above that a loop takes three at a time, however many, so for w - 1 modul
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from ..formats import device_codes as device
-from ..formats.table import (
-    BITS_PER_BYTE,
-    E4M3,
-    E8M0,
-    FP8_1X128,
-    FP8_ROW,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    WIRE_FORMATS,
-)
+from ..formats.device_table import codec_of
+from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE, MessageFormat
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, launch
-from ..mx.tiles import aligned_pointers
-from ..nvfp4.blocks import decode_factors
 from ..portable import round_to, to_fp32
 from ..tables import TableCache
 from ..tuned import config_for
-from .layout import (
-    ALIGN_NUMEL,
-    DEFAULT_ROW_NUMEL,
-    HEADER_BYTES,
-    MessageFormat,
-    MessageLayout,
-    layout_of_numel,
-)
+from ..wide import aligned_pointers
+from .layout import DEFAULT_ROW_NUMEL, HEADER_BYTES, MessageLayout, layout_of_numel
+from .tiles import word_of
 
-GROUP_NUMEL = ALIGN_NUMEL  # every message is a multiple of it, and so is every row of one
 NUM_WARPS = 4
 MAX_UNROLLED = 8  # messages, as many as a node has GPUs, that need no loop
 # With seven, ptxas 12.9 spills 8 bytes of MXFP4's kernel for sm_100; it has two loads in flight
 # before it decodes, whatever it is given.
 ROWS_IN_LOOP = 3
 
-_GROUP = tl.constexpr(GROUP_NUMEL)
+_GROUP = tl.constexpr(ALIGN_NUMEL)  # every message has whole ones, and so has every row of one
 _ACCESS_BYTES = tl.constexpr(ACCESS_BYTES)
 _DATA_AT = tl.constexpr(HEADER_BYTES)
+_BITS_PER_BYTE = tl.constexpr(BITS_PER_BYTE)
 _ROWS_IN_LOOP = tl.constexpr(ROWS_IN_LOOP)
-
-# What the scales of blocks are, or those of rows where blocks have none.
-SCALES: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys((form.name for form in WIRE_FORMATS), "none"),
-        **dict.fromkeys((FP8_ROW.name, FP8_1X128.name), "fp32"),
-        **dict.fromkeys((MXFP8.name, MXFP4.name), E8M0.name),
-        NVFP4.name: E4M3.name,
-    }
-)
 
 
 def _entries(addresses: Sequence[int], _tile_size: int) -> tuple[torch.Tensor, int]:
@@ -102,76 +75,56 @@ def _words(base, places, WIDTH: tl.constexpr, unsigned: tl.constexpr, ALIGNED: t
 
 @triton.jit
 def _factors(
-    message, tile, layout, SCALES: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr
+    message, tile, layout, CODEC: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr
 ):
     """What blocks are multiplied by, FP32 [groups, blocks of a group]."""
     first_group, groups = tile
     scales_at, row_scales_at, row_shift = layout
-    scales = message + scales_at
-    if SCALES == "e8m0":
-        return device.decode_e8m0(_words(scales + first_group * 4, groups, 4, tl.uint8, ALIGNED))
-    else:
+    scales = None
+    row_scales = None
+    if CODEC.block_numel:
+        BITS: tl.constexpr = CODEC.scale.primitive_bitwidth
+        BLOCKS: tl.constexpr = _GROUP // CODEC.block_numel
+        base = message + scales_at + first_group * (BLOCKS * BITS // _BITS_PER_BYTE)
+        scales = _words(base, groups, BLOCKS, word_of(BITS), ALIGNED).to(CODEC.scale, bitcast=True)
+    if CODEC.has_rows:
         rows = (first_group + groups) >> row_shift
         row_scales = _words(message + row_scales_at, rows, 1, tl.uint32, ALIGNED)
         row_scales = row_scales.to(tl.float32, bitcast=True)
-        if SCALES == "fp32":
-            return row_scales
-        else:
-            tl.static_assert(SCALES == "e4m3")
-            scale_bytes = _words(scales + first_group * 8, groups, 8, tl.uint8, ALIGNED)
-            return decode_factors(scale_bytes, row_scales, False, HARDWARE)
+    return CODEC.factors(scales, row_scales, CODEC, HARDWARE)
 
 
 @triton.jit
-def _codes(data, tile, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Codes [groups, 128]: uint8, or, of e2m1, the low four bits of uint32.
+def _codes(data, tile, BITS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Codes [groups, 128] of BITS bits: of 4, the low ones of uint32.
 
     There what is above stays: decoding does not look at it, and to clear it takes instructions.
     """
     first_group, groups = tile
-    if ELEMENT == "e2m1":
-        words = _words(data + first_group * 64, groups, 16, tl.uint32, ALIGNED)
+    base = data + first_group * (_GROUP * BITS // _BITS_PER_BYTE)
+    if BITS < _BITS_PER_BYTE:
+        words = _words(base, groups, 16, tl.uint32, ALIGNED)
         words = tl.join(words, words >> 16)
         words = tl.join(words, words >> 8)
         return tl.reshape(tl.join(words, words >> 4), [groups.shape[0], _GROUP])
     else:
-        return _words(data + first_group * 128, groups, 128, tl.uint8, ALIGNED)
-
-
-@triton.jit
-def _raw(data, tile, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
-    """FP32 [groups, 128] of elements without scales."""
-    first_group, groups = tile
-    if ELEMENT == "fp32":
-        words = _words(data + first_group * 512, groups, 128, tl.uint32, ALIGNED)
-        return words.to(tl.float32, bitcast=True)
-    else:
-        words = _words(data + first_group * 256, groups, 128, tl.uint16, ALIGNED)
-        return to_fp32(words.to(tl.bfloat16 if ELEMENT == "bf16" else tl.float16, bitcast=True))
+        return _words(base, groups, _GROUP, word_of(BITS), ALIGNED)
 
 
 @triton.jit
 def _decoded(
-    message,
-    tile,
-    layout,
-    ELEMENT: tl.constexpr,
-    SCALES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    message, tile, layout, CODEC: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr
 ):
     """The tile's elements of one message, FP32 [groups, 128]."""
-    data = message + _DATA_AT
-    if SCALES == "none":
-        return _raw(data, tile, ELEMENT, ALIGNED)
-    else:
-        codes = _codes(data, tile, ELEMENT, ALIGNED)
-        factors = _factors(message, tile, layout, SCALES, ALIGNED, HARDWARE)
+    codes = _codes(message + _DATA_AT, tile, CODEC.element.form.stored_bits, ALIGNED)
+    values = device.value_of(codes, CODEC.element, HARDWARE)
+    if CODEC.factors is not None:
+        factors = _factors(message, tile, layout, CODEC, ALIGNED, HARDWARE)
         GROUPS: tl.constexpr = codes.shape[0]
         BLOCKS: tl.constexpr = GROUPS * factors.shape[1]
-        values = device.decode(codes, ELEMENT, HARDWARE)
         values = tl.reshape(values, [BLOCKS, GROUPS * _GROUP // BLOCKS])
-        return tl.reshape(values * tl.reshape(factors, [BLOCKS])[:, None], [GROUPS, _GROUP])
+        values = tl.reshape(values * tl.reshape(factors, [BLOCKS])[:, None], [GROUPS, _GROUP])
+    return values
 
 
 @triton.jit
@@ -205,8 +158,7 @@ def _reduce_kernel(
     row_scales_at,
     row_shift,
     scale,
-    ELEMENT: tl.constexpr,
-    SCALES: tl.constexpr,
+    CODEC: tl.constexpr,
     TABLE: tl.constexpr,
     REST: tl.constexpr,
     LOOPED: tl.constexpr,
@@ -229,16 +181,16 @@ def _reduce_kernel(
     tile = (first_group, groups)
     layout = (scales_at, row_scales_at, row_shift)
     message = _message_of(0, messages, num_bytes, TABLE)
-    total = _decoded(message, tile, layout, ELEMENT, SCALES, ALIGNED, HARDWARE)
+    total = _decoded(message, tile, layout, CODEC, ALIGNED, HARDWARE)
     for step in tl.static_range(REST):
         message = _message_of(1 + step, messages, num_bytes, TABLE)
-        total += _decoded(message, tile, layout, ELEMENT, SCALES, ALIGNED, HARDWARE)
+        total += _decoded(message, tile, layout, CODEC, ALIGNED, HARDWARE)
     if LOOPED:
         rank = 1 + REST
         while rank < world:
             for step in tl.static_range(_ROWS_IN_LOOP):
                 message = _message_of(rank + step, messages, num_bytes, TABLE)
-                total += _decoded(message, tile, layout, ELEMENT, SCALES, ALIGNED, HARDWARE)
+                total += _decoded(message, tile, layout, CODEC, ALIGNED, HARDWARE)
             rank += _ROWS_IN_LOOP
     if SCALED:
         total = total * scale
@@ -256,14 +208,14 @@ def _reduce_kernel(
 def tile_groups(form: MessageFormat) -> int:
     """Groups of a program: 16 bytes an access of the codes, and of a result of 2 bytes."""
     threads = NUM_WARPS * THREADS_PER_WARP
-    numel = max(ACCESS_BYTES * BITS_PER_BYTE // form.element_bits, ACCESS_BYTES // 2)
-    return threads * numel // GROUP_NUMEL
+    numel = max(ACCESS_BYTES * BITS_PER_BYTE // form.element.stored_bits, ACCESS_BYTES // 2)
+    return threads * numel // ALIGN_NUMEL
 
 
 @functools.cache
 def default_config(form: MessageFormat) -> LaunchConfig:
     """An element counts as a byte."""
-    return LaunchConfig(tile_groups(form) * GROUP_NUMEL, NUM_WARPS)
+    return LaunchConfig(tile_groups(form) * ALIGN_NUMEL, NUM_WARPS)
 
 
 def reduce_messages_(
@@ -274,7 +226,7 @@ def reduce_messages_(
     accumulate: bool = False,
     row_numel: int = DEFAULT_ROW_NUMEL,
 ) -> None:
-    """`reference_sum.reduce_messages_` in one launch."""
+    """`reference.reduce_messages_` in one launch."""
     layout = layout_of_numel(format, out.numel(), row_numel=row_numel)
     if layout.numel == 0:
         return
@@ -290,7 +242,7 @@ def reduce_peer_messages_(
     accumulate: bool = False,
     row_numel: int = DEFAULT_ROW_NUMEL,
 ) -> None:
-    """`reference_sum.reduce_peer_messages_` in one launch, by a table of addresses."""
+    """`reference.reduce_peer_messages_` in one launch, by a table of addresses."""
     layout = layout_of_numel(format, out.numel(), row_numel=row_numel)
     if layout.numel == 0:
         return
@@ -315,10 +267,7 @@ def _launch(
     by_addresses = messages.dtype is torch.int64
     op = "reduce_peer_messages_" if by_addresses else "reduce_messages_"
     config = config_for(op, form.name, default_config(form), out.device)
-    num_groups, groups = layout.numel // GROUP_NUMEL, config.block_bytes // GROUP_NUMEL
-    rows_at, row_numel = layout.row_scales_at, layout.row_numel
-    if form.name == FP8_1X128.name:
-        rows_at, row_numel = layout.scales_at, GROUP_NUMEL
+    num_groups, groups = layout.numel // ALIGN_NUMEL, config.block_bytes // ALIGN_NUMEL
     launch(
         _reduce_kernel,
         triton.cdiv(num_groups, groups),
@@ -328,13 +277,12 @@ def _launch(
         layout.num_bytes,
         num_groups,
         layout.scales_at,
-        rows_at,
-        (row_numel // GROUP_NUMEL).bit_length() - 1,
+        layout.row_scales_at,
+        (layout.row_numel // ALIGN_NUMEL).bit_length() - 1,
         scale,
         on=out,
         num_warps=config.num_warps,
-        ELEMENT=form.element,
-        SCALES=SCALES[form.name],
+        CODEC=codec_of(form),
         TABLE=by_addresses,
         REST=world - 1 if world <= MAX_UNROLLED else (world - 2) % ROWS_IN_LOOP + 1,
         LOOPED=world > MAX_UNROLLED,

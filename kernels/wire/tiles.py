@@ -1,4 +1,4 @@
-"""Owns how a message is cut into tiles: tables that tell programs what to work on, and the source.
+"""How a message is cut into tiles: tables that tell programs what to work on, and the source.
 
 A program has a tile of one piece: the elements of a tensor and the gap after it. Table rows are
 those of `tables`, longer by two: EXTENT, how many elements of the message the piece has, and INDEX,
@@ -23,7 +23,8 @@ import triton.language as tl
 from .. import tables
 from ..formats.noise import GROUP_NUMEL
 from ..launch import ACCESS_BYTES
-from ..portable import INTERPRETED
+from ..portable import INTERPRETED, to_fp32
+from ..wide import aligned_blocks, aligned_eights
 from .layout import MAX_ROW_NUMEL
 
 EXTENT, INDEX = tables.ROW_FIELDS, tables.ROW_FIELDS + 1
@@ -37,6 +38,7 @@ KIND_FP32, KIND_BF16, KIND_FP16 = (
     tl.constexpr(tables.CODED_DTYPES.index(dtype))
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 )
+_EIGHT = tl.constexpr(8)
 _ROW_FIELDS, _FIRST_TILE = tl.constexpr(ROW_FIELDS), tl.constexpr(tables.FIRST_TILE)
 
 # Address, numel, offset, dtype code, aligned, extent, index: of one tensor.
@@ -132,11 +134,21 @@ def part_numel(tile_numel: int, row_numel: int) -> int:
 
 
 @triton.constexpr_function
-def block_numel(name: str, row_numel: int) -> int:
-    """Elements that share a scale in the format; where there is none, as many as a kernel likes."""
-    if name in ("mxfp8", "mxfp4"):
-        return 32
-    return row_numel if name == "fp8_row" else 128
+def word_of(bits: int) -> tl.dtype:
+    """The unsigned integer of so many bits."""
+    return {8: tl.uint8, 16: tl.uint16, 32: tl.uint32}[bits]
+
+
+@triton.jit
+def over(start, EACH: tl.constexpr) -> tl.tensor:
+    """start // EACH of start >= 0, EACH a power of two: a shift, as compilers do not know that."""
+    return start >> log2(EACH)
+
+
+@triton.constexpr_function
+def log2(number: int) -> int:
+    """Of a power of two."""
+    return number.bit_length() - 1
 
 
 @triton.jit
@@ -155,6 +167,63 @@ def kind_pointer(address, kind: tl.constexpr) -> tl.tensor:
         return address.to(tl.pointer_type(tl.bfloat16))
     else:
         return address.to(tl.pointer_type(tl.float16))
+
+
+@triton.jit
+def loaded(
+    source, places, count, scale, SIXTEENS: tl.constexpr, FULL: tl.constexpr, NUMEL: tl.constexpr
+) -> tl.tensor:
+    """FP32 [n, NUMEL] from each place on, times `scale`; zeros where the tensor has none."""
+    if FULL:
+        if NUMEL == _EIGHT:
+            x = aligned_eights(source, places)
+        elif SIXTEENS:
+            x = aligned_blocks(source, places, NUMEL)
+        else:
+            x = to_fp32(tl.load(aligned_from(source, lanes_of(places, NUMEL))))
+        if scale is not None:
+            x = x * scale
+    else:
+        lanes = lanes_of(places, NUMEL)
+        exists = lanes < count
+        x = to_fp32(tl.load(source + lanes, mask=exists, other=0.0))
+        if scale is not None:
+            x = tl.where(exists, x * scale, 0.0)
+    return x
+
+
+@triton.jit
+def lanes_of(places, NUMEL: tl.constexpr) -> tl.tensor:
+    """[n, NUMEL] from each place on."""
+    return places[:, None] + tl.arange(0, NUMEL)[None, :]
+
+
+@triton.jit
+def values_of(
+    address,
+    kind,
+    begin,
+    places,
+    count,
+    scale,
+    SIXTEENS: tl.constexpr,
+    FULL: tl.constexpr,
+    NUMEL: tl.constexpr,
+) -> tl.tensor:
+    """`loaded` from the tensor at `address`, from its element `begin` on; kind: its dtype's code.
+
+    A kind known when compiling leaves one of the branches, and one layout.
+    """
+    if kind == KIND_FP32:
+        wide = kind_pointer(address, KIND_FP32) + begin
+        x = loaded(wide, places, count, scale, SIXTEENS, FULL, NUMEL)
+    elif kind == KIND_BF16:
+        brain = kind_pointer(address, KIND_BF16) + begin
+        x = loaded(brain, places, count, scale, SIXTEENS, FULL, NUMEL)
+    else:
+        half = kind_pointer(address, KIND_FP16) + begin
+        x = loaded(half, places, count, scale, SIXTEENS, FULL, NUMEL)
+    return x
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Owns unpacking on the GPU: one wire message into any number of tensors, in one launch.
+"""Unpacking on the GPU: one wire message into any number of tensors, in one launch.
 
 Formulas and rounding are those of `reference`; `tiles` tells each program its tile.
 A tile that is full and 16-byte aligned takes the unmasked path, 16 bytes an access; the ends of
@@ -21,11 +21,12 @@ import triton.language as tl
 
 from .. import tables
 from ..formats import device_codes as device
+from ..formats.device_table import codec_of
+from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE
 from ..launch import LaunchConfig, launch
-from ..nvfp4.blocks import decode_factors
 from ..portable import covered, round_to, to_fp32
 from ..tuned import config_for
-from .layout import ALIGN_NUMEL, HEADER_BYTES, layout_of_numel
+from .layout import HEADER_BYTES, layout_of_numel
 from .reference import aligned_memory
 from .tiles import (
     KIND_BF16,
@@ -35,14 +36,15 @@ from .tiles import (
     NUM_WARPS,
     TILE_NUMEL,
     aligned_from,
-    block_numel,
     kind_pointer,
+    over,
     part_numel,
     paths_of,
     piece_entries,
     piece_of,
     section,
     unpacked_pieces,
+    word_of,
 )
 
 _ADDRESS, _NUMEL, _OFFSET = (
@@ -51,6 +53,7 @@ _ADDRESS, _NUMEL, _OFFSET = (
 _DTYPE, _ALIGNED = tl.constexpr(tables.DTYPE), tl.constexpr(tables.ALIGNED)
 _MIXED = tl.constexpr(MIXED)
 _DATA_AT = tl.constexpr(HEADER_BYTES)
+_BITS_PER_BYTE = tl.constexpr(BITS_PER_BYTE)
 
 _tables = tables.TableCache(entries_of=piece_entries)
 
@@ -63,22 +66,50 @@ def _block_factors(
     mask,
     scales_at,
     rows_at,
-    FORMAT: tl.constexpr,
+    CODEC: tl.constexpr,
     ROW: tl.constexpr,
     HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """What the elements of blocks are multiplied with, FP32 [n]."""
-    if FORMAT == "nvfp4":
-        scale_bytes = tl.load(message + scales_at + (start >> 4) + blocks, mask=mask)
-        rows = section(message, rows_at, tl.float32) + start // ROW + blocks // (ROW // 16)
-        return decode_factors(scale_bytes, tl.load(rows, mask=mask), False, HARDWARE)
-    elif FORMAT == "mxfp8" or FORMAT == "mxfp4":
-        return device.decode_e8m0(tl.load(message + scales_at + (start >> 5) + blocks, mask=mask))
+    """What the elements of blocks are multiplied by, FP32 [n]."""
+    scales = None
+    row_scales = None
+    if CODEC.block_numel:
+        pointers = section(message, scales_at, CODEC.scale) + over(start, BLOCK) + blocks
+        scales = tl.load(pointers, mask=mask)
+    if CODEC.has_rows:
+        rows = section(message, rows_at, tl.float32) + over(start, ROW) + blocks // (ROW // BLOCK)
+        row_scales = tl.load(rows, mask=mask)
+    return CODEC.factors(scales, row_scales, CODEC, HARDWARE)
+
+
+@triton.jit
+def _codes(
+    message,
+    start,
+    count,
+    BITS: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUMEL: tl.constexpr,
+):
+    """Codes of BITS bits, [n, BLOCK], as unsigned integers."""
+    blocks = tl.arange(0, NUMEL // BLOCK)
+    mask = None
+    if BITS >= _BITS_PER_BYTE:
+        if not FULL:
+            mask = (blocks * BLOCK < count)[:, None]
+        words = section(message, _DATA_AT, word_of(BITS)) + start
+        lanes = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        return tl.load(aligned_from(words, lanes), mask=mask)
     else:
-        tl.static_assert(FORMAT == "fp8_row" or FORMAT == "fp8_1x128")
-        at = rows_at if FORMAT == "fp8_row" else scales_at
-        factors = section(message, at, tl.float32) + start // block_numel(FORMAT, ROW) + blocks
-        return tl.load(factors, mask=mask)
+        # A block's bytes may be fewer than an access has.
+        pairs = tl.arange(0, NUMEL // 2)
+        if not FULL:
+            mask = pairs * 2 < count
+        pointers = message + _DATA_AT + over(start, 2) + pairs.to(tl.int64)
+        packed = tl.load(tl.multiple_of(pointers, 16), mask=mask)
+        return device.unpack_nibbles(tl.reshape(packed, [NUMEL // BLOCK, BLOCK // 2]))
 
 
 @triton.jit
@@ -88,7 +119,7 @@ def _decoded(
     count,
     scales_at,
     rows_at,
-    FORMAT: tl.constexpr,
+    CODEC: tl.constexpr,
     ROW: tl.constexpr,
     HARDWARE: tl.constexpr,
     FULL: tl.constexpr,
@@ -96,43 +127,21 @@ def _decoded(
 ):
     """NUMEL elements from `start` on in FP32, in blocks [n, elements of one].
 
-    Blocks in which the tensor has none of its `count` elements are not read, and anything.
+    Blocks that begin after the tensor's `count` elements are not read; their values are arbitrary.
     """
-    BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else block_numel(FORMAT, ROW)
-    blocks = tl.arange(0, NUMEL // BLOCK)
-    lanes = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = None
-    mask_blocks = None
-    if not FULL:
-        mask = blocks * BLOCK < count
-        mask_blocks = mask[:, None]
-    data = message + _DATA_AT
-    if FORMAT == "fp32" or FORMAT == "bf16" or FORMAT == "fp16":
-        dtype: tl.constexpr = (
-            tl.float32 if FORMAT == "fp32" else (tl.bfloat16 if FORMAT == "bf16" else tl.float16)
-        )
-        elements = section(message, _DATA_AT, dtype) + start
-        return to_fp32(tl.load(aligned_from(elements, lanes), mask=mask_blocks))
-    else:
-        if FORMAT == "nvfp4":
-            pairs = tl.arange(0, NUMEL // 2)
-            mask_pairs = None
-            if not FULL:
-                mask_pairs = pairs * 2 < count
-            pointers = tl.multiple_of(data + (start >> 1) + pairs.to(tl.int64), 16)
-            packed = tl.load(pointers, mask=mask_pairs)
-            values = device.decode_e2m1(device.unpack_nibbles(tl.reshape(packed, [NUMEL // 16, 8])))
-        elif FORMAT == "mxfp4":
-            pairs = blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-            packed = tl.load(aligned_from(data + (start >> 1), pairs), mask=mask_blocks)
-            values = device.decode_e2m1(device.unpack_nibbles(packed))
-        else:
-            made = tl.load(aligned_from(data + start, lanes), mask=mask_blocks)
-            values = device.decode_e4m3(made, HARDWARE)
+    BLOCK: tl.constexpr = CODEC.block_numel if CODEC.block_numel else ROW
+    codes = _codes(message, start, count, CODEC.element.form.stored_bits, FULL, BLOCK, NUMEL)
+    values = device.value_of(codes, CODEC.element, HARDWARE)
+    if CODEC.factors is not None:
+        blocks = tl.arange(0, NUMEL // BLOCK)
+        mask = None
+        if not FULL:
+            mask = blocks * BLOCK < count
         factors = _block_factors(
-            message, start, blocks, mask, scales_at, rows_at, FORMAT, ROW, HARDWARE
+            message, start, blocks, mask, scales_at, rows_at, CODEC, ROW, HARDWARE, BLOCK
         )
-        return values * factors[:, None]
+        values = values * factors[:, None]
+    return values
 
 
 @triton.jit
@@ -162,7 +171,7 @@ def _unpack_part(
     scales_at,
     rows_at,
     scale,
-    FORMAT: tl.constexpr,
+    CODEC: tl.constexpr,
     ROW: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -173,7 +182,7 @@ def _unpack_part(
 
     A kind, a dtype's code, that is known when compiling leaves one of the branches.
     """
-    values = _decoded(message, start, count, scales_at, rows_at, FORMAT, ROW, HARDWARE, FULL, NUMEL)
+    values = _decoded(message, start, count, scales_at, rows_at, CODEC, ROW, HARDWARE, FULL, NUMEL)
     if kind == KIND_FP32:
         _store(values, kind_pointer(address, KIND_FP32) + begin, count, scale, ACCUMULATE, FULL)
     elif kind == KIND_BF16:
@@ -193,7 +202,7 @@ def _unpack_kernel(
     scales_at,
     rows_at,
     scale,
-    FORMAT: tl.constexpr,
+    CODEC: tl.constexpr,
     ROW: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -233,7 +242,7 @@ def _unpack_kernel(
                     scales_at,
                     rows_at,
                     scale,
-                    FORMAT,
+                    CODEC,
                     ROW,
                     ACCUMULATE,
                     HARDWARE,
@@ -252,7 +261,7 @@ def _unpack_kernel(
                 scales_at,
                 rows_at,
                 scale,
-                FORMAT,
+                CODEC,
                 ROW,
                 ACCUMULATE,
                 HARDWARE,
@@ -301,7 +310,7 @@ def unpack_message_(
         None if scale == 1.0 else scale,
         on=message,
         num_warps=config.num_warps,
-        FORMAT=format,
+        CODEC=codec_of(layout.format),
         ROW=row_numel,
         ACCUMULATE=accumulate,
         KIND=paths.dtype,

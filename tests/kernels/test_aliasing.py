@@ -11,7 +11,6 @@ from sidestream import kernels as k
 from sidestream.kernels import aliasing as overlap
 from sidestream.kernels.optim import op as optim_ops
 from sidestream.kernels.wire import op as message
-from sidestream.kernels.wire import sum_op as reduce_message
 
 E4M3 = torch.float8_e4m3fn
 
@@ -305,7 +304,7 @@ USUAL = {
     "pack message": (message, lambda: k.pack_message_(MESSAGES[1].clone(), [X.clone()], "fp32")),
     "unpack message": (message, lambda: k.unpack_message_([X.clone()], MESSAGES[0], "fp32")),
     "peers": (
-        reduce_message, lambda: k.reduce_peer_messages_(torch.zeros(128), [*MESSAGES], "fp32")),
+        message, lambda: k.reduce_peer_messages_(torch.zeros(128), [*MESSAGES], "fp32")),
 }  # fmt: skip
 
 

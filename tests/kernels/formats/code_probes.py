@@ -8,21 +8,23 @@ from sidestream.kernels.formats import device_codes as device
 
 @triton.jit
 def encode_probe(
-    values, found, rounded, noise, seed, first, HARDWARE: tl.constexpr, BLOCK: tl.constexpr
+    values,
+    found,
+    noise,
+    seed,
+    first,
+    ELEMENT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Rows of `found`: e4m3, e5m2, e2m1 to nearest, then stochastically; noise of `first` on."""
+    """Rows of `found`: codes to nearest, then stochastically if there are; noise of `first` on."""
     lanes = tl.arange(0, BLOCK)
     x = tl.load(values + lanes)
     bits = device.noise_of(seed, first + lanes)
     tl.store(noise + lanes, bits.to(tl.int32, bitcast=True))
-    tl.store(found + lanes, device.encode_e4m3(x, HARDWARE))
-    tl.store(found + BLOCK + lanes, device.encode_e5m2(x, HARDWARE))
-    tl.store(found + 2 * BLOCK + lanes, device.encode_e2m1(x))
-    tl.store(found + 3 * BLOCK + lanes, device.encode_e4m3_stochastic(x, bits))
-    tl.store(found + 4 * BLOCK + lanes, device.encode_e5m2_stochastic(x, bits))
-    tl.store(found + 5 * BLOCK + lanes, device.encode_e2m1_stochastic(x, bits))
-    brain = device.round_bf16_stochastic(x, bits)
-    tl.store(rounded + lanes, brain.to(tl.int16, bitcast=True))
+    tl.store(found + lanes, device.code_of(x, None, ELEMENT, HARDWARE))
+    if ELEMENT.form.has_stochastic:
+        tl.store(found + BLOCK + lanes, device.code_of(x, bits, ELEMENT, HARDWARE))
 
 
 @triton.jit
@@ -33,15 +35,16 @@ def block_noise_probe(noise, seed, first_group, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def decode_probe(codes, found, HARDWARE: tl.constexpr):
-    """Rows of `found`: the 256 codes as e4m3, e5m2, e2m1, e8m0, and e8m0's reciprocals."""
+def decode_probe(codes, found, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """The values of the 256 codes."""
     lanes = tl.arange(0, 256)
-    code = tl.load(codes + lanes)
-    tl.store(found + lanes, device.decode_e4m3(code, HARDWARE))
-    tl.store(found + 256 + lanes, device.decode_e5m2(code))
-    tl.store(found + 512 + lanes, device.decode_e2m1(code))
-    tl.store(found + 768 + lanes, device.decode_e8m0(code))
-    tl.store(found + 1024 + lanes, device.reciprocal_e8m0(code))
+    tl.store(found + lanes, device.value_of(tl.load(codes + lanes), ELEMENT, HARDWARE))
+
+
+@triton.jit
+def reciprocal_probe(codes, found):
+    lanes = tl.arange(0, 256)
+    tl.store(found + lanes, device.reciprocal_e8m0(tl.load(codes + lanes)))
 
 
 @triton.jit
@@ -55,9 +58,9 @@ def nibble_probe(codes, packed, unpacked, ROWS: tl.constexpr, NUMEL: tl.constexp
 
 
 @triton.jit
-def scale_probe(amaxes, found, ELEMENT: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr):
+def scale_probe(amaxes, found, CODEC: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
-    tl.store(found + lanes, device.scale_byte(tl.load(amaxes + lanes), ELEMENT, RULE))
+    tl.store(found + lanes, CODEC.rule(tl.load(amaxes + lanes), CODEC.element))
 
 
 @triton.jit

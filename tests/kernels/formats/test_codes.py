@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sidestream.kernels.formats import codes, noise
-from sidestream.kernels.formats.table import E2M1, E4M3, E5M2, E8M0, ELEMENT_FORMATS
+from sidestream.kernels.formats.table import E2M1, E4M3, E5M2, E8M0, ELEMENT_FORMATS, SCALE_RULES
 from sidestream.tests.kernels.formats import code_cases
 from sidestream.tests.kernels.oracle import assert_same_bits
 
@@ -226,10 +226,10 @@ def _expected_byte(rule, amax, element):
 
 
 @SIGNED
-@pytest.mark.parametrize("rule", codes.SCALE_RULES)
+@pytest.mark.parametrize("rule", SCALE_RULES)
 def test_scale_rules(rule, element):
     amaxes = code_cases.amaxes()
-    found = codes.SCALE_RULES[rule](amaxes, element)
+    found = codes.scale_byte(amaxes, element, SCALE_RULES[rule])
     expected = [_expected_byte(rule, amax, element) for amax in amaxes.tolist()]
     wrong = (found != torch.tensor(expected, dtype=torch.uint8)).nonzero().view(-1)
     assert len(wrong) == 0, [(amaxes[i].item(), found[i].item(), expected[i]) for i in wrong[:8]]
@@ -239,9 +239,9 @@ def test_scale_rules(rule, element):
 def test_rules_differ_as_told(element):
     """RCEIL and CEIL never saturate the largest; FLOOR does by a bit less than the significand."""
     amaxes = torch.rand(4096, generator=torch.Generator().manual_seed(2)) * 100 + 1e-3
-    for rule, function in codes.SCALE_RULES.items():
-        largest = amaxes * codes.reciprocal_e8m0(function(amaxes, element))
-        assert (largest.max() <= element.max_finite) == (rule in ("rceil", "ceil")), rule
+    for name, rule in SCALE_RULES.items():
+        largest = amaxes * codes.reciprocal_e8m0(codes.scale_byte(amaxes, element, rule))
+        assert (largest.max() <= element.max_finite) == (name in ("rceil", "ceil")), name
         assert largest.max() < 2.0 ** (element.emax + 1)
 
 
@@ -255,7 +255,7 @@ def test_nothing_depends_on_flushing_subnormals():
             drawn = noise.noise_bits(1, 0, len(values))
             results.append(codes.encode(values, element))
             results.append(codes.encode_stochastic(values, element, drawn))
-            results += [rule(amaxes, element) for rule in codes.SCALE_RULES.values()]
+            results += [codes.scale_byte(amaxes, element, rule) for rule in SCALE_RULES.values()]
         return results
 
     expected = everything()
@@ -285,8 +285,8 @@ def test_bad_arguments_say_what_is_expected():
         codes.scale_byte_floor(floats.double(), E4M3)
 
 
-@pytest.mark.parametrize("rule", codes.SCALE_RULES)
+@pytest.mark.parametrize("rule", SCALE_RULES)
 def test_a_nan_of_either_sign_makes_the_scale_nan(rule):
     nans = torch.tensor([0x7FC00000, -0x00400000], dtype=torch.int32).view(torch.float32)
     assert nans.isnan().all()
-    assert codes.SCALE_RULES[rule](nans, E4M3).tolist() == [255, 255]
+    assert codes.scale_byte(nans, E4M3, SCALE_RULES[rule]).tolist() == [255, 255]

@@ -1,10 +1,13 @@
 """The interpreted device functions against `codes` and `noise`, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sidestream.kernels.formats import codes, noise
-from sidestream.kernels.formats.table import E2M1, E4M3, E5M2, E8M0
+from sidestream.kernels.formats.device_table import codec_of, element_of
+from sidestream.kernels.formats.table import BF16, ELEMENT_FORMATS, FP16, MXFP8, SCALE_RULES
 from sidestream.tests.kernels.formats import code_cases, code_probes
 from sidestream.tests.kernels.oracle import assert_same_bits
 
@@ -18,24 +21,30 @@ def padded(values):
     return torch.nn.functional.pad(values, (0, block - len(values)))
 
 
+def name_of(row):
+    return row.name
+
+
+@pytest.mark.parametrize("element", [*ELEMENT_FORMATS, BF16, FP16], ids=name_of)
 @pytest.mark.parametrize("seed", [code_cases.SEED, -3, 1, 2**64 - 2], ids=hex)
-def test_encode_and_noise(seed):
-    values = padded(torch.cat([code_cases.inputs(element) for element in code_cases.SIGNED]))
-    block = len(values)
-    found = torch.full((6, block), POISON, dtype=torch.uint8)
-    rounded = torch.full((block,), POISON, dtype=torch.int16)
+def test_encode_and_noise(seed, element):
+    values = padded(torch.cat([code_cases.inputs(signed) for signed in code_cases.SIGNED]))
+    block, is_plain = len(values), element in (BF16, FP16)
+    found = torch.zeros((2, block), dtype=element.dtype if is_plain else torch.uint8)
     drawn = torch.zeros(block, dtype=torch.int32)
     code_probes.encode_probe[(1,)](
-        values, found, rounded, drawn, seed, FIRST, HARDWARE=True, BLOCK=block
+        values, found, drawn, seed, FIRST, ELEMENT=element_of(element), HARDWARE=True, BLOCK=block
     )
     expected_noise = noise.noise_bits(seed, FIRST, block)
     assert torch.equal(drawn, expected_noise)
-    for row, element in enumerate(code_cases.SIGNED):
-        stochastic = codes.encode_stochastic(values, element, expected_noise)
-        assert torch.equal(found[row], codes.encode(values, element)), element.name
-        assert torch.equal(found[3 + row], stochastic), element.name
-    expected = codes.round_bf16_stochastic(values, expected_noise)
-    assert torch.equal(rounded, expected.view(torch.int16))
+    if is_plain:
+        assert_same_bits(found[0], values.to(element.dtype))
+    else:
+        assert torch.equal(found[0], codes.encode(values, element))
+    if element is BF16:
+        assert_same_bits(found[1], codes.round_bf16_stochastic(values, expected_noise))
+    elif element.has_stochastic:
+        assert torch.equal(found[1], codes.encode_stochastic(values, element, expected_noise))
 
 
 @pytest.mark.parametrize("first_group", [0, 2**31 - 1, 2**35], ids=hex)
@@ -45,13 +54,19 @@ def test_noise_of_a_block_is_that_of_its_elements(first_group):
     assert torch.equal(drawn, noise.noise_bits(code_cases.SEED, 16 * first_group, 1024))
 
 
-def test_decode():
+@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=name_of)
+def test_decode(element):
     every = torch.arange(256, dtype=torch.uint8)
-    found = torch.full((5, 256), 1.5)
-    code_probes.decode_probe[(1,)](every, found, HARDWARE=True)
-    for row, element in enumerate((E4M3, E5M2, E2M1, E8M0)):
-        assert_same_bits(found[row], codes.decode(every, element))
-    assert_same_bits(found[4], codes.reciprocal_e8m0(every))
+    found = torch.full((256,), 1.5)
+    code_probes.decode_probe[(1,)](every, found, ELEMENT=element_of(element), HARDWARE=True)
+    assert_same_bits(found, codes.decode(every, element))
+
+
+def test_reciprocals():
+    every = torch.arange(256, dtype=torch.uint8)
+    found = torch.full((256,), 1.5)
+    code_probes.reciprocal_probe[(1,)](every, found)
+    assert_same_bits(found, codes.reciprocal_e8m0(every))
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (4, 32)], ids=str)
@@ -65,12 +80,13 @@ def test_nibbles(shape):
 
 
 @pytest.mark.parametrize("element", code_cases.SIGNED, ids=lambda found: found.name)
-@pytest.mark.parametrize("rule", codes.SCALE_RULES)
+@pytest.mark.parametrize("rule", SCALE_RULES)
 def test_scale_bytes(rule, element):
     amaxes = padded(code_cases.amaxes())
+    codec = codec_of(replace(MXFP8, element=element), SCALE_RULES[rule])
     found = torch.full(amaxes.shape, POISON, dtype=torch.uint8)
-    code_probes.scale_probe[(1,)](amaxes, found, ELEMENT=element.name, RULE=rule, BLOCK=len(amaxes))
-    assert torch.equal(found, codes.SCALE_RULES[rule](amaxes, element))
+    code_probes.scale_probe[(1,)](amaxes, found, CODEC=codec, BLOCK=len(amaxes))
+    assert torch.equal(found, codes.scale_byte(amaxes, element, SCALE_RULES[rule]))
 
 
 def test_amax_keeps_nan_and_infinity_and_harms_no_neighbour():

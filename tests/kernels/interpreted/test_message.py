@@ -6,18 +6,8 @@ import pytest
 import torch
 
 from sidestream.kernels import tables
-from sidestream.kernels.wire import (
-    pack as message_kernels,
-)
-from sidestream.kernels.wire import (
-    reference as reference_message,
-)
-from sidestream.kernels.wire import (
-    tiles as message_tiles,
-)
-from sidestream.kernels.wire import (
-    unpack as message_decode,
-)
+from sidestream.kernels.launch import LaunchConfig
+from sidestream.kernels.wire import pack, reference, tiles, unpack
 from sidestream.kernels.wire.layout import header_bytes, layout_of_numel, message_layout
 from sidestream.kernels.wire.reference import MessageCast
 from sidestream.tests.kernels import oracle
@@ -37,8 +27,8 @@ def given(seed=1):
 
 def check_pack(layout, tensors, **options):
     """The message, packed by kernel and reference alike."""
-    found = cases.packed(message_kernels.pack_message_, layout, tensors, **options)
-    expected = cases.packed(reference_message.pack_message_, layout, tensors, **options)
+    found = cases.packed(pack.pack_message_, layout, tensors, **options)
+    expected = cases.packed(reference.pack_message_, layout, tensors, **options)
     margin = options.get("margin", cases.MARGIN)
     found, expected = cases.message_in(found, margin), cases.message_in(expected, margin)
     cases.assert_same_messages(found, expected, layout)
@@ -47,8 +37,8 @@ def check_pack(layout, tensors, **options):
 
 def check_unpack(layout, message, like, scale=1.0, accumulate=False):
     arguments = (layout, message, like, scale, accumulate)
-    found = cases.unpacked(message_decode.unpack_message_, *arguments)
-    expected = cases.unpacked(reference_message.unpack_message_, *arguments)
+    found = cases.unpacked(unpack.unpack_message_, *arguments)
+    expected = cases.unpacked(reference.unpack_message_, *arguments)
     for one, other in zip(found, expected, strict=True):
         oracle.assert_same_bits(one, other)
 
@@ -84,7 +74,7 @@ def test_stochastic_rounding_knows_no_tiles(monkeypatch):
     tensors = [oracle.values(5000, torch.bfloat16, seed=3)]
     layout = cases.layout_for("mxfp4", tensors, 128)
     expected = check_pack(layout, tensors, seed=cases.SEED)
-    monkeypatch.setattr(message_kernels, "tile_numel", lambda *_: 1024)
+    monkeypatch.setattr(pack, "config_for", lambda *_: LaunchConfig(1024, 4))
     assert torch.equal(check_pack(layout, tensors, seed=cases.SEED), expected)
 
 
@@ -169,24 +159,22 @@ def test_elements_beyond_32_bits(name, monkeypatch):
     cast = MessageCast(seed=cases.SEED)
 
     def far_entries(keys, tile_numel):
-        entries, num_tiles = message_tiles.piece_entries(keys, tile_numel)
+        entries, num_tiles = tiles.piece_entries(keys, tile_numel)
         entries[tables.ADDRESS] -= FAR * tensor.element_size()
         entries[tables.NUMEL] += FAR
         entries[tables.FIRST_TILE] -= FAR // tile_numel
         entries[tables.OFFSET] -= FAR
-        entries[message_tiles.EXTENT] += FAR
+        entries[tiles.EXTENT] += FAR
         return entries, num_tiles
 
-    (key,) = message_tiles.packed_pieces([tensor], [0], [0], near.numel)
+    (key,) = tiles.packed_pieces([tensor], [0], [0], near.numel)
     far_key = (*key[:2], FAR, *key[3:])
-    for module in (message_kernels, message_decode):
+    for module in (pack, unpack):
         monkeypatch.setattr(module, "_tables", tables.TableCache(entries_of=far_entries))
     message = sparse(layout.num_bytes)
-    message_kernels._launch(message, (far_key,), layout, cast)
+    pack._launch(message, (far_key,), layout, cast)
     expected = cases.message_in(
-        cases.packed(
-            reference_message.pack_message_, near, [tensor], seed=cases.SEED, first_indices=[FAR]
-        )
+        cases.packed(reference.pack_message_, near, [tensor], seed=cases.SEED, first_indices=[FAR])
     )
     ends = [layout.scales_at, layout.row_scales_at, layout.num_bytes]
     near_ends = [near.scales_at, near.row_scales_at, near.num_bytes]
@@ -195,9 +183,9 @@ def test_elements_beyond_32_bits(name, monkeypatch):
         assert torch.equal(message[end - (near_end - begin) : end], expected[begin:near_end])
     assert bytes(message[:16].tolist()) == header_bytes(layout)
     out = torch.full_like(tensor, oracle.CANARY)
-    monkeypatch.setattr(message_decode, "unpacked_pieces", lambda *_: (far_piece(out, key),))
-    message_decode.unpack_message_([out], message, name, layout.numel, [FAR], 1.0, False, 1024)
-    wanted = cases.unpacked(reference_message.unpack_message_, near, expected, [tensor])[0]
+    monkeypatch.setattr(unpack, "unpacked_pieces", lambda *_: (far_piece(out, key),))
+    unpack.unpack_message_([out], message, name, layout.numel, [FAR], 1.0, False, 1024)
+    wanted = cases.unpacked(reference.unpack_message_, near, expected, [tensor])[0]
     oracle.assert_same_bits(out, wanted)
 
 
@@ -207,12 +195,12 @@ def far_piece(out, key):
 
 def test_tables_are_found_again():
     """Until an address, a size or an index is another."""
-    before = len(message_kernels._tables)
+    before = len(pack._tables)
     tensors = [torch.ones(200)]
     layout = cases.layout_for("mxfp8", tensors, 128)
     for value in (1.0, 2.0):
         tensors[0].fill_(value)
         check_pack(layout, tensors)
-    assert len(message_kernels._tables) == before + 1
+    assert len(pack._tables) == before + 1
     check_pack(layout, tensors, seed=1, first_indices=[16])
-    assert len(message_kernels._tables) == before + 2
+    assert len(pack._tables) == before + 2

@@ -5,8 +5,10 @@ import mmap
 import pytest
 import torch
 
+from sidestream.kernels.formats.device_table import codec_of
+from sidestream.kernels.formats.table import ALIGN_NUMEL, MXFP8, SCALE_RULES
 from sidestream.kernels.tables import TableCache
-from sidestream.kernels.wire import reference_sum as definition
+from sidestream.kernels.wire import reference as definition
 from sidestream.kernels.wire import sum as kernels
 from sidestream.kernels.wire.layout import layout_of_bytes, layout_of_numel, message_format
 from sidestream.tests.kernels import oracle
@@ -31,7 +33,7 @@ def run(messages, format, out_dtype, scale, accumulate, *, row_numel=512, start=
 
 
 def tile_numel(format):
-    return kernels.tile_groups(message_format(format)) * kernels.GROUP_NUMEL
+    return kernels.tile_groups(message_format(format)) * ALIGN_NUMEL
 
 
 @FORMAT
@@ -100,8 +102,7 @@ def test_messages_beyond_32_bits():
         scales_at,
         0,
         1.0,
-        ELEMENT="e4m3",
-        SCALES="e8m0",
+        CODEC=codec_of(MXFP8, SCALE_RULES["rceil"]),
         TABLE=False,
         REST=world - 1,
         LOOPED=False,

@@ -4,18 +4,15 @@ import dataclasses
 
 import torch
 
-from sidestream.kernels.wire.layout import (
-    MESSAGE_FORMATS,
-    RAW_DTYPES,
-    MessageLayout,
-    layout_of_numel,
-    message_layout,
-)
+from sidestream.kernels.formats.table import MESSAGES, WIRE_FORMATS
+from sidestream.kernels.wire.layout import MessageLayout, layout_of_numel, message_layout
 from sidestream.kernels.wire.reference import MessageCast
 from sidestream.tests.kernels import oracle
 
-FORMATS = tuple(form.name for form in MESSAGE_FORMATS)
-STOCHASTIC = tuple(name for name in FORMATS if name not in ("fp32", "fp16"))
+FORMATS = tuple(MESSAGES)
+RAW_DTYPES = {form.name: form.dtype for form in WIRE_FORMATS}
+ALWAYS_NEAREST = ("fp32", "fp16")
+STOCHASTIC = tuple(name for name in FORMATS if name not in ALWAYS_NEAREST)
 POISON = 0xAB
 MARGIN = 32  # bytes around a message, which must stay as they were; keeps it 16-byte aligned
 SEED = -(2**63) + 12345
@@ -78,9 +75,7 @@ def unpacked(function, layout, message, like, scale=1.0, accumulate=False):
 
 def sections(message, layout):
     """(data, scales, row scales, what is between them) of a message."""
-    form = layout.format
-    scales_end = layout.scales_at + layout.num_scales * form.scale_bytes
-    rows_end = layout.row_scales_at + layout.num_rows * 4
+    scales_end, rows_end = layout.scales_end, layout.row_scales_end
     data = message[layout.data_at : layout.scales_at]
     padding = torch.cat((message[scales_end : layout.row_scales_at], message[rows_end:]))
     scales, rows = message[layout.scales_at : scales_end], message[layout.row_scales_at : rows_end]

@@ -1,4 +1,4 @@
-"""Owns messages for the sum over ranks: random ones with all that is special, and what they hold.
+"""Messages for the sum over ranks: random ones with all that is special, and what they hold.
 
 Headers and padding are poison, as nobody may look at them.
 """
@@ -8,15 +8,15 @@ import math
 import torch
 
 from sidestream.kernels.formats import codes
-from sidestream.kernels.formats.table import E4M3
+from sidestream.kernels.formats.table import E4M3, MESSAGES
 from sidestream.kernels.fp8 import reference as reference_fp8
 from sidestream.kernels.mx import reference as reference_mx
 from sidestream.kernels.nvfp4 import reference as reference_nvfp4
 from sidestream.kernels.pack import reference
-from sidestream.kernels.wire.layout import MESSAGE_FORMATS, layout_of_bytes, layout_of_numel
+from sidestream.kernels.wire.layout import layout_of_bytes, layout_of_numel
 from sidestream.tests.kernels import oracle
 
-FORMATS = tuple(form.name for form in MESSAGE_FORMATS)
+FORMATS = tuple(MESSAGES)
 SCALED = FORMATS[3:]
 RAW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 POISON = 0xAB
@@ -85,8 +85,8 @@ def decoded(message, format, numel, row_numel):
     values = torch.full((numel,), math.nan)
     data = part(message, layout.data_at, layout.data_bytes, torch.uint8)
     row_scales = part(message, layout.row_scales_at, 4 * layout.num_rows, torch.float32)
-    scale_bytes = layout.num_scales * layout.format.scale_bytes
-    scales = part(message, layout.scales_at, scale_bytes, torch.uint8)
+    num_bytes = layout.scales_end - layout.scales_at
+    scales = part(message, layout.scales_at, num_bytes, torch.uint8)
     if format in ("mxfp8", "mxfp4"):
         element = "e4m3" if format == "mxfp8" else "e2m1"
         reference_mx.dequantize_mx_(values, data, scales, element)
@@ -105,7 +105,7 @@ def decoded(message, format, numel, row_numel):
             strict=True,
         )
         for row, row_data, row_bytes, amax in rows:
-            reference_nvfp4.dequantize_(row, row_data, row_bytes, amax)
+            reference_nvfp4.dequantize_nvfp4_(row, row_data, row_bytes, amax)
     return values
 
 
@@ -117,7 +117,7 @@ def element_by_element(message, format, numel, row_numel):
         width = RAW[format].itemsize
         places = layout.data_at + element.unsqueeze(1) * width + torch.arange(width)
         return message[places].view(RAW[format]).view(-1).float()
-    form = reference_mx.ELEMENTS[layout.format.element]
+    form = layout.format.element
     if form.name == "e2m1":
         code = (message[layout.data_at + element // 2] >> (element % 2 * 4).byte()) & 0xF
     else:

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from sidestream.kernels.formats import table as formats
 from sidestream.kernels.wire.layout import (
-    MESSAGE_FORMATS,
+    checked_align,
     header_bytes,
     layout_of_bytes,
     layout_of_numel,
-    message_format,
     message_layout,
     read_header,
     write_header,
@@ -58,7 +57,7 @@ def test_golden_layouts(name, row_numel, expected):
 )
 def test_everything_has_its_place(name, numels, row_numel):
     layout = message_layout(name, numels, row_numel=row_numel)
-    align = layout.format.align_numel(row_numel)
+    align = layout.align_numel
     end = 0
     for numel, offset in zip(numels, layout.offsets, strict=True):
         assert offset == end, "tensors follow each other"
@@ -66,7 +65,7 @@ def test_everything_has_its_place(name, numels, row_numel):
         end = -(-(offset + numel) // align) * align
     assert layout.numel == end
     block_format = {form.name: form for form in formats.BLOCK_FORMATS}.get(name)
-    scale_bytes = layout.num_scales * layout.format.scale_bytes
+    scale_bytes = layout.scales_end - layout.scales_at
     if block_format is None:
         assert layout.data_bytes == formats.wire_format_named(name).num_bytes(end)
     else:
@@ -74,7 +73,7 @@ def test_everything_has_its_place(name, numels, row_numel):
         has_blocks = block_format.block_numel is not None
         assert scale_bytes == (block_format.scale_bytes(end) if has_blocks else 0)
     starts = (layout.data_at, layout.scales_at, layout.row_scales_at, layout.num_bytes)
-    sizes = (layout.data_bytes, scale_bytes, layout.num_rows * 4)
+    sizes = (layout.data_bytes, scale_bytes, layout.row_scales_end - layout.row_scales_at)
     assert starts[0] == 16
     for start, stop, size in zip(starts, starts[1:], sizes, strict=False):
         assert start % 16 == 0
@@ -84,7 +83,7 @@ def test_everything_has_its_place(name, numels, row_numel):
 @FORMAT
 @pytest.mark.parametrize("row_numel", ROW_NUMELS)
 def test_the_length_tells_the_layout(name, row_numel):
-    align = message_format(name).align_numel(row_numel)
+    align = checked_align(name, row_numel)
     lengths = set()
     for count in (*range(70), 1000, 2**31, 2**40 + 1):
         layout = layout_of_numel(name, count * align, row_numel=row_numel)
@@ -103,7 +102,7 @@ def test_golden_header():
     layout = message_layout("mxfp4", [300, 0, 129])
     expected = b"SSM1" + bytes([6, 0, 0, 0]) + bytes([0x80, 2, 0, 0, 0, 0, 0, 0])
     assert header_bytes(layout) == expected
-    assert [form.name for form in MESSAGE_FORMATS] == [
+    assert list(formats.MESSAGES) == [
         *("fp32", "bf16", "fp16", "fp8_row", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
     ]
     assert header_bytes(layout_of_numel("fp32", 2**40))[8:] == bytes([0, 0, 0, 0, 0, 1, 0, 0])

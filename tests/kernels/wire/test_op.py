@@ -11,8 +11,8 @@ from sidestream.kernels.fp8.op import dequantize_fp8, quantize_fp8
 from sidestream.kernels.mx.op import dequantize_mx, quantize_mx
 from sidestream.kernels.nvfp4.op import dequantize_nvfp4, quantize_nvfp4
 from sidestream.kernels.wire import reference as reference_message
-from sidestream.kernels.wire.layout import RAW_DTYPES, header_bytes, message_layout, read_header
-from sidestream.kernels.wire.op import ALWAYS_NEAREST, pack_message_, unpack_message_
+from sidestream.kernels.wire.layout import header_bytes, message_layout, read_header
+from sidestream.kernels.wire.op import pack_message_, unpack_message_
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.wire import cases
 
@@ -44,8 +44,8 @@ def encoded(vector, name, row_numel, seed=None, rule="rceil", power_of_2=False):
     if name == "bf16" and seed is not None:
         made = codes.round_bf16_stochastic(vector, noise_bits(seed, 0, len(vector)))
         return made.view(torch.uint8), nothing, nothing
-    if name in RAW_DTYPES:
-        return vector.to(RAW_DTYPES[name]).view(torch.uint8), nothing, nothing
+    if name in cases.RAW_DTYPES:
+        return vector.to(cases.RAW_DTYPES[name]).view(torch.uint8), nothing, nothing
     if name in ELEMENTS:
         data, scales = quantize_mx(vector, element=ELEMENTS[name], rule=rule, **options)
         return data.view(torch.uint8), scales.view(torch.uint8), nothing
@@ -76,8 +76,8 @@ def decoded(message, layout):
     """The padded FP32 vector of a message, by the dequantisers that have a format alone."""
     name, row_numel = layout.format.name, layout.row_numel
     data, scales, rows, _ = (part.clone() for part in cases.sections(message, layout))
-    if name in RAW_DTYPES:
-        return data.view(RAW_DTYPES[name]).float()
+    if name in cases.RAW_DTYPES:
+        return data.view(cases.RAW_DTYPES[name]).float()
     if name == "mxfp8":
         return dequantize_mx(data.view(E4M3.dtype), scales.view(E8M0.dtype))
     if name == "mxfp4":
@@ -97,8 +97,8 @@ def check_message(message, layout, expected):
     """Header, sections and padding, the row scales by their bits."""
     data, scales, rows, padding = cases.sections(message, layout)
     assert bytes(message[:16].tolist()) == header_bytes(layout)
-    if layout.format.name in RAW_DTYPES:
-        dtype = RAW_DTYPES[layout.format.name]
+    if layout.format.name in cases.RAW_DTYPES:
+        dtype = cases.RAW_DTYPES[layout.format.name]
         oracle.assert_same_bits(data.clone().view(dtype), expected[0].view(dtype))
     else:
         assert torch.equal(data, expected[0])
@@ -293,7 +293,7 @@ def test_large_messages_are_packed_in_pieces(monkeypatch):
     """Of the same bytes, whatever the length of a piece."""
     tensors = [oracle.values(70000, torch.float32, seed=1), oracle.values(9, torch.float16, seed=2)]
     for name in cases.FORMATS:
-        options = {} if name in ALWAYS_NEAREST else {"rounding": "stochastic", "seed": 5}
+        options = {} if name in cases.ALWAYS_NEAREST else {"rounding": "stochastic", "seed": 5}
         expected, _ = pack(tensors, name, **options)
         with monkeypatch.context() as patched:
             patched.setattr(reference_message.reference, "CHUNK_NUMEL", 4096)

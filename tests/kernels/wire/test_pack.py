@@ -8,7 +8,7 @@ import pytest
 
 from sidestream.kernels.ahead import messages
 from sidestream.kernels.ahead.messages import PACK, UNPACK
-from sidestream.kernels.wire import encode as message_encode
+from sidestream.kernels.wire import tiles as message_tiles
 from sidestream.kernels.wire import unpack as message_decode
 from sidestream.tests.kernels import costs
 
@@ -97,7 +97,7 @@ def test_everything_at_once():
     packed = compile_pack("sm_90", ("fp8_1x128", "mixed", False), scaled=True)
     unpacked = compile_unpack("sm_90", ("fp8_1x128", "mixed"), scaled=True)
     assert packed.spill_bytes == unpacked.spill_bytes == 0
-    loads = packed.accesses_of(message_encode._loaded)
+    loads = packed.accesses_of(message_tiles.loaded)
     assert {access.bits for access in loads} >= {16, 32, ACCESS_BITS}
 
 

@@ -70,7 +70,7 @@ def faults(compiled, format):
         narrow -= {ACCESS_BITS} | (SCALE_BITS.get(format, set()) if is_load else set())
         found += [f"{kind} of {bits} bits" for bits in sorted(narrow)]
     wide = [access for access in compiled.accesses if access.is_load and access.bits >= ACCESS_BITS]
-    wanted = WORLD * elements * message_format(format).element_bits // ACCESS_BITS
+    wanted = WORLD * elements * message_format(format).element.stored_bits // ACCESS_BITS
     if len(wide) != wanted:
         found.append(f"{len(wide)} loads of 16 bytes, expected {wanted}")
     return found
@@ -101,7 +101,7 @@ def test_table_loop_and_accumulation_keep_the_widths(format, out):
     assert compiled.registers <= 128
     elements = elements_per_thread(format)
     loads = [access.bits for access in compiled.accesses if access.is_load]
-    of_messages = 5 * elements * message_format(format).element_bits // ACCESS_BITS
+    of_messages = 5 * elements * message_format(format).element.stored_bits // ACCESS_BITS
     of_out = elements * (32 if out == "*fp32" else 16) // ACCESS_BITS
     assert loads.count(ACCESS_BITS) == of_messages + of_out
     # A thread's 8 bytes are an address.

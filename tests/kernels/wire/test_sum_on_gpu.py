@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sidestream.kernels.wire.sum_op import reduce_messages_, reduce_peer_messages_
+from sidestream.kernels.wire.op import reduce_messages_, reduce_peer_messages_
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.wire import sum_cases as cases
 

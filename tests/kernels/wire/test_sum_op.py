@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sidestream.kernels import message_layout, pack_message_, unpack_message_
 from sidestream.kernels.pack import reference
-from sidestream.kernels.wire import reference_sum as definition
-from sidestream.kernels.wire import sum_op as reduce_message
+from sidestream.kernels.wire import op as reduce_message
+from sidestream.kernels.wire import reference as definition
 from sidestream.kernels.wire.layout import header_bytes, layout_of_numel
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.wire import sum_cases as cases
@@ -228,8 +228,8 @@ def test_headers_and_padding_are_not_read(format):
     ends = [
         (0, layout.data_at),
         (layout.data_at + layout.data_bytes, layout.scales_at),
-        (layout.scales_at + layout.num_scales * layout.format.scale_bytes, layout.row_scales_at),
-        (layout.row_scales_at + 4 * layout.num_rows, layout.num_bytes),
+        (layout.scales_end, layout.row_scales_at),
+        (layout.row_scales_end, layout.num_bytes),
     ]
     for start, stop in ends:
         changed[:, start:stop] = 0
@@ -393,7 +393,7 @@ def test_nothing_is_recorded_for_autograd():
 def test_the_cpu_path_needs_no_triton():
     code = (
         "import sys, torch; sys.modules['triton'] = None\n"
-        "from sidestream.kernels.wire.sum_op import reduce_messages_\n"
+        "from sidestream.kernels.wire.op import reduce_messages_\n"
         "out = torch.ones(256)\n"
         "reduce_messages_(out, torch.zeros(2, 288, dtype=torch.uint8), 'mxfp8')\n"
         "assert not out.any()"
