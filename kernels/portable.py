@@ -46,3 +46,35 @@ def covered(count, BLOCK: tl.constexpr) -> tl.tensor:
     if INTERPRETED:
         return BLOCK
     return tl.minimum(count, BLOCK).to(tl.int32)
+
+
+@triton.jit
+def quotient_terms(bits) -> tuple:
+    """What `quotient` needs of a divisor, the bits of a finite FP32 that is 0 or more.
+
+    (divisor, 2^k, divisor * 2^k, FP32 nearest to its reciprocal, what that lacks). The power of two
+    brings the divisor above 2^-23 and below 4, so that nothing that counts is subnormal.
+    """
+    divisor = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
+    exponent = divisor.to(tl.int32, bitcast=True) >> 23
+    scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
+    scaled = divisor * scale
+    high = tl.div_rn(1.0, scaled)
+    return divisor, scale, scaled, high, tl.fma(-high, scaled, 1.0) * high
+
+
+@triton.jit
+def quotient(x, terms) -> tl.tensor:
+    """FP32 x / divisor, rounded as IEEE's division: five operations, where |x| <= divisor.
+
+    With the reciprocal in two parts the first quotient is one of the two FP32 beside the exact one,
+    so its remainder is exact, and one correction rounds correctly (Markstein's theorem). Quotients
+    below 2^-80 may be off by one ulp. The interpreter's fused multiply-add rounds twice, so there
+    NumPy divides.
+    """
+    divisor, scale, scaled, high, low = terms
+    if INTERPRETED:
+        return tl.div_rn(x, divisor)
+    x = x * scale
+    near = tl.fma(x, high, x * low)
+    return tl.fma(tl.fma(-near, scaled, x), high, near)

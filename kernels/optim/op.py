@@ -1,14 +1,13 @@
-"""Owns the ops `sidestream::flat_adamw_`, `flat_sgd_`, `l2_norm_`: schemas, devices, checks.
+"""The ops `sidestream::flat_adamw_` and `flat_sgd_`: schemas, devices, checks.
 
-| op          | reads               | writes                            | cuda                     |
-|-------------|---------------------|-----------------------------------|--------------------------|
+| op          | reads               | writes                            | cuda                |
+|-------------|---------------------|-----------------------------------|---------------------|
 | flat_adamw_ | grad, scalars       | param, moments, compute, amax     | `adamw.flat_adamw_` |
 | flat_sgd_   | grad, scalars       | param, momentum, compute, amax    | `sgd.flat_sgd_`     |
-| l2_norm_    | tensors             | norm, found_inf                   | `norm.l2_norm_`          |
 
-On CPUs each is its definition in `reference`. The ops write in place, return nothing and are
-not differentiable; what they write shares memory with nothing else that they are given. No host
-waits for a device: numbers that change from step to step are read from it, so a captured CUDA graph
+On CPUs each is its definition in `reference`. The ops write in place, return nothing and are not
+differentiable; what they write shares memory with nothing else that they are given. No host waits
+for a device: numbers that change from step to step are read from it, so a captured CUDA graph
 follows them.
 """
 
@@ -56,11 +55,6 @@ _FLAT_SGD = Op(
     f" *, float momentum, float dampening, bool nesterov, {_SHARED_OPTIONS}) -> ()",
     reference_optim.flat_sgd_,
     on_first_use("optim.sgd", "flat_sgd_"),
-)
-_L2_NORM = Op(
-    "l2_norm_(Tensor(a!) norm, Tensor[] tensors, *, Tensor(b!)? found_inf, bool squared) -> ()",
-    reference_optim.l2_norm_,
-    on_first_use("optim.norm", "l2_norm_"),
 )
 
 _MASTER = (torch.float32,)
@@ -215,40 +209,6 @@ def flat_sgd_(
             compute=compute, compute_scale=compute_scale, amax=amax,
         ),
     )  # fmt: skip
-
-
-def l2_norm_(
-    norm: torch.Tensor,
-    tensors: Iterable[torch.Tensor],
-    *,
-    found_inf: torch.Tensor | None = None,
-    squared: bool = False,
-) -> None:
-    """norm = root of the sum of all elements' squares; found_inf = is any of them NaN or infinite.
-
-    norm: one element, FP32 or FP64; with `squared` the sum itself, for a sum over ranks. tensors:
-    any number, shapes and strides, FP32, BF16 and FP16 mixed; none at all have norm 0. found_inf:
-    one element, bool, int32 or FP32. All on one device, none of it waited for.
-
-    The same bits for the same list of tensors on any device and at any launch configuration: FP32
-    sums of fixed chunks, summed in FP64 in fixed order, see `reference`. Relative error below
-    31 * 2^-24 unless squares leave FP32's normal range. Bytes moved: the tensors', once.
-
-    Raises `ValueError` before anything is written.
-    """
-    check_tensor("norm", norm)
-    check_one("norm", norm, _PRECISE, norm.device)
-    if found_inf is not None:
-        check_one("found_inf", found_inf, _FLAGS, norm.device)
-    tensors = check_tensors("tensors", tensors)  # parameters() can be gone through but once
-    named: dict[str, torch.Tensor] = {}
-    if not is_usual(are_sources, norm, tensors, SOURCE_DTYPES, found_inf):
-        named = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
-    for name, tensor in named.items():
-        check_dtype(name, tensor, SOURCE_DTYPES)
-        check_device(name, tensor, norm.device)
-    check_apart({"norm": norm, "found_inf": found_inf}, named)
-    _L2_NORM.overload(norm, tensors, found_inf=found_inf, squared=check_flag("squared", squared))
 
 
 def _shared(

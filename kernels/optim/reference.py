@@ -1,4 +1,4 @@
-"""Owns the definition of the flat optimizers and the norm in plain PyTorch: oracle and CPU path.
+"""The flat optimizers in plain PyTorch: their definition, the kernels' oracle, and the CPU path.
 
 All in FP32 but for scalars, which are FP64 until they are rounded once; no fused multiply-add:
 
@@ -18,10 +18,6 @@ All in FP32 but for scalars, which are FP64 until they are rounded once; no fuse
             g           = buffer, or with nesterov g + |momentum| * buffer
             param      += |-rate| * g
 
-    norm    chunk of `CHUNK_BYTES` of a tensor: its squares in rows of `CHUNK_LANES`, added row by
-            row, then lanes in adjacent pairs, pairs of pairs, ... : one FP32 sum a chunk. Those in
-            rows of `COMBINE_LANES` likewise, in FP64, in the order of tensors and chunks; sqrt.
-
 The AdamW and SGD formulas and the order of their operations are those of torch.optim.AdamW and SGD
 (`_single_tensor_adam`, `_single_tensor_sgd`; neither capturable nor differentiable), whose own
 kernels contract some products and sums.
@@ -38,11 +34,6 @@ from ..formats import codes
 from ..formats.table import E4M3
 
 BASE, DIGITS = 2048, 3  # of a step, which is thus below 2**33
-
-CHUNK_BYTES = 64 * 1024
-CHUNK_LANES = 2048
-_TOGETHER = 64  # short chunks, so that they stay in a cache
-COMBINE_LANES = 8192
 
 _PIECE_NUMEL = 64 * 1024  # elements worked on at once, so that temporaries stay in cache
 LERP_SWITCH = 0.5
@@ -133,24 +124,6 @@ def flat_sgd_(
         p.add_(g * _fp32(-rate))
         if compute is not None:
             _store_compute(compute[piece], p, compute_scale, amax)
-
-
-def l2_norm_(
-    norm: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    *,
-    found_inf: torch.Tensor | None,
-    squared: bool,
-) -> None:
-    """norm = root of the sum of squares; found_inf = whether an element is NaN or infinite."""
-    chunks = [chunk for tensor in tensors if tensor.numel() for chunk in _chunks(tensor)]
-    total = torch.zeros(())
-    if chunks:
-        total = _sum_of(_chunk_sums(chunks).double(), COMBINE_LANES)
-    norm.fill_(total if squared else total.double().sqrt())
-    if found_inf is not None:
-        finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
-        found_inf.fill_(not finite)
 
 
 def _skipped(found_inf: torch.Tensor | None) -> bool:
@@ -246,46 +219,3 @@ def bias_powers(beta: float) -> torch.Tensor:
     """
     powers = [beta ** (number * BASE**digit) for digit in range(DIGITS) for number in range(BASE)]
     return torch.tensor(powers, dtype=torch.float64, device="cpu")
-
-
-def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tensor.reshape(-1).split(CHUNK_BYTES // tensor.element_size())
-
-
-def _chunk_sums(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The FP32 sums of squares of chunks, in their order.
-
-    Those of one row of lanes share calls: alone, each costs the host 13 sums.
-    """
-    sums = torch.empty(len(chunks), device=chunks[0].device)
-    short = []
-    for index, chunk in enumerate(chunks):
-        if chunk.numel() <= CHUNK_LANES:
-            short.append(index)
-        else:
-            sums[index] = _sum_of(chunk.float().square(), CHUNK_LANES)
-    for first in range(0, len(short), _TOGETHER):
-        indices = short[first : first + _TOGETHER]
-        given = [chunks[index] for index in indices]
-        rows = torch.zeros(len(given), CHUNK_LANES, device=sums.device)
-        places = [row[: chunk.numel()] for row, chunk in zip(rows.unbind(), given, strict=True)]
-        torch._foreach_copy_(places, given)
-        sums[indices] = _sum_of_lanes(rows.square_())
-    return sums
-
-
-def _sum_of(values: torch.Tensor, lanes: int) -> torch.Tensor:
-    """The sum of 1-D `values`: row on row of `lanes`, then adjacent lanes, pairs of them, ..."""
-    missing = -values.numel() % lanes
-    rows = torch.nn.functional.pad(values, (0, missing)).view(-1, lanes)
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total.add_(row)
-    return _sum_of_lanes(total)
-
-
-def _sum_of_lanes(total: torch.Tensor) -> torch.Tensor:
-    """The sums of the last dimension: adjacent lanes, pairs of them, ..."""
-    while total.shape[-1] > 1:
-        total = total[..., 0::2] + total[..., 1::2]
-    return total[..., 0]
