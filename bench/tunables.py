@@ -359,6 +359,6 @@ def _optimizers() -> Iterator[Tunable]:
             case=dtype,
             measured=f"l2_norm {dtype}",
             default=norm.default_config(),
-            compiled=scaled(optimizers.chunk_configuration(), norm.default_config()),
+            compiled=scaled(optimizers.squares_configuration(), norm.default_config()),
             only_warps=True,
         )

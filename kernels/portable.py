@@ -65,16 +65,23 @@ def quotient_terms(bits) -> tuple:
 
 @triton.jit
 def quotient(x, terms) -> tl.tensor:
-    """FP32 x / divisor, rounded as IEEE's division: five operations, where |x| <= divisor.
+    """FP32 x / divisor, rounded as by IEEE's division, where |x| <= divisor; from 2^-80 on.
+
+    The interpreter's fused multiply-add rounds twice, so there NumPy divides.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, terms[0])
+    return fused_quotient(x, terms)
+
+
+@triton.jit
+def fused_quotient(x, terms) -> tl.tensor:
+    """Five operations, where a division that knows nothing of its divisor has nine and a branch.
 
     With the reciprocal in two parts the first quotient is one of the two FP32 beside the exact one,
-    so its remainder is exact, and one correction rounds correctly (Markstein's theorem). Quotients
-    below 2^-80 may be off by one ulp. The interpreter's fused multiply-add rounds twice, so there
-    NumPy divides.
+    so its remainder is exact, and one correction rounds correctly (Markstein's theorem).
     """
-    divisor, scale, scaled, high, low = terms
-    if INTERPRETED:
-        return tl.div_rn(x, divisor)
+    _, scale, scaled, high, low = terms
     x = x * scale
     near = tl.fma(x, high, x * low)
     return tl.fma(tl.fma(-near, scaled, x), high, near)

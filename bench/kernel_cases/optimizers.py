@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...kernels import flat_adamw_, flat_sgd_, l2_norm_, registry
+from ...kernels.optim import norm_reference
 from ...kernels.optim import reference as reference_optim
 from .case import DTYPES, Bind, Case, Operands, Run, as_bind, block_numel, block_shapes
 
@@ -211,7 +212,7 @@ def _norm_case(dtype: str) -> Case:
 
     def definition(operands: Operands) -> tuple[torch.Tensor, ...]:
         norm, flag = operands.scalars
-        reference_optim.l2_norm_(norm, operands.read, found_inf=flag, squared=False)
+        norm_reference.l2_norm_(norm, operands.read, found_inf=flag, squared=False)
         return norm, flag
 
     return Case(

@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..optim import (
-    adamw as flat_adamw,
-)
-from ..optim import (
-    norm,
-)
-from ..optim import (
-    reference as reference_optim,
-)
-from ..optim import (
-    sgd as flat_sgd,
-)
-from ..optim import (
-    tiles as flat_tiles,
-)
+from ..launch import ACCESS_BYTES, THREADS_PER_WARP
+from ..optim import adamw as flat_adamw
+from ..optim import norm
+from ..optim import sgd as flat_sgd
+from ..optim import tiles as flat_tiles
 from . import compile as aot
 from .case import Case, Configuration, element_bytes
 from .count import CountError, stretches
@@ -84,24 +74,23 @@ def optimizer_configuration(
     )
 
 
-def chunk_configuration() -> Configuration:
-    """The norm's first kernel: the sums of squares of chunks of any dtypes."""
+def largest_configuration() -> Configuration:
+    """The norm's first kernel: the largest magnitude of tensors of any dtypes."""
     return Configuration(
-        norm._chunk_kernel,
-        {"table": "*i64", "tiles_at": "i32", "sums": "*fp32", "flags": "*i32"},
-        {"CHUNK_BYTES": reference_optim.CHUNK_BYTES},
-        norm._NUM_WARPS,
+        norm._largest_kernel,
+        {"table": "*i64", "tiles_at": "i32", "largest": "*i32"},
+        {"TILE_BYTES": norm.TILE_BYTES},
+        norm.NUM_WARPS,
     )
 
 
-def combine_configuration(found_inf: str) -> Configuration:
-    """The norm's second kernel: one number of all sums."""
+def squares_configuration() -> Configuration:
+    """The norm's second kernel: the block sums of tensors of any dtypes."""
     return Configuration(
-        norm._combine_kernel,
-        {"norm": "*fp32", "sums": "*fp32", "flags": "*i32", "num_chunks": "i32"}
-        | {"found_inf": found_inf},
-        {"SQUARED": False},
-        norm._COMBINE_WARPS,
+        norm._squares_kernel,
+        {"table": "*i64", "tiles_at": "i32", "largest": "*i32", "limbs": "*i64"},
+        {"TILE_BYTES": norm.TILE_BYTES},
+        norm.NUM_WARPS,
     )
 
 
@@ -117,28 +106,27 @@ def step_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float
     return count / elements_per_thread
 
 
-def _chunk_costs(compiled: aot.CompiledKernel) -> list[float]:
+def _norm_costs(compiled: aot.CompiledKernel) -> list[float]:
     """Instructions for each element that a thread would have of FP32, of each path, ascending."""
     full = [found for found in stretches(compiled, ("BRA", "EXIT")) if found[0]]
-    rows = reference_optim.CHUNK_BYTES // FP32_BYTES // reference_optim.CHUNK_LANES
-    lanes = reference_optim.CHUNK_LANES // (norm._NUM_WARPS * 32)
-    if [wide for wide, _ in full] != [2 * rows] * NORM_PATHS:
-        raise CountError(f"expected {NORM_PATHS} paths of {2 * rows} wide loads, got {full}")
-    return sorted(count / (rows * lanes) for _, count in full)
+    loads = norm.TILE_BYTES // (norm.NUM_WARPS * THREADS_PER_WARP * ACCESS_BYTES)
+    if [wide for wide, _ in full] != [loads] * NORM_PATHS:
+        raise CountError(f"expected {NORM_PATHS} paths of {loads} wide loads, got {full}")
+    return sorted(count * FP32_BYTES / (loads * ACCESS_BYTES) for _, count in full)
 
 
-def fp32_chunk_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
+def fp32_norm_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
     """Instructions an element of FP32, whose path is the shortest: the others have twice as many
     elements, and convert them.
     """
     del elements_per_thread  # the paths have different ones
-    return _chunk_costs(compiled)[0]
+    return _norm_costs(compiled)[0]
 
 
-def half_chunk_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
+def half_norm_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
     """Instructions an element of two bytes, on the costlier of their paths."""
     del elements_per_thread
-    return _chunk_costs(compiled)[-1] / 2
+    return _norm_costs(compiled)[-1] / 2
 
 
 def _step_case(name: str, grad: str, compute: str | None, *, segments: bool) -> Case:
@@ -165,16 +153,17 @@ def cases() -> tuple[Case, ...]:
     norms = [
         Case(
             "l2_norm_",
-            case,
-            chunk_configuration(),
-            reference_optim.CHUNK_BYTES // width,
+            name,
+            configuration,
+            norm.TILE_BYTES // width,
             width,
             count,
-            (norm._full_chunk,),
+            (function,),
         )
-        for case, width, count in (
-            ("fp32", 4, fp32_chunk_cost),
-            ("half", 2, half_chunk_cost),
+        for case, width, count in (("fp32", 4, fp32_norm_cost), ("half", 2, half_norm_cost))
+        for name, configuration, function in (
+            (case, squares_configuration(), norm._aligned_squares),
+            (f"{case} largest", largest_configuration(), norm._full_largest),
         )
     ]
     return (*steps, *norms)
