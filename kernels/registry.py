@@ -321,7 +321,7 @@ OPTIMIZERS = (
     ),
     Row(
         "l2_norm_", "l2_norm_", "fp32, bf16, fp16, mixed -> fp32", "source, twice",
-        "fp32 sums of 128 squares over the largest magnitude's, added as integers; fp64, root, once",
+        "fp32 sums of 128 squares, over the largest, added as integers; fp64 root, once",
         "bit-exact: `optim.norm_reference`", "this project", 0.92,
         (
             Gate("fp32", 10.5, 128), Gate("half", 11.0, 128),

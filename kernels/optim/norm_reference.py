@@ -53,9 +53,7 @@ def power_sums(quantities: Quantities, largest: torch.Tensor, exponent: float) -
     limbs = torch.zeros(len(quantities), 2, dtype=torch.int64, device=largest.device)
     is_number = (largest > 0) & (largest < INFINITY_BITS)
     divisors = torch.where(is_number, largest.view(torch.float32), 1.0)
-    for total, tensors, divisor, counts in zip(
-        limbs, quantities, divisors, is_number, strict=True
-    ):
+    for total, tensors, divisor, counts in zip(limbs, quantities, divisors, is_number, strict=True):
         for tensor in tensors:
             for piece in tensor.reshape(-1).split(_TOGETHER_NUMEL):
                 sums = _block_sums(piece, divisor, exponent)

@@ -63,7 +63,9 @@ def test_neither_order_nor_cuts_at_blocks_count():
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-30, 1.0, 1e30, 2e37], ids=str)
 def test_error_is_below_the_stated_bound(scale):
-    tensors = [tensor * scale if tensor.dtype == torch.float32 else tensor[:0] for tensor in mixed()]
+    tensors = [
+        tensor * scale if tensor.dtype == torch.float32 else tensor[:0] for tensor in mixed()
+    ]
     exact = math.sqrt(math.fsum(float(t.double().square().sum()) for t in tensors))
     norm = torch.zeros(1, dtype=torch.float64)
     l2_norm_(norm, tensors)
