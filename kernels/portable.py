@@ -1,4 +1,4 @@
-"""Owns what compiled and interpreted kernels must do in different ways: conversions, loop bounds.
+"""What compiled and interpreted kernels must do in different ways: casts, quotients, loop bounds.
 
 Triton's interpreter cuts FP32 off when it casts to BF16, flushes BF16 subnormals when it casts to
 FP32, and cannot loop up to a number it has loaded. Where it runs, integers make the right bits;

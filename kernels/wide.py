@@ -1,4 +1,4 @@
-"""Owns loads of aligned memory that give a thread eight or sixteen consecutive elements.
+"""Loads of aligned memory that give a thread eight or sixteen consecutive elements.
 
 A compiler gives a thread the elements of one access, 16 bytes: four FP32. The next thread has the
 next four, and both find what is found once a block, or once for sixteen elements' noise. Joined

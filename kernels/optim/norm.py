@@ -27,6 +27,7 @@ from ..formats.table import wire_format_of
 from ..launch import ACCESS_BYTES, LaunchConfig, launch
 from ..portable import covered, quotient, quotient_terms, to_fp32
 from ..tuned import config_for
+from ..wide import wide_lanes
 from .norm_reference import (
     BLOCK_NUMEL,
     HIGH_SCALE,
@@ -79,7 +80,7 @@ def _magnitudes(loaded) -> tl.tensor:
 @triton.jit
 def _full_largest(source, NUMEL: tl.constexpr) -> tl.tensor:
     """The source is 16-byte aligned, which a loaded address does not show: hence the hint."""
-    loaded = tl.load(tl.multiple_of(source + tl.arange(0, NUMEL), 16))
+    loaded = tl.load(tl.multiple_of(source + wide_lanes(NUMEL), 16))
     return tl.max(_magnitudes(loaded), axis=0)
 
 
@@ -158,7 +159,7 @@ def _limbs_of(pieces) -> tuple:
 @triton.jit
 def _places(BLOCKS: tl.constexpr) -> tl.tensor:
     """Where the first 16 elements of each block lie, [n, 16]."""
-    return (tl.arange(0, BLOCKS) * _BLOCK)[:, None] + tl.arange(0, _PIECE)[None, :]
+    return (wide_lanes(BLOCKS) * _BLOCK)[:, None] + wide_lanes(_PIECE)[None, :]
 
 
 @triton.jit
