@@ -46,7 +46,8 @@ from .fp8.op import dequantize_fp8, quantize_fp8, update_fp8_scales_
 from .launch import LaunchConfig
 from .mx.op import dequantize_mx, quantize_mx
 from .nvfp4.op import amax_nvfp4, dequantize_nvfp4, hadamard16, quantize_nvfp4
-from .optim.op import Segments, flat_adamw_, flat_sgd_, l2_norm_
+from .optim.norm_op import l2_norm_
+from .optim.op import Segments, flat_adamw_, flat_sgd_
 from .pack.op import pack_, reduce_, unpack_
 from .wire.layout import MessageLayout, message_layout, read_header
 from .wire.op import (

@@ -1,4 +1,4 @@
-"""Owns the checks that arguments keep apart: in memory, and by their offsets in a flat buffer.
+"""Checks that arguments keep apart: in memory, and by their offsets in a flat buffer.
 
 What an op writes shares no memory with what it reads or writes besides: its programs run in any
 order. Memory is looked at where there is some: not in a trace, of fake or of meta tensors.

@@ -1,4 +1,4 @@
-"""Owns the checks of arguments that several ops share: what was expected, what came, what to do.
+"""Checks of arguments that several ops share: what was expected, what came, what to do.
 
 An object of another Python type is a `TypeError`, and all else that is wrong a `ValueError`.
 """

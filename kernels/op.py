@@ -34,15 +34,15 @@ def _without_autograd(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def on_first_use(module: str, name: str) -> Callable[..., None]:
+def on_first_use(module: str, name: str) -> Callable[..., Any]:
     """Our `module`'s function `name`, imported when it is first called: CPUs need no Triton."""
-    found: Callable[..., None] | None = None
+    found: Callable[..., Any] | None = None
 
-    def call(*arguments: Any, **options: Any) -> None:
+    def call(*arguments: Any, **options: Any) -> Any:
         nonlocal found
         if found is None:
             found = getattr(importlib.import_module(f".{module}", __package__), name)
-        found(*arguments, **options)
+        return found(*arguments, **options)
 
     return call
 
@@ -89,6 +89,15 @@ def launching_on_cpu() -> Iterator[None]:
 
 def _writes_in_place(*arguments: Any, **options: Any) -> None:
     """What the ops return on tensors without data: nothing."""
+
+
+def launches(device: torch.device, *tensors: torch.Tensor) -> bool:
+    """Whether a function that is no op launches kernels for `tensors`: plain ones, on a GPU."""
+    return (
+        (device.type == "cuda" or bool(_launching_on_cpu))
+        and not torch.compiler.is_compiling()
+        and all(type(tensor) in PLAIN_TYPES for tensor in tensors)
+    )
 
 
 def runs_directly(anchor: torch.Tensor) -> bool:

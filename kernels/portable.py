@@ -1,4 +1,4 @@
-"""Owns what compiled and interpreted kernels must do in different ways: conversions, loop bounds.
+"""What compiled and interpreted kernels must do in different ways: casts, quotients, loop bounds.
 
 Triton's interpreter cuts FP32 off when it casts to BF16, flushes BF16 subnormals when it casts to
 FP32, and cannot loop up to a number it has loaded. Where it runs, integers make the right bits;
@@ -46,3 +46,42 @@ def covered(count, BLOCK: tl.constexpr) -> tl.tensor:
     if INTERPRETED:
         return BLOCK
     return tl.minimum(count, BLOCK).to(tl.int32)
+
+
+@triton.jit
+def quotient_terms(bits) -> tuple:
+    """What `quotient` needs of a divisor, the bits of a finite FP32 that is 0 or more.
+
+    (divisor, 2^k, divisor * 2^k, FP32 nearest to its reciprocal, what that lacks). The power of two
+    brings the divisor above 2^-23 and below 4, so that nothing that counts is subnormal.
+    """
+    divisor = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
+    exponent = divisor.to(tl.int32, bitcast=True) >> 23
+    scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
+    scaled = divisor * scale
+    high = tl.div_rn(1.0, scaled)
+    return divisor, scale, scaled, high, tl.fma(-high, scaled, 1.0) * high
+
+
+@triton.jit
+def quotient(x, terms) -> tl.tensor:
+    """FP32 x / divisor, rounded as by IEEE's division, where |x| <= divisor; from 2^-80 on.
+
+    The interpreter's fused multiply-add rounds twice, so there NumPy divides.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, terms[0])
+    return fused_quotient(x, terms)
+
+
+@triton.jit
+def fused_quotient(x, terms) -> tl.tensor:
+    """Five operations, where a division that knows nothing of its divisor has nine and a branch.
+
+    With the reciprocal in two parts the first quotient is one of the two FP32 beside the exact one,
+    so its remainder is exact, and one correction rounds correctly (Markstein's theorem).
+    """
+    _, scale, scaled, high, low = terms
+    x = x * scale
+    near = tl.fma(x, high, x * low)
+    return tl.fma(tl.fma(-near, scaled, x), high, near)

@@ -1,4 +1,4 @@
-"""Owns the tables that tell every program of a many-tensor launch what to work on, and their cache.
+"""Tables that tell every program of a many-tensor launch what to work on, and their cache.
 
     entries (int64)   one row a tensor: [address, numel, offset, first tile, dtype, aligned]
                       then one entry a tile: the tensor's index

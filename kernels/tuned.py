@@ -1,4 +1,4 @@
-"""Owns the tables of tuned launch configurations: which holds on a device, and what it may say.
+"""The tables of tuned launch configurations: which holds on a device, and what it may say.
 
 `sidestream autotune` writes them. Nothing is tuned at run time: a table is read once per device,
 when a kernel is first launched there or a model sharded. Entry by entry the later of these wins:
@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,8 +56,8 @@ class Limits:
     max_block_bytes: int
 
 
-# What a block is of stands in each launcher. The norm's sums are of chunks of one size, and tiles
-# of block formats follow from their scales' layout: only warps may be tuned there.
+# What a block is of stands in each launcher. Tiles of the norm and of MX formats have one size, so
+# that only warps may be tuned there.
 LIMITS: Mapping[str, Limits] = MappingProxyType(
     {
         "pack_": Limits(1024, 65536),
@@ -126,6 +126,19 @@ def table_of(device: torch.device) -> Table:
     """The table that holds on `device`, read when it is first asked for; a CPU's is empty."""
     name = device_name(device)
     return Table() if name is None else load_table(name, triton_version())
+
+
+class Fingerprint(NamedTuple):
+    """What tells the launches of one process from those of another: `words` for a person."""
+
+    digest: str
+    words: str
+
+
+def fingerprint(device: torch.device) -> Fingerprint:
+    """Of how kernels are launched on `device`: equal digests mean equal launches."""
+    table = table_of(device)
+    return Fingerprint(table.digest, table.describe())
 
 
 def device_name(device: torch.device) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..kernels.tuned import Table
+from ..kernels.tuned import Fingerprint
 from .collectives import Collectives
 from .partition import Signature
 
@@ -16,18 +16,21 @@ _logger = logging.getLogger("sidestream")
 
 
 def check_ranks_agree(
-    collectives: Collectives, signature: Signature, options: Mapping[str, str], table: Table
+    collectives: Collectives,
+    signature: Signature,
+    options: Mapping[str, str],
+    launches: Fingerprint,
 ) -> None:
     """Compare parameters (name, shape, dtype, requires_grad) and `options`, which have the same
     names everywhere, with the other ranks.
 
-    The table of tuned launches is compared as well. It changes no result, so of ranks whose tables
-    differ rank 0 only warns: all wait for the slowest.
+    How kernels are launched is compared as well. It changes no result, so where it differs rank 0
+    only warns: all wait for the slowest.
 
     Raises:
         ValueError: they differ; on every rank, naming rank, parameter and both values.
     """
-    digest = hashlib.sha256(repr((signature, options, table.digest)).encode()).digest()
+    digest = hashlib.sha256(repr((signature, options, launches.digest)).encode()).digest()
     numbers = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8, 12)]
     values = torch.tensor(numbers, dtype=torch.int64)
     if collectives.all_equal(values, "comparison of the ranks' models"):
@@ -45,9 +48,9 @@ def check_ranks_agree(
             if value != all_options[0][name]
         ]
     if not problems:
-        tables = collectives.gather_objects((table.digest, table.describe()))
+        gathered = collectives.gather_objects(launches)
         if collectives.rank == 0:
-            _warn_of_tables(tables)
+            _warn_of_launches(gathered)
         return
     raise ValueError(
         "fully_shard: expected the same model and options on every rank, compared with rank 0: "
@@ -55,15 +58,15 @@ def check_ranks_agree(
     )
 
 
-def _warn_of_tables(tables: Sequence[tuple[str, str]]) -> None:
-    """tables: (digest, description) of each rank."""
+def _warn_of_launches(launches: Sequence[Fingerprint]) -> None:
+    """launches: those of each rank."""
     ranks: dict[str, list[int]] = {}
-    for rank, (digest, _) in enumerate(tables):
-        ranks.setdefault(digest, []).append(rank)
+    for rank, found in enumerate(launches):
+        ranks.setdefault(found.digest, []).append(rank)
     texts = []
     for same in ranks.values():
         more = f" and {len(same) - 1} more" if len(same) > 1 else ""
-        texts.append(f"rank {same[0]}{more}: {tables[same[0]][1]}")
+        texts.append(f"rank {same[0]}{more}: {launches[same[0]].words}")
     _logger.warning(
         "fully_shard: expected one table of tuned kernel launches on all ranks, got several, which "
         "changes no result but lets fast ranks wait; give all ranks the same files: %s",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..kernels.tuned import table_of
+from ..kernels.tuned import fingerprint
 from . import replaced_params
 from .agreement import check_ranks_agree
 from .arguments import require_forward, require_module
@@ -121,8 +121,8 @@ def fully_shard(
     collectives = Collectives(groups)
     refuse_rank_dependent_writes(root, collectives.world_size)
     options = {**config.described(), "optimizer": describe_options(optimizer)}
-    table = table_of(groups.device)
-    check_ranks_agree(collectives, tree_signature(root, entries), options, table)
+    signature = tree_signature(root, entries)
+    check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
     _note_missing_units(config, groups)
     runtime = build_runtime(root, plans, collectives, config)
     follow_sharded_inputs()

@@ -49,16 +49,19 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"clip_grad_norm_: expected a finite gradient norm, got {norm.item()}: some gradient "
-            "is NaN or "
-            "infinite; lower the learning rate, or pass error_if_nonfinite=False to leave the "
-            "gradients as they are"
+            "is NaN or infinite; lower the learning rate, or pass error_if_nonfinite=False to "
+            "leave the gradients as they are"
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
-    for unit in runtime.units:
-        for run in unit.gradients.runs:
-            if run.param.grad is not None:
-                run.param.grad.mul_(factor)
+    grads = [
+        run.param.grad
+        for unit in runtime.units
+        for run in unit.gradients.runs
+        if run.param.grad is not None
+    ]
+    if grads:
+        torch._foreach_mul_(grads, factor)
     return norm
 
 

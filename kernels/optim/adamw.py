@@ -1,4 +1,4 @@
-"""Owns the AdamW step on the GPU: parameters, both moments and the compute shard in one pass.
+"""The AdamW step on the GPU: parameters, both moments and the compute shard in one pass.
 
 Formula and rounding are those of `reference`; the divisions and the root are IEEE's. Bytes
 moved an element: 24 (parameter and moments, read and written) + those of a gradient + those of a
@@ -13,7 +13,7 @@ takes the unmasked path, 16 bytes an access; the others take the masked one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +22,7 @@ import triton.language as tl
 from ..launch import launch
 from ..portable import covered, to_fp32
 from . import tiles as flat_tiles
-from .reference import LERP_SWITCH, halves
+from .reference import LERP_SWITCH, Shared
 from .tiles import (
     computed,
     decay_of,
@@ -61,9 +61,7 @@ def _update(p, g, m, v, scalars, hyper, NEAR: tl.constexpr):
 @triton.jit
 def _full_tile(
     shards,
-    compute,
-    compute_scale,
-    amax,
+    outputs,
     factor,
     scalars,
     hyper,
@@ -74,6 +72,7 @@ def _full_tile(
 ):
     """All pointers are 16-byte aligned, which sums with a loaded start do not show: the hints."""
     param, grad, exp_avg, exp_avg_sq = shards
+    compute, compute_scale, amax = outputs
     lanes = tl.arange(0, BLOCK)
     g = gradient(to_fp32(tl.load(tl.multiple_of(grad + lanes, 16))), factor, MAXIMIZE)
     p = tl.load(tl.multiple_of(param + lanes, 16))
@@ -93,9 +92,7 @@ def _full_tile(
 @triton.jit
 def _masked_tile(
     shards,
-    compute,
-    compute_scale,
-    amax,
+    outputs,
     factor,
     count,
     scalars,
@@ -107,6 +104,7 @@ def _masked_tile(
 ):
     """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
     param, grad, exp_avg, exp_avg_sq = shards
+    compute, compute_scale, amax = outputs
     for first in range(0, covered(count, BLOCK), BLOCK // 4):
         lanes = first + tl.arange(0, BLOCK // 4)
         mask = lanes < count
@@ -170,16 +168,13 @@ def _adamw_kernel(
         shards = (param + start, grad + start, exp_avg + start, exp_avg_sq + start)
         if compute is not None:
             compute += start
+        outputs = (compute, compute_scale, amax)
         if ALIGNED and count >= BLOCK:
-            _full_tile(
-                shards, compute, compute_scale, amax, factor, scalars, hyper,
-                MAXIMIZE, NEAR, HARDWARE, BLOCK,
-            )  # fmt: skip
+            _full_tile(shards, outputs, factor, scalars, hyper, MAXIMIZE, NEAR, HARDWARE, BLOCK)
         else:
             _masked_tile(
-                shards, compute, compute_scale, amax, factor, count, scalars, hyper,
-                MAXIMIZE, NEAR, HARDWARE, BLOCK,
-            )  # fmt: skip
+                shards, outputs, factor, count, scalars, hyper, MAXIMIZE, NEAR, HARDWARE, BLOCK
+            )
 
 
 def flat_adamw_(
@@ -193,51 +188,29 @@ def flat_adamw_(
     beta1: float,
     beta2: float,
     eps: float,
-    weight_decay: float,
-    maximize: bool,
-    starts: Sequence[int],
-    lr_scales: torch.Tensor | None,
-    weight_decays: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    compute: torch.Tensor | None,
-    compute_scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
+    **shared: Any,
 ) -> None:
     """`reference.flat_adamw_` in one launch."""
-    shards = (param, grad, exp_avg, exp_avg_sq, compute)
-    plan = flat_tiles.plan("flat_adamw_", shards, starts)
+    options = Shared(**shared)
+    shards = (param, grad, exp_avg, exp_avg_sq)
+    plan = flat_tiles.plan("flat_adamw_", (*shards, options.compute), options.starts)
     if plan.num_tiles == 0:
         return
-    powers = flat_tiles.device_powers(beta1, beta2, param.device)
     launch(
         _adamw_kernel,
         plan.num_tiles,
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
+        *shards,
         lr,
         step,
-        powers,
-        factor,
-        found_inf,
-        plan.table,
-        lr_scales,
-        weight_decays,
-        compute,
-        compute_scale,
-        flat_tiles.as_bits(amax),
-        param.numel(),
-        plan.tiles_at,
-        *halves(weight_decay),
+        flat_tiles.device_powers(beta1, beta2, param.device),
+        *plan.arguments(options, param.numel()),
         1.0 - beta1,
         beta2,
         1.0 - beta2,
         eps,
         on=param,
         num_warps=plan.num_warps,
-        MAXIMIZE=maximize,
+        MAXIMIZE=options.maximize,
         NEAR=1.0 - beta1 < LERP_SWITCH,
         ALIGNED=plan.aligned,
         BLOCK=plan.block,

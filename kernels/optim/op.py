@@ -1,27 +1,26 @@
-"""Owns the ops `sidestream::flat_adamw_`, `flat_sgd_`, `l2_norm_`: schemas, devices, checks.
+"""The ops `sidestream::flat_adamw_` and `flat_sgd_`: schemas, devices, checks.
 
-| op          | reads               | writes                            | cuda                     |
-|-------------|---------------------|-----------------------------------|--------------------------|
+| op          | reads               | writes                            | cuda                |
+|-------------|---------------------|-----------------------------------|---------------------|
 | flat_adamw_ | grad, scalars       | param, moments, compute, amax     | `adamw.flat_adamw_` |
 | flat_sgd_   | grad, scalars       | param, momentum, compute, amax    | `sgd.flat_sgd_`     |
-| l2_norm_    | tensors             | norm, found_inf                   | `norm.l2_norm_`          |
 
-On CPUs each is its definition in `reference`. The ops write in place, return nothing and are
-not differentiable; what they write shares memory with nothing else that they are given. No host
-waits for a device: numbers that change from step to step are read from it, so a captured CUDA graph
+On CPUs each is its definition in `reference`. The ops write in place, return nothing and are not
+differentiable; what they write shares memory with nothing else that they are given. No host waits
+for a device: numbers that change from step to step are read from it, so a captured CUDA graph
 follows them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..aliasing import are_sources, check_apart
+from ..aliasing import check_apart
 from ..checks import (
     MAX_FP32,
     SOURCE_DTYPES,
@@ -33,12 +32,10 @@ from ..checks import (
     check_number,
     check_one,
     check_pair,
-    check_tensor,
-    check_tensors,
     check_vector,
 )
-from ..op import Op, is_usual, on_first_use
-from . import reference as reference_optim
+from ..op import Op, on_first_use
+from . import reference
 
 _SHARED_OPTIONS = (
     "float weight_decay, bool maximize, SymInt[] starts, Tensor? lr_scales, Tensor? weight_decays, "
@@ -48,19 +45,14 @@ _SHARED_OPTIONS = (
 _FLAT_ADAMW = Op(
     "flat_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
     f"Tensor lr, Tensor step, *, float beta1, float beta2, float eps, {_SHARED_OPTIONS}) -> ()",
-    reference_optim.flat_adamw_,
+    reference.flat_adamw_,
     on_first_use("optim.adamw", "flat_adamw_"),
 )
 _FLAT_SGD = Op(
     "flat_sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? step,"
     f" *, float momentum, float dampening, bool nesterov, {_SHARED_OPTIONS}) -> ()",
-    reference_optim.flat_sgd_,
+    reference.flat_sgd_,
     on_first_use("optim.sgd", "flat_sgd_"),
-)
-_L2_NORM = Op(
-    "l2_norm_(Tensor(a!) norm, Tensor[] tensors, *, Tensor(b!)? found_inf, bool squared) -> ()",
-    reference_optim.l2_norm_,
-    on_first_use("optim.norm", "l2_norm_"),
 )
 
 _MASTER = (torch.float32,)
@@ -145,11 +137,21 @@ def flat_adamw_(
         beta2=beta2,
         eps=eps,
         **_shared(
-            param, moments, grad, lr, step, weight_decay=weight_decay, maximize=maximize,
-            segments=segments, factor=factor, found_inf=found_inf, compute=compute,
-            compute_scale=compute_scale, amax=amax,
+            param,
+            moments,
+            grad,
+            lr,
+            step,
+            segments,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            factor=factor,
+            found_inf=found_inf,
+            compute=compute,
+            compute_scale=compute_scale,
+            amax=amax,
         ),
-    )  # fmt: skip
+    )
 
 
 def flat_sgd_(
@@ -185,21 +187,12 @@ def flat_sgd_(
     if not abs(dampening) <= MAX_FP32:
         raise ValueError(f"dampening: expected a finite number, got {dampening}; correct it")
     _check_param(param)
-    has_momentum = momentum != 0.0
-    for name, tensor in (("momentum_buffer", momentum_buffer), ("step", step)):
-        if (tensor is not None) != has_momentum:
-            raise ValueError(
-                f"{name}: expected {'a tensor' if has_momentum else 'None'} with a momentum of "
-                f"{momentum}, got {'None' if tensor is None else 'a tensor'}; they go together"
-            )
-    if nesterov and (not has_momentum or dampening != 0.0):
+    _check_momentum(param, momentum, momentum_buffer, step)
+    if nesterov and (momentum == 0.0 or dampening != 0.0):
         raise ValueError(
             f"nesterov: expected a momentum above 0 and no dampening, got {momentum} and "
             f"{dampening}; change them, or set it to False"
         )
-    if momentum_buffer is not None and step is not None:
-        _check_shard("momentum_buffer", momentum_buffer, param, _MASTER)
-        check_one("step", step, _COUNTS, param.device)
     _FLAT_SGD.overload(
         param,
         grad,
@@ -210,45 +203,21 @@ def flat_sgd_(
         dampening=dampening,
         nesterov=nesterov,
         **_shared(
-            param, {"momentum_buffer": momentum_buffer}, grad, lr, step, weight_decay=weight_decay,
-            maximize=maximize, segments=segments, factor=factor, found_inf=found_inf,
-            compute=compute, compute_scale=compute_scale, amax=amax,
+            param,
+            {"momentum_buffer": momentum_buffer},
+            grad,
+            lr,
+            step,
+            segments,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            factor=factor,
+            found_inf=found_inf,
+            compute=compute,
+            compute_scale=compute_scale,
+            amax=amax,
         ),
-    )  # fmt: skip
-
-
-def l2_norm_(
-    norm: torch.Tensor,
-    tensors: Iterable[torch.Tensor],
-    *,
-    found_inf: torch.Tensor | None = None,
-    squared: bool = False,
-) -> None:
-    """norm = root of the sum of all elements' squares; found_inf = is any of them NaN or infinite.
-
-    norm: one element, FP32 or FP64; with `squared` the sum itself, for a sum over ranks. tensors:
-    any number, shapes and strides, FP32, BF16 and FP16 mixed; none at all have norm 0. found_inf:
-    one element, bool, int32 or FP32. All on one device, none of it waited for.
-
-    The same bits for the same list of tensors on any device and at any launch configuration: FP32
-    sums of fixed chunks, summed in FP64 in fixed order, see `reference`. Relative error below
-    31 * 2^-24 unless squares leave FP32's normal range. Bytes moved: the tensors', once.
-
-    Raises `ValueError` before anything is written.
-    """
-    check_tensor("norm", norm)
-    check_one("norm", norm, _PRECISE, norm.device)
-    if found_inf is not None:
-        check_one("found_inf", found_inf, _FLAGS, norm.device)
-    tensors = check_tensors("tensors", tensors)  # parameters() can be gone through but once
-    named: dict[str, torch.Tensor] = {}
-    if not is_usual(are_sources, norm, tensors, SOURCE_DTYPES, found_inf):
-        named = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
-    for name, tensor in named.items():
-        check_dtype(name, tensor, SOURCE_DTYPES)
-        check_device(name, tensor, norm.device)
-    check_apart({"norm": norm, "found_inf": found_inf}, named)
-    _L2_NORM.overload(norm, tensors, found_inf=found_inf, squared=check_flag("squared", squared))
+    )
 
 
 def _shared(
@@ -257,47 +226,36 @@ def _shared(
     grad: torch.Tensor,
     lr: torch.Tensor,
     step: torch.Tensor | None,
-    *,
-    weight_decay: float,
-    maximize: bool,
     segments: Segments | None,
-    factor: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    compute: torch.Tensor | None,
-    compute_scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
+    **given: Any,
 ) -> dict[str, Any]:
     """The ops' options that both optimizers have, checked together with what they read."""
     device = param.device
     _check_shard("grad", grad, param, SOURCE_DTYPES)
     check_one("lr", lr, _PRECISE, device)
-    weight_decay = _checked_range("weight_decay", weight_decay)
-    if factor is not None:
-        check_one("factor", factor, _MASTER, device)
-    if found_inf is not None:
-        check_one("found_inf", found_inf, _FLAGS, device)
-    read = {"grad": grad, "lr": lr, "step": step, "factor": factor, "found_inf": found_inf}
-    starts: list[int] = []
+    read = {"grad": grad, "lr": lr, "step": step}
+    for name, dtypes in (("factor", _MASTER), ("found_inf", _FLAGS)):
+        read[name] = given[name]
+        if given[name] is not None:
+            check_one(name, given[name], dtypes, device)
+    starts, lr_scales, weight_decays = [], None, None
     if segments is not None:
         starts = _checked_starts(segments, param)
-        read["segments.lr_scales"] = segments.lr_scales
-        read["segments.weight_decays"] = segments.weight_decays
-    _check_compute(param, compute, compute_scale, amax)
+        lr_scales, weight_decays = segments.lr_scales, segments.weight_decays
+        read |= {"segments.lr_scales": lr_scales, "segments.weight_decays": weight_decays}
+    compute, scale, amax = (given[name] for name in ("compute", "compute_scale", "amax"))
+    _check_compute(param, compute, scale, amax)
     written = {"param": param, **moments, "compute": compute, "amax": amax}
-    check_apart(written, read | {"compute_scale": compute_scale})
+    check_apart(written, read | {"compute_scale": scale})
     if compute is not None and compute.dtype in _CODES:
         compute = compute.view(torch.uint8)
-    return {
-        "weight_decay": weight_decay,
-        "maximize": check_flag("maximize", maximize),
+    return given | {
+        "weight_decay": _checked_range("weight_decay", given["weight_decay"]),
+        "maximize": check_flag("maximize", given["maximize"]),
         "starts": starts,
-        "lr_scales": None if segments is None else segments.lr_scales,
-        "weight_decays": None if segments is None else segments.weight_decays,
-        "factor": factor,
-        "found_inf": found_inf,
+        "lr_scales": lr_scales,
+        "weight_decays": weight_decays,
         "compute": compute,
-        "compute_scale": compute_scale,
-        "amax": amax,
     }
 
 
@@ -324,6 +282,24 @@ def _check_shard(
             f"{name}: expected {param.numel()} elements, as param has, got {shard.numel()}; pass a "
             "shard of its length"
         )
+
+
+def _check_momentum(
+    param: torch.Tensor,
+    momentum: float,
+    momentum_buffer: torch.Tensor | None,
+    step: torch.Tensor | None,
+) -> None:
+    has_momentum = momentum != 0.0
+    for name, tensor in (("momentum_buffer", momentum_buffer), ("step", step)):
+        if (tensor is not None) != has_momentum:
+            raise ValueError(
+                f"{name}: expected {'a tensor' if has_momentum else 'None'} with a momentum of "
+                f"{momentum}, got {'None' if tensor is None else 'a tensor'}; they go together"
+            )
+    if momentum_buffer is not None and step is not None:
+        _check_shard("momentum_buffer", momentum_buffer, param, _MASTER)
+        check_one("step", step, _COUNTS, param.device)
 
 
 def _checked_starts(segments: object, param: torch.Tensor) -> list[int]:

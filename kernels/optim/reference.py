@@ -1,4 +1,4 @@
-"""Owns the definition of the flat optimizers and the norm in plain PyTorch: oracle and CPU path.
+"""The flat optimizers in plain PyTorch: their definition, the kernels' oracle, and the CPU path.
 
 All in FP32 but for scalars, which are FP64 until they are rounded once; no fused multiply-add:
 
@@ -18,10 +18,6 @@ All in FP32 but for scalars, which are FP64 until they are rounded once; no fuse
             g           = buffer, or with nesterov g + |momentum| * buffer
             param      += |-rate| * g
 
-    norm    chunk of `CHUNK_BYTES` of a tensor: its squares in rows of `CHUNK_LANES`, added row by
-            row, then lanes in adjacent pairs, pairs of pairs, ... : one FP32 sum a chunk. Those in
-            rows of `COMBINE_LANES` likewise, in FP64, in the order of tensors and chunks; sqrt.
-
 The AdamW and SGD formulas and the order of their operations are those of torch.optim.AdamW and SGD
 (`_single_tensor_adam`, `_single_tensor_sgd`; neither capturable nor differentiable), whose own
 kernels contract some products and sums.
@@ -31,6 +27,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,13 +37,24 @@ from ..formats.table import E4M3
 
 BASE, DIGITS = 2048, 3  # of a step, which is thus below 2**33
 
-CHUNK_BYTES = 64 * 1024
-CHUNK_LANES = 2048
-_TOGETHER = 64  # short chunks, so that they stay in a cache
-COMBINE_LANES = 8192
-
 _PIECE_NUMEL = 64 * 1024  # elements worked on at once, so that temporaries stay in cache
 LERP_SWITCH = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The options that both optimizers' ops have, by their names there."""
+
+    weight_decay: float
+    maximize: bool
+    starts: Sequence[int]
+    lr_scales: torch.Tensor | None
+    weight_decays: torch.Tensor | None
+    factor: torch.Tensor | None
+    found_inf: torch.Tensor | None
+    compute: torch.Tensor | None
+    compute_scale: torch.Tensor | None
+    amax: torch.Tensor | None
 
 
 def flat_adamw_(
@@ -59,27 +68,22 @@ def flat_adamw_(
     beta1: float,
     beta2: float,
     eps: float,
-    weight_decay: float,
-    maximize: bool,
-    starts: Sequence[int],
-    lr_scales: torch.Tensor | None,
-    weight_decays: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    compute: torch.Tensor | None,
-    compute_scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
+    **shared: Any,
 ) -> None:
-    """One AdamW step of a flat shard. `ValueError` for a step that is none, nothing written."""
-    if _skipped(found_inf):
+    """One AdamW step of a flat shard; shared: `Shared`.
+
+    Raises `ValueError` for a step that is none, nothing written.
+    """
+    options = Shared(**shared)
+    if _skipped(options.found_inf):
         return
     count = _checked_count(step)
     correction1 = 1.0 - _power(beta1, count)
     root = _fp32((1.0 - _power(beta2, count)) ** 0.5)
     weight, keep, grow = _fp32(1.0 - beta1), _fp32(beta2), _fp32(1.0 - beta2)
-    for piece, rate, decay in _pieces(param, lr, weight_decay, starts, lr_scales, weight_decays):
+    for piece, rate, decay in _pieces(param, lr, options):
         p, m, v = param[piece], exp_avg[piece], exp_avg_sq[piece]
-        g = _gradient(grad[piece], factor, maximize)
+        g = _gradient(grad[piece], options)
         p.mul_(_fp32(1.0 - rate * decay))
         difference = g - m
         if weight < LERP_SWITCH:
@@ -89,8 +93,8 @@ def flat_adamw_(
         v.mul_(keep).add_((g * grow).mul_(g))
         denominator = _square_root(v).div_(root).add_(_fp32(eps))
         p.add_((m * _fp32(-(rate / correction1))).div_(denominator))
-        if compute is not None:
-            _store_compute(compute[piece], p, compute_scale, amax)
+        if options.compute is not None:
+            _store_compute(options.compute[piece], p, options)
 
 
 def flat_sgd_(
@@ -103,23 +107,15 @@ def flat_sgd_(
     momentum: float,
     dampening: float,
     nesterov: bool,
-    weight_decay: float,
-    maximize: bool,
-    starts: Sequence[int],
-    lr_scales: torch.Tensor | None,
-    weight_decays: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    compute: torch.Tensor | None,
-    compute_scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
+    **shared: Any,
 ) -> None:
-    """One SGD step of a flat shard."""
-    if _skipped(found_inf):
+    """One SGD step of a flat shard; shared: `Shared`."""
+    options = Shared(**shared)
+    if _skipped(options.found_inf):
         return
-    for piece, rate, decay in _pieces(param, lr, weight_decay, starts, lr_scales, weight_decays):
+    for piece, rate, decay in _pieces(param, lr, options):
         p = param[piece]
-        g = _gradient(grad[piece], factor, maximize)
+        g = _gradient(grad[piece], options)
         if (rounded := _fp32(decay)) != 0:
             g = g + p * rounded
         if momentum_buffer is not None:
@@ -131,26 +127,8 @@ def flat_sgd_(
                 buffer.mul_(_fp32(momentum)).add_(g * _fp32(1.0 - dampening))
             g = g + buffer * _fp32(momentum) if nesterov else buffer
         p.add_(g * _fp32(-rate))
-        if compute is not None:
-            _store_compute(compute[piece], p, compute_scale, amax)
-
-
-def l2_norm_(
-    norm: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    *,
-    found_inf: torch.Tensor | None,
-    squared: bool,
-) -> None:
-    """norm = root of the sum of squares; found_inf = whether an element is NaN or infinite."""
-    chunks = [chunk for tensor in tensors if tensor.numel() for chunk in _chunks(tensor)]
-    total = torch.zeros(())
-    if chunks:
-        total = _sum_of(_chunk_sums(chunks).double(), COMBINE_LANES)
-    norm.fill_(total if squared else total.double().sqrt())
-    if found_inf is not None:
-        finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
-        found_inf.fill_(not finite)
+        if options.compute is not None:
+            _store_compute(options.compute[piece], p, options)
 
 
 def _skipped(found_inf: torch.Tensor | None) -> bool:
@@ -158,42 +136,33 @@ def _skipped(found_inf: torch.Tensor | None) -> bool:
 
 
 def _pieces(
-    param: torch.Tensor,
-    lr: torch.Tensor,
-    weight_decay: float,
-    starts: Sequence[int],
-    lr_scales: torch.Tensor | None,
-    weight_decays: torch.Tensor | None,
+    param: torch.Tensor, lr: torch.Tensor, options: Shared
 ) -> Iterator[tuple[slice, float, float]]:
     """(elements, learning rate, weight decay) of pieces that lie within one segment each."""
-    bounds = [*(starts or [0]), param.numel()]
-    weight_decay = sum(halves(weight_decay))
+    bounds = [*(options.starts or [0]), param.numel()]
+    scales, decays = options.lr_scales, options.weight_decays
+    weight_decay = sum(halves(options.weight_decay))
     for index, start in enumerate(bounds[:-1]):
-        rate = float(lr) if lr_scales is None else float(lr) * float(lr_scales[index])
-        decay = weight_decay if weight_decays is None else float(weight_decays[index])
+        rate = float(lr) if scales is None else float(lr) * float(scales[index])
+        decay = weight_decay if decays is None else float(decays[index])
         for first in range(start, bounds[index + 1], _PIECE_NUMEL):
             yield slice(first, min(first + _PIECE_NUMEL, bounds[index + 1])), rate, decay
 
 
-def _gradient(grad: torch.Tensor, factor: torch.Tensor | None, maximize: bool) -> torch.Tensor:
+def _gradient(grad: torch.Tensor, options: Shared) -> torch.Tensor:
     g = grad.float()
-    if factor is not None:
-        g = g * factor.view(())
-    return -g if maximize else g
+    if options.factor is not None:
+        g = g * options.factor.view(())
+    return -g if options.maximize else g
 
 
-def _store_compute(
-    compute: torch.Tensor,
-    param: torch.Tensor,
-    scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
-) -> None:
+def _store_compute(compute: torch.Tensor, param: torch.Tensor, options: Shared) -> None:
     """Round the new parameters into their compute shard; E4M3 and amax as `flat_adamw_` says."""
-    if scale is None:
+    if options.compute_scale is None:
         compute.copy_(param)
         return
-    compute.copy_(codes.encode(param * scale.view(()), E4M3))
-    if amax is not None:
+    compute.copy_(codes.encode(param * options.compute_scale.view(()), E4M3))
+    if (amax := options.amax) is not None:
         amax.copy_(torch.maximum(amax.view(()), param.abs().amax()).view_as(amax))
 
 
@@ -246,46 +215,3 @@ def bias_powers(beta: float) -> torch.Tensor:
     """
     powers = [beta ** (number * BASE**digit) for digit in range(DIGITS) for number in range(BASE)]
     return torch.tensor(powers, dtype=torch.float64, device="cpu")
-
-
-def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tensor.reshape(-1).split(CHUNK_BYTES // tensor.element_size())
-
-
-def _chunk_sums(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The FP32 sums of squares of chunks, in their order.
-
-    Those of one row of lanes share calls: alone, each costs the host 13 sums.
-    """
-    sums = torch.empty(len(chunks), device=chunks[0].device)
-    short = []
-    for index, chunk in enumerate(chunks):
-        if chunk.numel() <= CHUNK_LANES:
-            short.append(index)
-        else:
-            sums[index] = _sum_of(chunk.float().square(), CHUNK_LANES)
-    for first in range(0, len(short), _TOGETHER):
-        indices = short[first : first + _TOGETHER]
-        given = [chunks[index] for index in indices]
-        rows = torch.zeros(len(given), CHUNK_LANES, device=sums.device)
-        places = [row[: chunk.numel()] for row, chunk in zip(rows.unbind(), given, strict=True)]
-        torch._foreach_copy_(places, given)
-        sums[indices] = _sum_of_lanes(rows.square_())
-    return sums
-
-
-def _sum_of(values: torch.Tensor, lanes: int) -> torch.Tensor:
-    """The sum of 1-D `values`: row on row of `lanes`, then adjacent lanes, pairs of them, ..."""
-    missing = -values.numel() % lanes
-    rows = torch.nn.functional.pad(values, (0, missing)).view(-1, lanes)
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total.add_(row)
-    return _sum_of_lanes(total)
-
-
-def _sum_of_lanes(total: torch.Tensor) -> torch.Tensor:
-    """The sums of the last dimension: adjacent lanes, pairs of them, ..."""
-    while total.shape[-1] > 1:
-        total = total[..., 0::2] + total[..., 1::2]
-    return total[..., 0]

@@ -1,4 +1,4 @@
-"""Owns the SGD step on the GPU: parameters, momentum and the compute shard in one pass.
+"""The SGD step on the GPU: parameters, momentum and the compute shard in one pass.
 
 Formula and rounding are those of `reference`. Bytes moved an element: 8 (the parameter, read
 and written), 8 more with momentum, + those of a gradient + those of a compute element. Scalars,
@@ -10,7 +10,7 @@ tiles and paths are as in `adamw`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +19,7 @@ import triton.language as tl
 from ..launch import launch
 from ..portable import covered, to_fp32
 from . import tiles as flat_tiles
-from .reference import halves
+from .reference import Shared
 from .tiles import computed, decay_of, gradient, may_not_step, rate_of, record_amax, tile_of
 
 
@@ -37,12 +37,8 @@ def _update(p, g, buffer, scalars, NESTEROV: tl.constexpr):
 
 @triton.jit
 def _full_tile(
-    param,
-    grad,
-    momentum_buffer,
-    compute,
-    compute_scale,
-    amax,
+    shards,
+    outputs,
     factor,
     scalars,
     MAXIMIZE: tl.constexpr,
@@ -51,6 +47,8 @@ def _full_tile(
     BLOCK: tl.constexpr,
 ):
     """All pointers are 16-byte aligned, which sums with a loaded start do not show: the hints."""
+    param, grad, momentum_buffer = shards
+    compute, compute_scale, amax = outputs
     lanes = tl.arange(0, BLOCK)
     g = gradient(to_fp32(tl.load(tl.multiple_of(grad + lanes, 16))), factor, MAXIMIZE)
     p = tl.load(tl.multiple_of(param + lanes, 16))
@@ -70,12 +68,8 @@ def _full_tile(
 
 @triton.jit
 def _masked_tile(
-    param,
-    grad,
-    momentum_buffer,
-    compute,
-    compute_scale,
-    amax,
+    shards,
+    outputs,
     factor,
     count,
     scalars,
@@ -85,6 +79,8 @@ def _masked_tile(
     BLOCK: tl.constexpr,
 ):
     """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
+    param, grad, momentum_buffer = shards
+    compute, compute_scale, amax = outputs
     for first in range(0, covered(count, BLOCK), BLOCK // 4):
         lanes = first + tl.arange(0, BLOCK // 4)
         mask = lanes < count
@@ -144,22 +140,18 @@ def _sgd_kernel(
         if step is not None:
             is_first = tl.load(step).to(tl.int64) == 1
         scalars = (minus_rate, decay, momentum, growth, is_first)
-        param += start
-        grad += start
         if momentum_buffer is not None:
             momentum_buffer += start
         if compute is not None:
             compute += start
+        shards = (param + start, grad + start, momentum_buffer)
+        outputs = (compute, compute_scale, amax)
         if ALIGNED and count >= BLOCK:
-            _full_tile(
-                param, grad, momentum_buffer, compute, compute_scale, amax, factor, scalars,
-                MAXIMIZE, NESTEROV, HARDWARE, BLOCK,
-            )  # fmt: skip
+            _full_tile(shards, outputs, factor, scalars, MAXIMIZE, NESTEROV, HARDWARE, BLOCK)
         else:
             _masked_tile(
-                param, grad, momentum_buffer, compute, compute_scale, amax, factor, count, scalars,
-                MAXIMIZE, NESTEROV, HARDWARE, BLOCK,
-            )  # fmt: skip
+                shards, outputs, factor, count, scalars, MAXIMIZE, NESTEROV, HARDWARE, BLOCK
+            )
 
 
 def flat_sgd_(
@@ -172,46 +164,26 @@ def flat_sgd_(
     momentum: float,
     dampening: float,
     nesterov: bool,
-    weight_decay: float,
-    maximize: bool,
-    starts: Sequence[int],
-    lr_scales: torch.Tensor | None,
-    weight_decays: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    compute: torch.Tensor | None,
-    compute_scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
+    **shared: Any,
 ) -> None:
     """`reference.flat_sgd_` in one launch."""
-    shards = (param, grad, momentum_buffer, compute)
-    plan = flat_tiles.plan("flat_sgd_", shards, starts)
+    options = Shared(**shared)
+    shards = (param, grad, momentum_buffer)
+    plan = flat_tiles.plan("flat_sgd_", (*shards, options.compute), options.starts)
     if plan.num_tiles == 0:
         return
     launch(
         _sgd_kernel,
         plan.num_tiles,
-        param,
-        grad,
-        momentum_buffer,
+        *shards,
         lr,
         step,
-        factor,
-        found_inf,
-        plan.table,
-        lr_scales,
-        weight_decays,
-        compute,
-        compute_scale,
-        flat_tiles.as_bits(amax),
-        param.numel(),
-        plan.tiles_at,
-        *halves(weight_decay),
+        *plan.arguments(options, param.numel()),
         momentum,
         1.0 - dampening,
         on=param,
         num_warps=plan.num_warps,
-        MAXIMIZE=maximize,
+        MAXIMIZE=options.maximize,
         NESTEROV=nesterov,
         ALIGNED=plan.aligned,
         BLOCK=plan.block,

@@ -1,4 +1,4 @@
-"""Owns what the flat optimizers share: segments of a shard, their tiles, how a tile's scalars and
+"""What the flat optimizers share: a shard's segments, their tiles, and how a tile's scalars and
 compute shard are read and written.
 
     segment   [starts[i], starts[i + 1]) of the shard: its own factor on lr, its own weight decay
@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -29,7 +30,7 @@ from ..formats.table import E4M3, wire_format_of
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, is_capturing
 from ..portable import round_to
 from ..tuned import config_for
-from .reference import BASE, DIGITS, bias_powers
+from .reference import BASE, DIGITS, Shared, bias_powers, halves
 
 NUM_WARPS = 4
 POWERS_NUMEL = DIGITS * BASE  # of one beta
@@ -138,6 +139,22 @@ class Plan:
     table: torch.Tensor | None
     aligned: bool
 
+    def arguments(self, options: Shared, numel: int) -> tuple[Any, ...]:
+        """Those of both kernels, in their order, from `factor` to `decay_low`."""
+        return (
+            options.factor,
+            options.found_inf,
+            self.table,
+            options.lr_scales,
+            options.weight_decays,
+            options.compute,
+            options.compute_scale,
+            None if options.amax is None else options.amax.view(torch.int32),
+            numel,
+            self.tiles_at,
+            *halves(options.weight_decay),
+        )
+
 
 def plan(op: str, shards: Sequence[torch.Tensor | None], starts: Sequence[int]) -> Plan:
     """The plan for `shards` of one length: the parameter, the gradient, ..., the compute shard."""
@@ -171,11 +188,6 @@ def block_numel(narrowest_bytes: int) -> int:
 def default_config() -> LaunchConfig:
     """The block is of the narrowest of the shards."""
     return LaunchConfig(NUM_WARPS * THREADS_PER_WARP * ACCESS_BYTES, NUM_WARPS)
-
-
-def as_bits(amax: torch.Tensor | None) -> torch.Tensor | None:
-    """FP32 as integers: where there is no sign, they are in the same order."""
-    return None if amax is None else amax.view(torch.int32)
 
 
 # Never dropped: a captured CUDA graph may read its tables for as long as the process lives.

@@ -1,4 +1,4 @@
-"""Owns packing on the GPU: any number of tensors to or from one flat buffer in one launch.
+"""Packing on the GPU: any number of tensors to or from one flat buffer in one launch.
 
 Formula and rounding are those of `reference`; `tables` tells each program its tile. Bytes moved:
 numel * (bytes of a source element + bytes of a destination element), the destination twice with

@@ -1,4 +1,4 @@
-"""Owns the definition of every kernel in plain PyTorch: the GPU kernels' oracle, and the CPU path.
+"""Packing and sums in plain PyTorch: their definition, the kernels' oracle, and the CPU path.
 
     pack_    flat[o : o + n] = round(float32(tensor) * scale)          for every (tensor, o)
     unpack_  tensor          = round(float32(flat[o : o + n]) * scale)

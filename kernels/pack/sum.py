@@ -1,4 +1,4 @@
-"""Owns the sum over ranks on the GPU: [world, shard] in, FP32 sum in rank order, one rounding.
+"""The sum over ranks on the GPU: [world, shard] in, FP32 sum in rank order, one rounding.
 
 Formula and rounding are those of `reference`. Bytes moved: shard * (world * bytes of a part element
 + bytes of a result element), the result twice with `accumulate`. Blocks that are full and start

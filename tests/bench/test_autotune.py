@@ -551,7 +551,7 @@ def test_a_dry_run_lists_candidates_and_writes_no_table(tmp_path, capsys, monkey
     )
     printed = capsys.readouterr().out
     assert "candidates on sm_90" in printed
-    assert "l2_norm_ fp32: 2 of 4 to be timed" in printed
+    assert "l2_norm_ fp32: 3 of 4 to be timed" in printed
     assert "65536 B 2 W" in printed and "pruned: spills" in printed
     rows = json.loads(listing.read_text())["rows"]
     assert len(rows) == 8

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sidestream import kernels as k
-from sidestream.kernels import aliasing as overlap
+from sidestream.kernels import aliasing
 from sidestream.kernels.optim import op as optim_ops
 from sidestream.kernels.wire import op as message
 
@@ -212,7 +212,7 @@ def test_tensors_in_the_gaps_of_others_are_written(name):
 
 
 def test_what_would_take_too_long_to_find_out_is_refused(monkeypatch):
-    monkeypatch.setattr(overlap, "_MAX_LOOKS", 1)
+    monkeypatch.setattr(aliasing, "_MAX_LOOKS", 1)
     for tensors, wanted in (
         (
             [LINE[:12].as_strided((2, 3), (3, 2))],
@@ -247,9 +247,9 @@ def test_any_strides_meet_what_their_elements_meet():
         low, high, size = solid.data_ptr(), solid.data_ptr() + solid.nbytes, tensor.element_size()
         addresses = _addresses(tensor)
         meets = any(low - size < address < high for address in addresses)
-        spans = (overlap._span("solid", solid), overlap._span("tensor", tensor))
+        spans = (aliasing._span("solid", solid), aliasing._span("tensor", tensor))
         assert spans[0].meets(spans[1]) == spans[1].meets(spans[0]) == meets, (shape, strides)
-        if overlap._has_own_elements(tensor):
+        if aliasing._has_own_elements(tensor):
             assert len(set(addresses)) == len(addresses), (shape, strides)
         met += meets
     assert 500 < met < 2500
@@ -270,9 +270,9 @@ def test_tensors_with_gaps_meet_where_their_bytes_do():
             tensor = memory.view(dtype).as_strided(shape, strides, generator.randrange(60))
             size, addresses = tensor.element_size(), _addresses(tensor)
             is_own = len(set(addresses)) == len(addresses)
-            known = overlap._has_own_elements(tensor) or overlap._are_all_apart(tensor)
+            known = aliasing._has_own_elements(tensor) or aliasing._are_all_apart(tensor)
             assert known is is_own, (shape, strides)
-            spans.append(overlap._span(name, tensor))
+            spans.append(aliasing._span(name, tensor))
             places.append({address + byte for address in addresses for byte in range(size)})
             own.append(is_own)
         meets = not places[0].isdisjoint(places[1])

@@ -7,8 +7,11 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sidestream as ss
+from sidestream.kernels.launch import recorded
+from sidestream.kernels.op import launching_on_cpu
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import UNIT_CLASSES, Transformer
 
@@ -128,3 +131,27 @@ def bad_values(rank: int, world_size: int, value: float) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_bad_gradient_on_one_rank_is_told_on_all_and_spreads_nowhere(value: float) -> None:
     run_on_ranks(bad_values, 2, value)
+
+
+class Counting(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += 1
+        return function(*arguments, **(options or {}))
+
+
+def test_a_gpu_gets_as_many_operators_whatever_the_size() -> None:
+    """Two launches, and one scaling of all gradients at once."""
+    counts = []
+    for width in (64, 1024):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+        ss.fully_shard(model, fsdp_unit_modules=[nn.Linear])
+        fill_grads(model)
+        with launching_on_cpu(), recorded() as launches, Counting() as operators:
+            ss.clip_grad_norm_(model, 1.0)
+        assert [launch.programs for launch in launches] == 2 * [3 * -(-(width**2) * 4 // 65536)]
+        counts.append(operators.count)
+    assert counts[0] == counts[1] < 60

@@ -3,15 +3,9 @@
 import pytest
 import torch
 
-from sidestream.kernels.optim import (
-    adamw as flat_adamw,
-)
-from sidestream.kernels.optim import (
-    reference as reference_optim,
-)
-from sidestream.kernels.optim import (
-    sgd as flat_sgd,
-)
+from sidestream.kernels.optim import adamw as flat_adamw
+from sidestream.kernels.optim import reference as reference_optim
+from sidestream.kernels.optim import sgd as flat_sgd
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.optim import cases as optim_cases
 

@@ -6,7 +6,6 @@ memory is the limit (28 bytes of AdamW at 3 TB/s leave time for 277, 4 bytes of 
 count is of final machine code with every slow path's preparation, more than any run takes.
 """
 
-import itertools
 from functools import partial
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from sidestream.kernels import ahead
 from sidestream.kernels.ahead import compile as aot
 from sidestream.kernels.ahead import optimizers
-from sidestream.kernels.ahead.count import instructions_of, stretches
+from sidestream.kernels.ahead.count import stretches
 from sidestream.kernels.ahead.optimizers import KERNELS, NAMES, VARIANTS
 from sidestream.kernels.optim import adamw as flat_adamw
 from sidestream.kernels.optim import norm
@@ -30,12 +29,9 @@ def compile_optimizer(name, target, grad, compute, **options):
     return costs.compile_for(configuration, target)
 
 
-def compile_chunk(target):
-    return costs.compile_for(optimizers.chunk_configuration(), target)
-
-
-def compile_combine(target, found_inf):
-    return costs.compile_for(optimizers.combine_configuration(found_inf), target)
+def compile_norm(target):
+    configurations = (optimizers.largest_configuration(), optimizers.squares_configuration())
+    return [costs.compile_for(configuration, target) for configuration in configurations]
 
 
 def faults(compiled, *full_functions):
@@ -64,8 +60,7 @@ def compiled_ahead():
     for target in aot.TARGETS:
         calls.append(partial(compile_optimizer, "adamw", target, "*bf16", "*bf16"))
         calls.append(partial(compile_optimizer, "sgd", target, "*bf16", "*u8"))
-        calls.append(partial(compile_chunk, target))
-        calls.append(partial(compile_combine, target, "*i1"))
+        calls.append(partial(compile_norm, target))
     return calls
 
 
@@ -87,29 +82,15 @@ def test_optimizers_on_hopper(name, grad, compute):
         assert count > MIN_INSTRUCTIONS[name]
 
 
-def test_norm_on_hopper():
-    for case in ("fp32", "half"):
+@pytest.mark.parametrize("dtype", ["fp32", "half"])
+def test_norm_on_hopper(dtype):
+    for case, function in (
+        (dtype, norm._aligned_squares),
+        (f"{dtype} largest", norm._full_largest),
+    ):
         compiled, found = costs.measure_case("l2_norm_", case)
         assert found == []
-        assert faults(compiled, norm._full_chunk) == []
-
-
-def test_the_norm_s_paths_are_told_apart():
-    """By their squares: a thread has 64 elements of FP32, and 128 of two bytes."""
-    compiled = compile_chunk("sm_90")
-    costs_of = {64: [], 128: []}
-    lines = instructions_of(compiled)
-    for is_end, stretch in itertools.groupby(
-        lines, lambda line: line.split()[0] in ("BRA", "EXIT")
-    ):
-        found = list(stretch)
-        squares = sum(line.startswith("FMUL") for line in found)
-        if not is_end and squares in costs_of:
-            costs_of[squares].append((len(found) + 1) / squares)
-    (fp32,), halves = costs_of[64], costs_of[128]
-    assert len(halves) == 2
-    for case, cost in (("fp32", fp32), ("half", max(halves))):
-        assert ahead.case_of("l2_norm_", case).instructions(compiled) == cost
+        assert faults(compiled, function) == []
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
@@ -117,8 +98,7 @@ def test_all_targets_compile_without_spills(target):
     compiled = [
         compile_optimizer("adamw", target, "*bf16", "*bf16"),
         compile_optimizer("sgd", target, "*bf16", "*u8"),
-        compile_chunk(target),
-        compile_combine(target, "*i1"),
+        *compile_norm(target),
     ]
     for one in compiled:
         assert one.spill_bytes == 0
@@ -132,7 +112,6 @@ def test_a_first_beta_below_one_half_compiles():
 
 @pytest.mark.parametrize(("found_inf", "step"), [("*i1", "*i64"), ("*fp32", "*fp32")])
 def test_scalars_of_other_dtypes_compile(found_inf, step):
-    assert compile_combine("sm_90", found_inf).spill_bytes == 0
     types = {"found_inf": found_inf, "step": step, "lr": "*fp64"}
     for name in KERNELS:
         compiled = compile_optimizer(name, "sm_90", "*fp32", None, segments=False, types=types)
