@@ -1,4 +1,4 @@
-"""Owns the kernels' naive definition, the cases they are tried on, and the comparison of bits."""
+"""The kernels' naive definition, the cases they are tried on, and the comparison of bits."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Owns the shards the flat optimizers are tried on, their formula again in NumPy, and ulps."""
+"""The shards the flat optimizers are tried on, their formula again in NumPy, and ulps."""
 
 from dataclasses import dataclass, field, replace
 
