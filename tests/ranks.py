@@ -25,9 +25,10 @@ import traceback
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,9 @@ def run_on_ranks(
         torch.save(args, Path(folder) / "args")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
+        # Without the folder that pytest runs in on its path: `kernels` is also a package of others.
+        with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
+            forkserver.ensure_running()
         processes = [
             context.Process(target=_rank_main, args=(call, rank)) for rank in range(world_size)
         ]
