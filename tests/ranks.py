@@ -12,6 +12,7 @@ as files in a temporary folder, so there are no ports, no pipes that fill up and
 
 import datetime
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import math
@@ -212,6 +213,8 @@ def _rank_main(call: _Call, rank: int) -> None:
 
 
 def _prepare_process(call: _Call, rank: int) -> None:
+    # A collection that went over all that the fork server has loaded would copy its memory.
+    gc.freeze()
     os.environ.clear()
     os.environ.update(call.env)
     output = os.open(call.file("output", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -43,6 +43,7 @@ def _main(rank: int, world_size: int, name: str, folder: Path, port: int) -> lis
         as_if_launched(rank, world_size, port)
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.chdir(folder)
+    torch.manual_seed(0)
     sys.argv = [str(EXAMPLES / f"{name}.py"), str(folder / "out")]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -198,9 +199,10 @@ CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
 
 
 # Alone, the adapters are trained by their own tests.
-# The quick start on two ranks is torchrun's.
-RUNS = [(name, 2) for name in CASES if name != "quickstart"]
-RUNS += [("quickstart", 1), ("transformers_llama", 1)]
+RUNS = [(name, 2) for name in CASES] + [
+    ("quickstart", 1),
+    ("transformers_llama", 1),
+]
 
 
 def test_every_example_has_a_case() -> None:
@@ -218,5 +220,6 @@ def test_example_does_what_plain_pytorch_does(name: str, world_size: int, tmp_pa
 
 
 def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
-    lines = _run_by_torchrun("quickstart", tmp_path)
-    _check_quickstart(0, 1, 2, lines, tmp_path / "out")
+    # Its weights are random, so nothing is known of the losses.
+    assert len(_losses(_run_by_torchrun("quickstart", tmp_path))) == 4
+    assert (tmp_path / "checkpoints" / "quickstart").is_dir()
