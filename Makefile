@@ -37,7 +37,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/$(if $(ARGS),pytest $(ARGS),python tests/side_by_side.py)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m sidestream.kernels.cases > docs/kernels.md

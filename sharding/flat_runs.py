@@ -63,8 +63,8 @@ def locate_params(
                     f"optimizer: expected only parameters of the module, got a foreign one at "
                     f"param_groups[{number}]['params'][{position}], shape {tuple(param.shape)}; "
                     "make the optimizer from module.parameters() and pass both to fully_shard, or "
-                    "make it after fully_shard. The module has "
-                    f"{len(names)} parameters: {listed(names)}"
+                    f"make it after fully_shard. The module has {len(names)} parameters: "
+                    f"{listed(names)}"
                 )
             located[-1].append(location)
     return located
@@ -97,9 +97,9 @@ def replaced_owners(
         names = [runtime.units[place.unit].spec.names[place.index] for place in taken]
         raise ValueError(
             "optimizer: expected parameters that no other optimizer updates, got "
-            f"{listed(names)}, which another one holds together with "
-            f"{len(split) - len(taken)} more and would lose without notice; give each "
-            "parameter to one optimizer, or replace the other one as a whole"
+            f"{listed(names)}, which another one holds together with {len(split) - len(taken)} "
+            "more and would lose without notice; give each parameter to one optimizer, or "
+            "replace the other one as a whole"
         )
     return [other for other, places in held.items() if places[0] in wanted]
 

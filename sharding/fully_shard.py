@@ -193,8 +193,8 @@ def fully_shard_optimizer(
             return optimizer
     raise ValueError(
         "optimizer: expected parameters of a module that fully_shard has sharded, got none; make "
-        "the optimizer "
-        "from module.parameters() after fully_shard, or pass both to fully_shard together"
+        "the optimizer from module.parameters() after fully_shard, or pass both to fully_shard "
+        "together"
     )
 
 
@@ -237,7 +237,6 @@ def runtime_of(module: nn.Module) -> Runtime:
     if runtime is None:
         raise ValueError(
             "module: expected the module that was passed to fully_shard, got a "
-            f"{type(module).__name__} that "
-            "was not; shard it first, or pass the outermost module"
+            f"{type(module).__name__} that was not; shard it first, or pass the outermost module"
         )
     return runtime

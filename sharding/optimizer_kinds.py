@@ -99,8 +99,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, declared: bool = Fals
     if not known and not declared:
         raise ValueError(
             "optimizer: expected an optimizer known to be elementwise, got "
-            f"{kind.__module__}.{kind.__name__}; "
-            "if each element's update depends on that element alone, pass elementwise=True"
+            f"{kind.__module__}.{kind.__name__}; if each element's update depends on that element "
+            "alone, pass elementwise=True"
         )
 
 

@@ -55,8 +55,7 @@ class MixedPrecisionPolicy:
             if entry.name != "cast_forward_inputs" and value is not None and value not in _FLOATS:
                 raise TypeError(
                     f"MixedPrecisionPolicy.{entry.name}: expected None, torch.float32, "
-                    "torch.bfloat16 or "
-                    f"torch.float16; got {value!r}"
+                    f"torch.bfloat16 or torch.float16; got {value!r}"
                 )
 
 

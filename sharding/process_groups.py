@@ -73,9 +73,8 @@ def _initialize_from_environment() -> bool:
         if local_rank >= count:
             raise RuntimeError(
                 f"local rank {local_rank}: expected at most one rank per GPU and this machine has "
-                f"{count}; "
-                f"start at most {count} ranks here, or hide the GPUs (CUDA_VISIBLE_DEVICES='') to "
-                "run on CPU"
+                f"{count}; start at most {count} ranks here, or hide the GPUs "
+                "(CUDA_VISIBLE_DEVICES='') to run on CPU"
             )
         torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl")
@@ -114,8 +113,7 @@ def _mesh_group(mesh: DeviceMesh, axis_name: str | None) -> dist.ProcessGroup:
     if axis_name is None and mesh.ndim != 1:
         raise ValueError(
             "dp_shard_dim: expected the name of the dimension to shard over, because device_mesh "
-            "has "
-            f"{mesh.ndim} dimensions {list(names or ())}; got None"
+            f"has {mesh.ndim} dimensions {list(names or ())}; got None"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

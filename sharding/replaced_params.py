@@ -58,7 +58,7 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
     if names:
         raise ValueError(
             "optimizer.step: expected parameters that a model uses, got "
-            f"{listed(names)}, which fully_shard has replaced by sharded ones: "
-            "pass the optimizer to fully_shard together with the module, or make it from "
-            "module.parameters() afterwards and pass it to fully_shard_optimizer"
+            f"{listed(names)}, which fully_shard has replaced by sharded ones: pass the optimizer "
+            "to fully_shard together with the module, or make it from module.parameters() "
+            "afterwards and pass it to fully_shard_optimizer"
         )

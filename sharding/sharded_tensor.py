@@ -305,8 +305,8 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
         if value is not None and not isinstance(value, ShardedTensor):
             if value.shape != self.shape:
                 raise RuntimeError(
-                    f"grad of {self.describe()}: expected shape {tuple(self.shape)}, "
-                    f"got {tuple(value.shape)}"
+                    f"grad of {self.describe()}: expected shape {tuple(self.shape)}, got "
+                    f"{tuple(value.shape)}"
                 )
             value = self.with_local(self.interval_of(value).clone())
         if value is not None and not self.has_layout_of(value):

@@ -95,9 +95,8 @@ class Summary:
         lines.append(
             f"{self.strategy}, world {self.world_size}, {numel:,} elements; per rank: "
             f"{_mib(self.bytes_at_rest)} at rest (parameters and gradients, without optimizer "
-            "state), "
-            f"at most {_mib(self.peak_bytes)} with buffers (under no_sync a full gradient more), "
-            f"{_mib(self.sent_bytes_per_step)} sent per step"
+            f"state), at most {_mib(self.peak_bytes)} with buffers (under no_sync a full gradient "
+            f"more), {_mib(self.sent_bytes_per_step)} sent per step"
         )
         return "\n".join(lines)
 

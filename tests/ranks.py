@@ -12,6 +12,7 @@ as files in a temporary folder, so there are no ports, no pipes that fill up and
 
 import datetime
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import math
@@ -24,8 +25,10 @@ import time
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -105,6 +108,9 @@ def run_on_ranks(
         torch.save(args, Path(folder) / "args")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
+        # Without the folder that pytest runs in on its path: `kernels` is also a package of others.
+        with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
+            forkserver.ensure_running()
         ranks = [
             context.Process(target=_rank_main, args=(call, rank)) for rank in range(world_size)
         ]
@@ -165,6 +171,8 @@ def _value(call: _Call, rank: int) -> Any:
 
 
 def _prepare_process(call: _Call, rank: int) -> None:
+    # A collection that went over all that the fork server has loaded would copy its memory.
+    gc.freeze()
     os.environ.clear()
     os.environ.update(call.env)
     output = os.open(call.file("output", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

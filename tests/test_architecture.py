@@ -166,7 +166,7 @@ def kernels_and_buffers_know_no_ranks(source: Source) -> list[str]:
 
 def file_opens_with_a_docstring(source: Source) -> list[str]:
     return (
-        [] if ast.get_docstring(source.tree) else ["line 1: say in one sentence what the file owns"]
+        [] if ast.get_docstring(source.tree) else ["line 1: say in one sentence what the file has"]
     )
 
 

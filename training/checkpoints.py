@@ -69,8 +69,8 @@ def checkpoint_to_resume(folder: str, defining: Defining, last_step: int) -> Sav
     if differences:
         raise CheckpointError(
             f"expected the run that {saved.path} was saved by, got another "
-            f"({'; '.join(differences[:MAX_SHOWN])}); "
-            "give the same options and data, or another --checkpoint DIR"
+            f"({'; '.join(differences[:MAX_SHOWN])}); give the same options and data, or another "
+            "--checkpoint DIR"
         )
     if saved.step >= last_step:
         raise CheckpointError(
@@ -95,8 +95,7 @@ def refuse_to_mix(folder: str) -> None:
     if saved is not None:
         raise CheckpointError(
             f"expected no checkpoints in {folder} yet, got one of step {saved.step}; pass "
-            "--resume to go on from it, "
-            "or another --checkpoint DIR"
+            "--resume to go on from it, or another --checkpoint DIR"
         )
 
 

@@ -65,8 +65,8 @@ class Share:
         if self.batch < 1 or self.batch % parts:
             raise OptionsError(
                 f"expected a batch that {self.world_size} ranks x {self.accumulate} microbatches "
-                "divide, "
-                f"got {self.batch}; pass --batch {max(1, round(self.batch / parts)) * parts}"
+                f"divide, got {self.batch}; pass --batch "
+                f"{max(1, round(self.batch / parts)) * parts}"
             )
 
     def rows(self, microbatch: int) -> slice:
@@ -97,8 +97,8 @@ def load_corpus(path: str | None, *, seq_len: int, max_bytes: int = MAX_CORPUS_B
     if len(data) < 4 * window:
         raise DataError(
             f"expected at least {4 * window} bytes of text (4 sequences of {seq_len} + 1), got "
-            f"{len(data)} from "
-            f"{num_files} text files in {source}; pass --data with more text or a shorter --seq-len"
+            f"{len(data)} from {num_files} text files in {source}; pass --data with more text or "
+            "a shorter --seq-len"
         )
     digest = hashlib.sha256(data).hexdigest()
     tokens = torch.frombuffer(data, dtype=torch.uint8)

@@ -38,8 +38,7 @@ class GPTConfig:
         if self.width % self.num_heads:
             raise ValueError(
                 f"expected a width that num_heads divides, got width {self.width} and "
-                f"{self.num_heads} heads; "
-                f"choose a multiple of {self.num_heads}"
+                f"{self.num_heads} heads; choose a multiple of {self.num_heads}"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(

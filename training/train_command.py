@@ -42,8 +42,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "train",
         help="train a byte-level GPT on any text",
-        description="Train a byte-level GPT on any text. "
-        "The last line of the output is RESULT and one JSON object.",
+        description="Train a byte-level GPT on any text. The last line of the output is RESULT "
+        "and one JSON object.",
     )
     add_train_arguments(parser)
     parser.set_defaults(run=run)

@@ -177,9 +177,8 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
     )
     reporter.note(
         f"model: {options.model}, {run.num_parameters:,} parameters; {_ranks(place.world_size)} "
-        f"on {run.device.type} "
-        f"({device_reason}); ZeRO-{options.zero}, {options.compute} compute, {options.grad_wire} "
-        "gradients on the wire"
+        f"on {run.device.type} ({device_reason}); ZeRO-{options.zero}, {options.compute} compute, "
+        f"{options.grad_wire} gradients on the wire"
     )
     cost = summary(run.module)
     reporter.note(

@@ -107,8 +107,8 @@ def _refusing(folder: Path) -> Iterator[None]:
         ) from error
     except BadCheckpoint as error:
         raise ValueError(
-            f"checkpoint {shown(folder)}: {one_line(error)}; load "
-            "another checkpoint. Nothing was loaded"
+            f"checkpoint {shown(folder)}: {one_line(error)}; load another checkpoint. "
+            "Nothing was loaded"
         ) from error
 
 

@@ -1,7 +1,11 @@
 """Tests of examples/: each as its reader runs it, on one rank and on two, beside a plain twin."""
 
+import contextlib
 import importlib.util
+import io
 import os
+import runpy
+import socket
 import subprocess
 import sys
 import warnings
@@ -14,8 +18,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.integrations.launched import as_if_launched
+from sidestream.tests.ranks import preload, run_on_ranks
 
+preload("transformers.models.llama.modeling_llama", "transformers.trainer", "peft")
+preload("lightning.pytorch")
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
@@ -24,13 +31,31 @@ TORCHRUN += ("--rdzv-endpoint", "127.0.0.1:0")  # a free port
 
 def _run(name: str, world_size: int, folder: Path) -> list[str]:
     """Run an example, with `folder` as its argument and where it starts; return its lines."""
-    launcher = TORCHRUN if world_size > 1 else ()
-    path = EXAMPLES / f"{name}.py"
-    offline = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return run_on_ranks(_main, world_size, name, folder, port, backend=None)[0]
+
+
+def _main(rank: int, world_size: int, name: str, folder: Path, port: int) -> list[str]:
+    """Be the example's program, started as by torchrun where there are several ranks."""
+    if world_size > 1:
+        as_if_launched(rank, world_size, port)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.chdir(folder)
+    torch.manual_seed(0)
+    sys.argv = [str(EXAMPLES / f"{name}.py"), str(folder / "out")]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return output.getvalue().splitlines()
+
+
+def _run_by_torchrun(name: str, folder: Path) -> list[str]:
+    """As `_run` on two ranks, in processes of torchrun that have loaded nothing before."""
     done = subprocess.run(
-        [sys.executable, *launcher, str(path), str(folder / "out")],
+        [sys.executable, *TORCHRUN, str(EXAMPLES / f"{name}.py"), str(folder / "out")],
         cwd=folder,
-        env={**os.environ, **offline},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=110,
@@ -192,3 +217,9 @@ def test_example_does_what_plain_pytorch_does(name: str, world_size: int, tmp_pa
             pytest.skip(f"needs {package}, of the extra `examples`")
     lines = _run(name, world_size, tmp_path)
     run_on_ranks(check, 1, world_size, lines, tmp_path / "out", backend=None)
+
+
+def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
+    # Its weights are random, so nothing is known of the losses.
+    assert len(_losses(_run_by_torchrun("quickstart", tmp_path))) == 4
+    assert (tmp_path / "checkpoints" / "quickstart").is_dir()

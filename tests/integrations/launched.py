@@ -5,8 +5,8 @@ import os
 import warnings
 
 
-def as_if_launched(rank: int, world_size: int) -> None:
-    """Set what torchrun sets. The process group is there already, so no address is ever used."""
+def as_if_launched(rank: int, world_size: int, port: int = 1) -> None:
+    """Set what torchrun sets. `port`, of the first rank, is for who has no process group yet."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -15,7 +15,7 @@ def as_if_launched(rank: int, world_size: int) -> None:
         LOCAL_WORLD_SIZE=str(world_size),
         TORCHELASTIC_RUN_ID="test",
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",
+        MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
     )

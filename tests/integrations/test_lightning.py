@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.tests.integrations.launched import as_if_launched
-from sidestream.tests.ranks import RanksFailed, run_on_ranks
+from sidestream.tests.ranks import RanksFailed, preload, run_on_ranks
 
 lightning = pytest.importorskip("lightning", reason="needs the extra `examples`")
 pytestmark = pytest.mark.slow
+preload("lightning.pytorch")
 # Of one rank the levels differ by whether parameters are freed alone.
 LEVELS = {1: (3,), 2: range(4), 3: (1,)}
 

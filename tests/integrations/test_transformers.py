@@ -10,11 +10,12 @@ from torch import Tensor
 
 import sidestream as ss
 from sidestream.tests.integrations.launched import as_if_launched
-from sidestream.tests.ranks import RanksFailed, run_on_ranks
+from sidestream.tests.ranks import RanksFailed, preload, run_on_ranks
 
 pytest.importorskip("transformers", reason="needs the extra `examples`")
 pytest.importorskip("accelerate", reason="needs the extra `examples`")
 pytestmark = pytest.mark.slow
+preload("transformers.models.llama.modeling_llama", "transformers.trainer", "peft")
 
 STEPS, RESUMED = 6, 3
 # Of one rank the levels differ by whether parameters are freed alone.

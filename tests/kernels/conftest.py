@@ -1,4 +1,4 @@
-"""Owns what the tests of kernels share: the processes that run beside them, and the table."""
+"""What the tests of kernels share: the processes that run beside them, and the table."""
 
 import contextlib
 from collections.abc import Callable

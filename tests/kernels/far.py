@@ -1,4 +1,4 @@
-"""Owns kernel launches whose element counts pass 2**31 while the memory they touch is small."""
+"""Kernel launches whose element counts pass 2**31 while the memory they touch is small."""
 
 import torch
 

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins
+from sidestream.tests.sharding.twins import LEVELS, Twins
 
-ZEROS = (0, 1, 2, 3)
 SHAPE = (4, 6)
 
 
@@ -61,7 +60,7 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def in_forward(rank: int, world_size: int, kind: str) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = Twins(rank, world_size, _model(kind), zero, [KINDS[kind], nn.Linear])
         x = twins.data(0, *SHAPE)[rank]
         for _ in range(3):
@@ -72,7 +71,7 @@ def in_forward(rank: int, world_size: int, kind: str) -> None:
 
 
 def in_training(rank: int, world_size: int, kind: str) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = Twins(rank, world_size, _model(kind), zero, [KINDS[kind], nn.Linear])
         for step in range(3):
             data = twins.data(step, *SHAPE)
@@ -85,7 +84,7 @@ def in_training(rank: int, world_size: int, kind: str) -> None:
 
 
 def refused_in_training(rank: int, world_size: int, kind: str) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = Twins(rank, world_size, _model(kind), zero, [KINDS[kind], nn.Linear])
         loss = _loss(twins.sharded, twins.data(0, *SHAPE)[rank])
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -93,7 +92,7 @@ def refused_in_training(rank: int, world_size: int, kind: str) -> None:
 
 
 def whole(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         twins = Twins(rank, world_size, model, zero, [nn.Linear])

@@ -12,9 +12,8 @@ from torch.autograd import backward, grad
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins
+from sidestream.tests.sharding.twins import LEVELS, Twins
 
-ZEROS = (0, 1, 2, 3)
 Backward = Callable[[Tensor, Sequence[Tensor]], None]
 
 
@@ -36,7 +35,7 @@ def _by_function(loss: Tensor, inputs: Sequence[Tensor]) -> None:
 
 
 def _named(rank: int, world_size: int, run: Backward) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         for names in (["0.weight"], ["2.bias", "0.bias"], ["0.weight", "0.bias", "2.weight"]):
             twins = Twins(rank, world_size, _model(), zero, [nn.Linear])
             for step in range(2):
@@ -66,7 +65,7 @@ def test_backward_with_inputs_gives_the_named_parameters_their_gradients(
 
 def _kept(rank: int, world_size: int) -> None:
     """What is not named keeps the gradient that it has."""
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = Twins(rank, world_size, _model(), zero, [nn.Linear])
         twins.backward(_loss, twins.data(0, 4, 6))
         for x in twins.data(1, 4, 6):
@@ -82,7 +81,7 @@ def test_backward_with_inputs_leaves_other_gradients_as_they_are(world_size: int
 
 
 def _own_gradients(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = Twins(rank, world_size, _model(), zero, [nn.Linear])
         x = twins.data(0, 4, 6)[rank]
         loss, plain_loss = _loss(twins.sharded, x), _loss(twins.plain, x)
@@ -109,7 +108,7 @@ def test_grad_of_sharded_parameters_is_the_rank_s_own_whole_gradient(world_size:
 
 
 def _unused(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         model = _model()
         ss.fully_shard(model, zero_dp_strategy=zero, fsdp_unit_modules=[nn.Linear])
         x = torch.ones(2, 6)
@@ -155,7 +154,7 @@ def _higher_order(rank: int, world_size: int) -> None:
         (slope,) = grad(_loss(model, x), model[2].weight, create_graph=True)
         return slope.square().sum()
 
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = Twins(rank, world_size, _model(), zero, [nn.Linear])
         twins.backward(loss, twins.data(0, 4, 6))
         twins.check_grads()

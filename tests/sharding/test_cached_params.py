@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins
+from sidestream.tests.sharding.twins import LEVELS, Twins
 
 SHAPE = (4, 5, 6)
 
@@ -98,7 +98,7 @@ class Block(nn.Module):
 
 
 def train(rank: int, world_size: int, name: str) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         torch.manual_seed(0)
         model = nn.Sequential(Block(LAYERS[name]()), LAYERS[name]())
         twins = Twins(rank, world_size, model, zero, [Block])

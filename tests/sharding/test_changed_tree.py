@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sidestream as ss
 from sidestream.sharding.tree_watch import watches_of
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins, square_loss
+from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 
 WIDTH = 6
 
@@ -136,7 +136,7 @@ def sharded(zero: int) -> nn.Module:
 
 def refuses(rank: int, world_size: int, kind: str, folder: str) -> None:
     change, message = ADDED[kind]
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         model = sharded(zero)
         model(torch.ones(1, WIDTH)).sum().backward()
         change(model)
@@ -205,7 +205,7 @@ ALLOWED: dict[str, Callable[[nn.Module], None]] = {
 
 
 def trains(rank: int, world_size: int, kind: str) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         torch.manual_seed(0)
         twins = Twins(rank, world_size, Model(), zero, [Block])
         twins.train(square_loss, (2, WIDTH), steps=2)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.twins import LEVELS
 
 BF16 = ss.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -150,7 +151,7 @@ def check(zero: int, way: Callable[[], Model], policy: ss.MixedPrecisionPolicy |
 
 
 def train(rank: int, world_size: int, way: Callable[[], Model]) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         for policy in (None, BF16):
             check(zero, way, policy)
 
@@ -170,7 +171,7 @@ class InRegistered(Codebook):
 
 
 def encode(rank: int, world_size: int) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         model = InRegistered()
         ss.fully_shard(model, zero_dp_strategy=zero)
         ss.register_forward_method(model, "encode")

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins
+from sidestream.tests.sharding.twins import LEVELS, Twins
 
-ZEROS = (0, 1, 2, 3)
 BF16 = ss.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
@@ -39,17 +38,17 @@ def _twins(rank: int, world_size: int, zero: int, **options: Any) -> Twins:
 
 
 def _train_with_penalty(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         _twins(rank, world_size, zero).train(_loss, (4, 6))
 
 
 def _train_on_the_penalty_alone(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         _twins(rank, world_size, zero).train(_penalty, (4, 6))
 
 
 def _two_backwards(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         for step in range(2):
             data = twins.data(step, 4, 6)
@@ -61,7 +60,7 @@ def _two_backwards(rank: int, world_size: int) -> None:
 
 
 def _accumulated(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         with ss.no_sync(twins.sharded):
             twins.backward(_penalty, twins.data(0, 4, 6))
@@ -73,7 +72,7 @@ def _accumulated(rank: int, world_size: int) -> None:
 
 def _on_rank_0_only(rank: int, world_size: int) -> None:
     """All ranks gather, one uses what it got."""
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         data = twins.data(0, 4, 6)
         for other, x in enumerate(data):
@@ -100,7 +99,7 @@ def _inside_forward(rank: int, world_size: int) -> None:
             penalty = sum(_whole(param).square().sum() for param in self.kept)
             return self.inner(x).square().mean() + penalty
 
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = Twins(rank, world_size, Regularised(), zero, [nn.Linear])
         twins.plain.kept = list(twins.plain.parameters())
         twins.sharded.kept = list(twins.sharded.parameters())
@@ -126,7 +125,7 @@ def test_whole_parameter_in_a_loss_trains_as_the_plain_twin(
 
 
 def _local_parts(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         names = [name for name, _ in twins.plain.named_parameters()]
         sharded = dict(twins.sharded.named_parameters())
@@ -147,7 +146,7 @@ def test_local_part_in_a_loss_trains_the_rank_s_own_elements(world_size: int) ->
 
 def _writes(rank: int, world_size: int) -> None:
     x = torch.ones(2, 6)
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         model = _model()
         plain = _model()
         ss.fully_shard(model, zero_dp_strategy=zero)
@@ -170,7 +169,7 @@ def test_writes_to_the_local_part_go_on_with_gradients_enabled(world_size: int) 
 
 
 def _with_bf16_compute(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero, mixed_precision_policy=BF16)
         weight = twins.sharded[2].weight
         assert weight.full_tensor().dtype == torch.float32
@@ -187,7 +186,7 @@ def test_gradient_of_a_master_weight_goes_through_the_compute_dtype(world_size: 
 
 
 def _frozen_and_detached(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         model = _model()
         model[0].weight.requires_grad_(False)
         ss.fully_shard(model, zero_dp_strategy=zero)
@@ -209,7 +208,7 @@ def test_frozen_detached_or_without_gradients_it_is_a_plain_value(world_size: in
 
 
 def _unfrozen(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         model = _model()
         model.requires_grad_(False)
         ss.fully_shard(model, zero_dp_strategy=zero)
@@ -235,7 +234,7 @@ def test_result_of_a_recorded_operator_is_refused_with_the_fix(method: str) -> N
 
 
 def _graph_of_the_gradient(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         x = twins.data(0, 4, 6)
 

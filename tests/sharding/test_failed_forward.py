@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins, square_loss
+from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 
 SHAPE = (4, 6)
 ERRORS = (ArithmeticError, KeyboardInterrupt, SystemExit)
@@ -161,7 +161,7 @@ def units_called_alone(rank: int, world_size: int, zero: int) -> None:
 
 
 def run_case(rank: int, world_size: int, name: str) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         globals()[name](rank, world_size, zero)
 
 

@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins
+from sidestream.tests.sharding.twins import LEVELS, Twins
 
-ZEROS = (0, 1, 2, 3)
 SHAPE = (4, 6)
 BF16 = ss.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
 
@@ -121,7 +120,7 @@ LOSSES = {
 
 
 def _trained(rank: int, world_size: int, loss: Callable[[_Model, Tensor], Tensor]) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         twins.train(loss, SHAPE)
         twins.train(_through_forward, SHAPE, steps=1)
@@ -136,7 +135,7 @@ def test_training_through_registered_methods(
 
 
 def _evaluated(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         x = torch.ones(SHAPE)
         runtime = runtime_of(twins.sharded)
@@ -154,7 +153,7 @@ def test_generation_through_a_method_frees_its_memory(world_size: int) -> None:
 
 
 def _failed(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         for error in (ValueError, KeyboardInterrupt):
             twins = _twins(rank, world_size, zero)
             with pytest.raises(error, match="in the middle"):
@@ -170,7 +169,7 @@ def test_after_an_exception_in_a_method_training_goes_on(world_size: int) -> Non
 
 
 def _cast(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         model = _model()
         ss.fully_shard(
             model, zero_dp_strategy=zero, fsdp_unit_modules=[_Block], mixed_precision_policy=BF16

@@ -11,6 +11,7 @@ import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.test_memory import storage_bytes
+from sidestream.tests.sharding.twins import LEVELS
 
 WIDTH = 12
 BF16 = torch.bfloat16
@@ -71,7 +72,7 @@ KEPT: dict[str, tuple[torch.dtype, dict[str, Any], torch.dtype, torch.dtype]] = 
 
 def takes_its_own_dtype(rank: int, world_size: int, kind: str) -> None:
     dtype, policy, frozen_dtype, trained_dtype = KEPT[kind]
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         model = make(dtype)
         base = {name: value.clone() for name, value in model.state_dict().items() if "base" in name}
         shard(model, zero, **policy)
@@ -101,7 +102,7 @@ def test_frozen_parameters_are_kept_in_their_own_dtype(kind: str, world_size: in
 
 def trains_the_same(rank: int, world_size: int) -> None:
     """Frozen after `fully_shard`, the base has a master: not a bit is another."""
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         results = []
         for freeze_first in (True, False):
             model = make(BF16)
@@ -129,7 +130,7 @@ def test_a_frozen_base_computes_the_same_bits_without_a_master(world_size: int) 
 
 
 def moves_between_policies(rank: int, world_size: int, folder: str) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         for target in ("all trainable", "fp32", "bf16"):
             model = make(BF16)
             shard(model, zero)
@@ -153,7 +154,7 @@ def test_checkpoints_load_between_frozen_and_trainable_models(tmp_path: Path) ->
 
 
 def unfreezes(rank: int, world_size: int) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         model = make(BF16)
         shard(model, zero)
         x = torch.ones(2, WIDTH, dtype=BF16)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins, square_loss
+from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 
 SHAPE = (4, 6)
 
@@ -161,7 +161,7 @@ def unit_that_a_rank_skips(rank: int, world_size: int, zero: int) -> None:
 
 
 def run_case(rank: int, world_size: int, name: str) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         torch.manual_seed(0)
         globals()[name](rank, world_size, zero)
 

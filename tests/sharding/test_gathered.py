@@ -13,9 +13,8 @@ from torch import Tensor, nn
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
-from sidestream.tests.sharding.twins import Twins, square_loss
+from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 
-ZEROS = (0, 1, 2, 3)
 BF16 = ss.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 
@@ -90,7 +89,7 @@ def _refused(*texts: str) -> Iterator[None]:
 
 
 def _read(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         plain, model = _pair(zero)
         expected = dict(plain.named_parameters())
         pool = runtime_of(model).pool
@@ -179,7 +178,7 @@ WRITES: dict[str, Callable[[_Model], None]] = {
 
 
 def _written(rank: int, world_size: int, change: Callable[[_Model], None]) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         plain, model = _pair(zero)
         _equal(model, plain)
         change(plain)
@@ -200,7 +199,7 @@ def test_what_is_written_counts_in_forward_inside_and_after(
 
 
 def _refused_writes(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         for change, name in (
             (_fill, "'blocks.0.up.weight' was written to"),
             (_rebind, "'blocks.1.down.weight' was written to"),
@@ -225,7 +224,7 @@ def test_write_without_write_true_is_refused_by_name_and_nothing_changes(world_s
 
 
 def _unequal(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         plain, model = _pair(zero)
         with (
             _refused("'blocks.0.up.weight'", "'blocks.0.down.weight' was given other values"),
@@ -247,7 +246,7 @@ def test_other_values_on_some_ranks_are_refused_by_name_and_nothing_changes(
 
 
 def _masters(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         plain, model = _pair(zero, mixed_precision_policy=BF16)
         with ss.gathered(model, write=True):
             weight = model.blocks[0].up.weight
@@ -272,7 +271,7 @@ def test_masters_of_untouched_elements_keep_their_bits(world_size: int) -> None:
 
 
 def _failing(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         for error in (ValueError, KeyboardInterrupt):
             plain, model = _pair(zero)
             with pytest.raises(error), ss.gathered(model, write=True):
@@ -293,7 +292,7 @@ def test_after_an_exception_inside_nothing_is_written(world_size: int) -> None:
 
 def _misused(rank: int, world_size: int) -> None:
     folder = Path("nowhere")
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plain = copy.deepcopy(model)
@@ -350,7 +349,7 @@ def test_what_cannot_be_taken_over_is_refused_by_name(world_size: int) -> None:
 
 
 def _nested(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         plain, model = _pair(zero)
         with ss.gathered(model, write=True):
             with ss.gathered(model.blocks[0]), torch.no_grad():
@@ -378,7 +377,7 @@ def test_blocks_nest(world_size: int) -> None:
 
 
 def _frozen_inside(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = Twins(rank, world_size, nn.Sequential(_Block(), _Block()), zero, [_Block])
         with ss.gathered(twins.sharded[0]):
             twins.sharded[0].requires_grad_(False)
@@ -393,7 +392,7 @@ def test_parameters_frozen_inside_stay_frozen(world_size: int) -> None:
 
 def _average(rank: int, world_size: int) -> None:
     """An average of the weights is swapped in, used and swapped out between two steps."""
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = Twins(rank, world_size, nn.Sequential(_Block(), _Block()), zero, [_Block])
         average = [param.detach().clone() for param in twins.plain.parameters()]
         twins.train(square_loss, (3, 6), steps=1)
@@ -429,7 +428,7 @@ def _generate(model: _Model, steps: int) -> Tensor:
 
 
 def _by_parts(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         for mode in (torch.no_grad, torch.inference_mode):
             plain, model = _pair(zero)
             steps = 3 + rank  # ranks need not be in step: inside, nothing is gathered
@@ -464,7 +463,7 @@ def test_a_block_on_one_rank_alone_ends_in_an_error() -> None:
 
 
 def _recurrent(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.LSTM(4, 3))
         plain = copy.deepcopy(model)
@@ -505,7 +504,7 @@ class _Clamped(nn.Module):
 
 
 def _inside_forward(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         torch.manual_seed(0)
         twins = Twins(rank, world_size, _Clamped(), zero, [_Block])
         for _ in range(2):

@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins
+from sidestream.tests.sharding.twins import LEVELS, Twins
 
-ZEROS = (0, 1, 2, 3)
 SHAPE = (4, 6)
 
 
@@ -57,7 +56,7 @@ def _both(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _inside(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         for step, loss in enumerate([_penalty, _loss, _both]):
             x = _plain(twins, loss, step)
@@ -70,7 +69,7 @@ def _inside(rank: int, world_size: int) -> None:
 
 def _after(rank: int, world_size: int) -> None:
     """What the graph read of the whole parameters outlives the block."""
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         for step, loss in enumerate([_penalty, _loss, _both]):
             x = _plain(twins, loss, step)
@@ -85,7 +84,7 @@ def _after(rank: int, world_size: int) -> None:
 
 def _beside(rank: int, world_size: int) -> None:
     """One backward through the model's own forward and through whole parameters."""
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         for step in range(3):
             x = _plain(twins, _both, step)
@@ -105,7 +104,7 @@ def _beside(rank: int, world_size: int) -> None:
 
 def _on_one_rank(rank: int, world_size: int) -> None:
     """All ranks gather, one has a penalty."""
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         data = twins.data(0, *SHAPE)
         for other, x in enumerate(data):
@@ -119,7 +118,7 @@ def _on_one_rank(rank: int, world_size: int) -> None:
 
 
 def _accumulated(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         x = _plain(twins, _penalty)
         with ss.no_sync(twins.sharded), ss.gathered(twins.sharded):
@@ -137,7 +136,7 @@ def _checkpointed(rank: int, world_size: int) -> None:
     def parts(model: nn.Module, x: Tensor) -> Tensor:
         return unit(model, checkpoint(model.first, x * model.scale, use_reentrant=False))
 
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         x = _plain(twins, parts)
         with ss.gathered(twins.sharded):
@@ -152,7 +151,7 @@ def _checkpointed(rank: int, world_size: int) -> None:
 
 def _older_graph(rank: int, world_size: int) -> None:
     """The backward of a forward from before the block runs inside it."""
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         value = _loss(twins.sharded, _plain(twins, _loss))
         with ss.gathered(twins.sharded):
@@ -164,7 +163,7 @@ def _older_graph(rank: int, world_size: int) -> None:
 
 def _in_a_hook(rank: int, world_size: int) -> None:
     """The block is entered while a backward runs, and while a forward runs."""
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         seen = []
 
@@ -186,7 +185,7 @@ def _in_a_hook(rank: int, world_size: int) -> None:
 
 
 def _named_inputs(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         for x in twins.data(0, *SHAPE):
             (_penalty(twins.plain, x) / world_size).backward(inputs=[twins.plain.second.weight])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import sidestream as ss
 from sidestream.sharding.cached_params import HeldContainer
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins, square_loss
+from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 
 
 class Block(nn.Module):
@@ -44,7 +44,7 @@ class Rebuilding(Model):
 
 
 def train(rank: int, world_size: int, kind: type[Model]) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         torch.manual_seed(0)
         twins = Twins(rank, world_size, kind(), zero, [Block])
         twins.train(square_loss, (4, 6))

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins, square_loss
+from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 
-ZEROS = (0, 1, 2, 3)
 SHAPE = (4, 6)
 KEPT = 6
 
@@ -57,7 +56,7 @@ def _deferred(twins: Twins) -> list[str]:
 
 
 def _keep_parameter(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         kept = None
         for _ in range(2):
@@ -75,7 +74,7 @@ def _keep_parameter(rank: int, world_size: int) -> None:
 
 
 def _keep_graph(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         penalty = None
         with ss.gathered(twins.sharded):
@@ -90,7 +89,7 @@ def _keep_graph(rank: int, world_size: int) -> None:
 
 
 def _keep_nothing(rank: int, world_size: int) -> None:
-    for zero in ZEROS:
+    for zero in LEVELS[world_size]:
         twins = _twins(rank, world_size, zero)
         with ss.gathered(twins.sharded, write=True):
             assert len(_deferred(twins)) == 8

@@ -13,7 +13,7 @@ from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.schedule import Kind
 from sidestream.sharding.unit import UnitState
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins, square_loss
+from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 
 WIDTH = 6
 
@@ -271,7 +271,7 @@ def a_graph_that_nobody_uses(rank: int, world_size: int, zero: int) -> None:
 
 
 def run_case(rank: int, world_size: int, name: str) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         torch.manual_seed(0)
         globals()[name](rank, world_size, zero)
 

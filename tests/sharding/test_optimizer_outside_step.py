@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.twins import LEVELS
 
 EPS = torch.finfo(torch.float32).eps
 WORLDS = [1, 2, 3]
@@ -236,7 +237,7 @@ SAME_AS_PLAIN = (
 
 def like_plain(rank: int, world_size: int, make: Any) -> None:
     for act in SAME_AS_PLAIN:
-        for zero in range(4):
+        for zero in LEVELS[world_size]:
             pair = Pair(zero, make)
             act(pair)
             try:
@@ -271,7 +272,7 @@ def test_schedules_made_before_and_after_step_without_a_warning() -> None:
 def scaled(rank: int, world_size: int, make: Any) -> list[list[float]]:
     """Steps with an overflow in one element in the middle; parameters and scales."""
     found = []
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         for unscales in (False, True):
             pair = Pair(zero, make)
             scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]

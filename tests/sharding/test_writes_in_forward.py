@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.twins import Twins
+from sidestream.tests.sharding.twins import LEVELS, Twins
 
 SHAPE = (4, 6)
 BF16 = ss.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -137,8 +137,9 @@ def check(twins: Twins, *, steps: int = 2) -> None:
 
 
 def in_training_and_evaluation(rank: int, world_size: int, way: type[Writer]) -> None:
-    for zero in range(4):
-        for options in ({}, {"reshard_after_forward": zero == 3}):
+    for zero in LEVELS[world_size]:
+        # Of the levels, only 3 frees the root's parameters when told to.
+        for options in ({}, {"reshard_after_forward": True})[: 1 + (zero == 3)]:
             torch.manual_seed(0)
             check(Twins(rank, world_size, Model(way), zero, [Block], **options))
         torch.manual_seed(0)
@@ -152,7 +153,7 @@ def test_writes_last(way: type[Writer], world_size: int) -> None:
 
 
 def written_in_compute_dtype(rank: int, world_size: int) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         for way in WAYS:
             torch.manual_seed(0)
             model = Model(way)
@@ -194,7 +195,7 @@ class Late(Writer):
 
 
 def written_after_use(rank: int, world_size: int) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         torch.manual_seed(0)
         twins = Twins(rank, world_size, nn.Sequential(Late(), nn.Linear(6, 2)), zero, None)
         for model in (twins.plain, twins.sharded):
@@ -207,7 +208,7 @@ def written_after_use(rank: int, world_size: int) -> None:
 
 def stepped_after_forward(rank: int, world_size: int) -> None:
     """A backward through weights that were changed since."""
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         for change in ("step", "edit"):
             torch.manual_seed(0)
             model = nn.Sequential(Writer(), Block(Writer()), nn.Linear(6, 2))
@@ -239,7 +240,7 @@ class Reshaping(Writer):
 
 
 def other_data(rank: int, world_size: int) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         model = nn.Sequential(Reshaping(), nn.Linear(6, 2))
         ss.fully_shard(model, zero_dp_strategy=zero)
         before = ss.full_state_dict(model)
@@ -256,7 +257,7 @@ def test_data_of_another_shape_is_refused_by_name() -> None:
 
 def embedding_with_max_norm(rank: int, world_size: int) -> None:
     for kind in (nn.Embedding, nn.EmbeddingBag):
-        for zero in range(4):
+        for zero in LEVELS[world_size]:
             torch.manual_seed(0)
             model = nn.Sequential(kind(9, 6, max_norm=1.0), nn.Linear(6, 2))
             if world_size > 1:

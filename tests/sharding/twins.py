@@ -14,6 +14,10 @@ from sidestream.sharding.unit import UnitState
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 SGD = {"lr": 0.1, "momentum": 0.9}
+# The ZeRO levels that tests of what models do run at, by world size. On one rank levels differ by
+# whether parameters are freed alone; three ranks are there for what they cut unevenly, the
+# optimizer's part at 1, all at 3.
+LEVELS = {1: (0, 3), 2: (0, 1, 2, 3), 3: (1, 3)}
 
 
 class Twins:

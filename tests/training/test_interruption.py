@@ -1,3 +1,5 @@
+import contextlib
+import io
 import os
 import re
 import signal
@@ -8,6 +10,7 @@ import time
 import pytest
 
 from sidestream.cli import main
+from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.training.processes import one_thread_each, runs
 from sidestream.training.interruption import Interrupted, noting_signals, raising_signals
 from sidestream.training.launch_folder import launch_folder
@@ -70,7 +73,7 @@ def test_all_end_in_seconds_with_the_signal_as_the_code_and_no_traceback(who, nu
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_training_that_is_told_to_end_leaves_its_last_checkpoint_whole(tmp_path, capsys):
+def test_a_training_that_is_told_to_end_leaves_its_last_checkpoint_whole(tmp_path):
     saving = [*TRAIN, "--checkpoint", str(tmp_path / "saved")]
     environment = one_thread_each()
     command = [sys.executable, "-m", "sidestream", *saving]
@@ -86,8 +89,15 @@ def test_a_training_that_is_told_to_end_leaves_its_last_checkpoint_whole(tmp_pat
     assert "Traceback" not in told
     assert told.count("\n") <= 3, told
     newest = int(max((tmp_path / "saved").glob("step-*.json")).stem.removeprefix("step-"))
-    assert main([*saving, "--nproc", "1", "--resume"]) == 0
-    assert f"resuming after step {newest} " in capsys.readouterr().out
+    told = run_on_ranks(_resume, 1, [*saving, "--nproc", "1", "--resume"], backend=None)[0]
+    assert f"resuming after step {newest} " in told
+
+
+def _resume(rank, world_size, arguments):
+    """What the command prints, in a process that has one thread and torch loaded."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert main(arguments) == 0
+    return output.getvalue()
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)

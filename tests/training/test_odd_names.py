@@ -7,8 +7,10 @@ import types
 import pytest
 
 from sidestream import cli
+from sidestream.tests.training.processes import one_thread_each
 from sidestream.training.errors import OptionsError
 from sidestream.training.options import options_from
+from sidestream.training.result import parse_result
 
 TRAIN = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]
 
@@ -51,20 +53,26 @@ def test_no_character_ends_a_command(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_training_goes_on_with_names_that_its_terminal_cannot_show(tmp_path):
+def test_two_ranks_train_to_a_result_with_names_that_their_terminal_cannot_show(tmp_path, capsys):
     odd = os.fsencode(tmp_path) + b"/caf\xc3\xa9-\xff"
     os.mkdir(odd)
     text, saved = odd + b"/t\xfe.txt", odd + b"/saved"
     with open(text, "wb") as file:
         file.write(b"the quick brown fox. " * 500)
-    command = [sys.executable, "-m", "sidestream", *TRAIN, "--steps", "2", "--nproc", "2"]
-    command += ["--data", text, "--checkpoint", saved, "--json", odd + b"/result.json"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    arguments = [*TRAIN, "--steps", "2", "--nproc", "2", "--grad-wire", "bf16"]
+    arguments += ["--bucket-mib", "0.1", "--data", text, "--checkpoint", saved]
+    arguments += ["--json", odd + b"/result.json"]
+    environment = {**one_thread_each(), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "sidestream", *arguments]
     run = subprocess.run(command, capture_output=True, env=environment, timeout=90, check=False)
     assert run.returncode == 0, run.stderr
     assert b"saved" in run.stdout and b"caf\\xe9-\\udcff" in run.stdout
+    last_line = run.stdout.decode("ascii").rstrip("\n").splitlines()[-1]
+    result = parse_result(last_line)
     with open(odd + b"/result.json") as file:
-        assert json.load(file)["steps"] == 2
-    again = subprocess.run(command, capture_output=True, env=environment, timeout=90, check=False)
-    assert again.returncode == cli.EXIT_USAGE
-    assert b"sidestream: error: expected no checkpoints in " in again.stderr
+        assert json.load(file) == result
+    assert (result["steps"], result["world"]) == (2, 2)
+    assert result["wire_bytes_per_step"] > 0
+    assert len(result["params_sha256"]) == 64
+    assert cli.main([os.fsdecode(argument) for argument in arguments]) == cli.EXIT_USAGE
+    assert "sidestream: error: expected no checkpoints in " in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""Runs all tests in two processes side by side, and ends with one line on what came of both.
+
+    python tests/side_by_side.py [options of pytest]
+
+Tests of kernels and bench compute, and many of the others wait: for ranks, processes, time limits.
+What runs beside is printed when both have ended.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+BESIDE = ("kernels", "bench")
+
+
+def main(folder: Path, options: list[str]) -> int:
+    """Run what is in `folder`; return the exit status that pytest gave for either half."""
+    started = time.monotonic()
+    beside = [str(folder / name) for name in BESIDE]
+    rest = [str(folder), *(f"--ignore={path}" for path in beside)]
+    with tempfile.TemporaryDirectory(prefix="sidestream-tests-") as results:
+        reports = [f"{results}/beside.xml", f"{results}/rest.xml"]
+        commands = [
+            # -P: not with the checkout's folders as packages of their own.
+            [sys.executable, "-P", "-m", "pytest", *paths, f"--junitxml={report}", *options]
+            for paths, report in zip((beside, rest), reports, strict=True)
+        ]
+        with open(f"{results}/output", "w+") as output:
+            # Of the two, only one may write what failed last.
+            first = [*commands[0], "-p", "no:cacheprovider"]
+            with subprocess.Popen(first, stdout=output, stderr=subprocess.STDOUT) as process:
+                status = subprocess.run(commands[1], check=False).returncode
+            output.seek(0)
+            print(output.read())
+        counts = sum((_counts(report) for report in reports), Counter())
+    kinds = [kind for kind in ("failed", "passed", "skipped") if counts[kind]]
+    told = ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
+    print(f" {told} in {time.monotonic() - started:.0f} s ".center(80, "="))
+    return status or process.returncode
+
+
+def _counts(report: str) -> Counter[str]:
+    """Tests by what came of them; none where pytest ended before it wrote its report."""
+    if not Path(report).exists():
+        return Counter()
+    (suite,) = ElementTree.parse(report).getroot()
+    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+    skipped = int(suite.attrib["skipped"])
+    passed = int(suite.attrib["tests"]) - failed - skipped
+    return Counter(failed=failed, passed=passed, skipped=skipped)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).parent, sys.argv[1:]))
