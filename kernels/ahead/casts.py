@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from ..cast import kernel as cast_kernels
-from ..cast import op as cast_ops
+from ..formats.device_table import element_of
+from ..formats.table import CASTS
 from .case import Case, Configuration, element_bytes
 from .count import path_cost
 
 # (format, stochastic).
 MODES = (
-    *((to, False) for to in cast_ops.DTYPES),
-    *((to, True) for to in cast_ops.STOCHASTIC),
+    *((to, False) for to in CASTS),
+    *((to, True) for to, form in CASTS.items() if form.has_stochastic),
 )
 POINTERS = {"bf16": "*bf16", "fp16": "*fp16"}
 OTHER = "bf16"  # on the other side
+
+
+def _block(name: str) -> int:
+    return cast_kernels.block_numel(name, cast_kernels.default_config())
 
 
 def cast_configuration(to: str, stochastic: bool, source: str = "*bf16") -> Configuration:
@@ -30,11 +35,11 @@ def cast_configuration(to: str, stochastic: bool, source: str = "*bf16") -> Conf
         },
         {
             **({} if stochastic else {"seed": None}),
-            "TO": to,
+            "ELEMENT": element_of(CASTS[to]),
             "GROUPED": True,
             "ODD_ROWS": False,
             "ALIGNED": True,
-            "BLOCK": cast_kernels.block_numel(to),
+            "BLOCK": _block(to),
         },
         cast_kernels.NUM_WARPS,
     )
@@ -45,7 +50,7 @@ def cast_back_configuration(from_: str, out: str = "*bf16") -> Configuration:
     return Configuration(
         cast_kernels._cast_back_kernel,
         {"out": out, "codes": POINTERS.get(from_, "*u8"), "numel": "i32"},
-        {"FROM": from_, "ALIGNED": True, "BLOCK": cast_kernels.block_numel(from_)},
+        {"ELEMENT": element_of(CASTS[from_]), "ALIGNED": True, "BLOCK": _block(from_)},
         cast_kernels.NUM_WARPS,
     )
 
@@ -57,10 +62,9 @@ def cases() -> tuple[Case, ...]:
             "cast_",
             to + " stochastic" * stochastic,
             cast_configuration(to, stochastic),
-            cast_kernels.block_numel(to),
+            _block(to),
             element_bytes(OTHER) + element_bytes(to),
             path_cost,
-            (cast_kernels._cast_full_block,),
         )
         for to, stochastic in MODES
     )
@@ -69,11 +73,10 @@ def cases() -> tuple[Case, ...]:
             "cast_back_",
             from_,
             cast_back_configuration(from_),
-            cast_kernels.block_numel(from_),
+            _block(from_),
             element_bytes(OTHER) + element_bytes(from_),
             path_cost,
-            (cast_kernels._cast_back_full_block,),
         )
-        for from_ in cast_ops.DTYPES
+        for from_ in CASTS
     )
     return (*there, *back)

@@ -5,8 +5,9 @@ Where two passes are needed, both have a case; what they move together is what t
 
 from __future__ import annotations
 
+from ..formats.device_table import element_of
+from ..formats.table import ELEMENTS
 from ..fp8 import kernel as fp8_kernels
-from ..fp8 import launch as fp8_launch
 from ..fp8 import two_pass as fp8_two_pass
 from .case import Case, Configuration, element_bytes
 from .count import path_cost
@@ -40,7 +41,7 @@ def lines_configuration(case: str, element: str = "e4m3", source: str = "*bf16")
         fp8_kernels._lines_kernel,
         POINTERS | {"x": source, "rows": "i32", "columns": "i32", "lines": "i32"},
         {
-            "ELEMENT": element,
+            "ELEMENT": element_of(ELEMENTS[element]),
             "POWER_OF_2": False,
             "LINE": line,
             "COUNT": count,
@@ -57,8 +58,8 @@ def square_configuration(element: str = "e4m3", source: str = "*bf16") -> Config
     return Configuration(
         fp8_kernels._square_kernel,
         POINTERS | {"x": source, "rows": "i32", "columns": "i32"},
-        {"ELEMENT": element, "POWER_OF_2": True, "WIDE": True},
-        fp8_launch.SQUARE_WARPS,
+        {"ELEMENT": element_of(ELEMENTS[element]), "POWER_OF_2": True, "WIDE": True},
+        fp8_kernels.SQUARE_WARPS,
     )
 
 
@@ -67,8 +68,8 @@ def amax_configuration(source: str = "*bf16") -> Configuration:
     return Configuration(
         fp8_two_pass._amax_kernel,
         {"amax": "*i32", "x": source, "columns": "i32", "parts": "i32"},
-        {"ALIGNED": True, "WIDE": False, "BLOCK": fp8_launch.BLOCK},
-        fp8_launch.NUM_WARPS,
+        {"ALIGNED": True, "WIDE": False, "BLOCK": fp8_two_pass.BLOCK},
+        fp8_two_pass.NUM_WARPS,
     )
 
 
@@ -82,13 +83,13 @@ def known_configuration(
         signature | ({"scale": "*fp32"} if delayed else {}),
         ({} if delayed else {"scale": None})
         | {
-            "ELEMENT": element,
+            "ELEMENT": element_of(ELEMENTS[element]),
             "POWER_OF_2": False,
             "ALIGNED": True,
             "WIDE": False,
-            "BLOCK": fp8_launch.BLOCK,
+            "BLOCK": fp8_two_pass.BLOCK,
         },
-        fp8_launch.NUM_WARPS,
+        fp8_two_pass.NUM_WARPS,
     )
 
 
@@ -103,14 +104,14 @@ def dequantize_configuration(
         {
             "SCALING": scaling,
             "MATRICES": False,
-            "ELEMENT": "e4m3",
+            "ELEMENT": element_of(ELEMENTS["e4m3"]),
             "LINE": line,
-            "COUNT": fp8_launch.BLOCK // line,
+            "COUNT": fp8_two_pass.BLOCK // line,
             "SINGLE": scaling == "row",
             "CONTIGUOUS": contiguous,
             "WIDE": True,
         },
-        fp8_launch.NUM_WARPS,
+        fp8_two_pass.NUM_WARPS,
     )
 
 
@@ -120,7 +121,7 @@ def update_configuration() -> Configuration:
         fp8_two_pass._update_kernel,
         {"history": "*fp32", "scales": "*fp32", "target": "fp32", "length": "i32"},
         {"MOST_RECENT": False, "BLOCK": HISTORY},
-        fp8_launch.NUM_WARPS,
+        fp8_two_pass.NUM_WARPS,
     )
 
 
@@ -152,13 +153,13 @@ def cases() -> tuple[Case, ...]:
             "dequantize_fp8_",
             scaling,
             dequantize_configuration(scaling, line, contiguous),
-            fp8_launch.BLOCK,
+            fp8_two_pass.BLOCK,
             element_bytes("e4m3") + element_bytes(OTHER) + _scale_bytes(scaling, line),
             path_cost,
         )
         for scaling, line, contiguous in DEQUANTIZE
     )
-    block = fp8_launch.BLOCK
+    block = fp8_two_pass.BLOCK
     return (
         *lines,
         _quantize("128x128", square_configuration(), SQUARE * SQUARE, _scale_bytes("128x128", 0)),

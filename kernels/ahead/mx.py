@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from ..formats.device_table import codec_of
+from ..formats.table import ELEMENTS, SCALE_RULES
 from ..mx import kernel as mx
-from ..mx import tiles as mx_tiles
+from ..mx.reference import form_of
 from .case import Case, Configuration, element_bytes
 from .count import program_cost
 
 BLOCK_NUMEL = 32
-TILE_NUMEL = mx_tiles.TILE_BLOCKS * BLOCK_NUMEL
+TILE_NUMEL = mx.TILE_BLOCKS * BLOCK_NUMEL
 # (element, stochastic, swizzled). While an H100 moves its bytes there is time for 30 instructions
 # an element of MXFP8 and 25 of MXFP4; swizzled tiles cost one division more.
 QUANTIZE = (
@@ -50,14 +52,13 @@ def quantize_configuration(
         },
         {
             **({} if stochastic else {"seed": None}),
-            "ELEMENT": element,
-            "RULE": "rceil",
+            "CODEC": codec_of(form_of(ELEMENTS[element]), SCALE_RULES["rceil"]),
             "SWIZZLED": swizzled,
             "FULL": full,
             "MASKED": masked,
-            "BLOCKS": mx_tiles.TILE_BLOCKS,
+            "BLOCKS": mx.TILE_BLOCKS,
         },
-        mx_tiles.NUM_WARPS,
+        mx.NUM_WARPS,
     )
 
 
@@ -77,18 +78,20 @@ def dequantize_configuration(
             "width": "i32",
         },
         {
-            "ELEMENT": element,
+            "CODEC": codec_of(form_of(ELEMENTS[element])),
             "SWIZZLED": swizzled,
             "FULL": full,
             "MASKED": masked,
-            "BLOCKS": mx_tiles.TILE_BLOCKS,
+            "BLOCKS": mx.TILE_BLOCKS,
         },
-        mx_tiles.NUM_WARPS,
+        mx.NUM_WARPS,
     )
 
 
 def _case(op: str, name: str, configuration: Configuration) -> Case:
-    code_bytes = element_bytes(configuration.constexprs["ELEMENT"]) + 1 / BLOCK_NUMEL
+    code_bytes = (
+        element_bytes(configuration.constexprs["CODEC"].element.form.name) + 1 / BLOCK_NUMEL
+    )
     moved = element_bytes(OTHER) + code_bytes
     return Case(op, name, configuration, TILE_NUMEL, moved, program_cost)
 

@@ -1,28 +1,24 @@
-"""The configurations of NVFP4 and of the Hadamard transform; a probe is of full tiles alone."""
+"""The configurations of NVFP4 and of the Hadamard transform."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .. import wide
-from ..nvfp4 import decode as nvfp4_decode
 from ..nvfp4 import hadamard
 from ..nvfp4 import kernel as nvfp4
-from . import nvfp4_probes as probes
 from .case import Case, Configuration, element_bytes
-from .count import program_cost
 
 # What a gate of the registry changes. An H100 has time for 25 instructions an element while it
 # moves the bytes of a cast of BF16, and for 20 in a pass over the amax.
 CHANGES: dict[str, dict[str, Any]] = {
     "nearest": {},
     "nearest fp32": {"source": "*fp32"},
-    "stochastic": {"STOCHASTIC": True},
+    "stochastic": {"noise": True},
     "torchao": {"TORCHAO": True},
     "swizzled": {"SWIZZLED": True},
     "hadamard": {"HADAMARD": True},
-    "hadamard stochastic": {"HADAMARD": True, "STOCHASTIC": True},
-    "hadamard stochastic swizzled": {"HADAMARD": True, "STOCHASTIC": True, "SWIZZLED": True},
+    "hadamard stochastic": {"HADAMARD": True, "noise": True},
+    "hadamard stochastic swizzled": {"HADAMARD": True, "noise": True, "SWIZZLED": True},
 }
 # (dtype, transformed); (dtype, whether torchao's variant, swizzled); (dtype, inverse).
 AMAX = (("*bf16", False), ("*fp32", False), ("*fp32", True))
@@ -30,33 +26,28 @@ DEQUANTIZE = (("*bf16", False, False), ("*fp32", True, False), ("*bf16", False, 
 HADAMARD = (("*bf16", False), ("*fp32", True))
 COUNTS = dict.fromkeys(("num_blocks", "row_blocks", "row_numel"), "i64")
 ROWS_OF_SCALES = {"scale_columns": "i32", "reciprocal": "i64"}
-NOISE = {"seed": "i64", "first_index": "i64"}
 CODE_BYTES = element_bytes("e2m1") + element_bytes("e4m3") / 16
 
 
 def _quantize_options(changed: dict[str, Any]) -> dict[str, Any]:
-    options = dict.fromkeys(("HADAMARD", "STOCHASTIC", "TORCHAO", "SWIZZLED"), False)
+    options = dict.fromkeys(("HADAMARD", "TORCHAO", "SWIZZLED"), False)
     return options | {"TILE": nvfp4.TILE_NUMEL} | changed
 
 
-def quantize_probe(source: str = "*bf16", **changed: Any) -> Configuration:
-    """Full tiles alone."""
+def quantize_configuration(
+    source: str = "*bf16", *, noise: bool = False, **changed: Any
+) -> Configuration:
+    """All paths; noise: rounded stochastically."""
     pointers = {"source": source, "data": "*u8", "scales": "*u8", "amax": "*fp32"}
-    return Configuration(
-        probes.quantize_probe,
-        pointers | ROWS_OF_SCALES | NOISE,
-        _quantize_options(changed),
-        nvfp4.NUM_WARPS,
-    )
-
-
-def quantize_configuration(source: str = "*bf16", **changed: Any) -> Configuration:
-    """All paths."""
-    pointers = {"source": source, "data": "*u8", "scales": "*u8", "amax": "*fp32"}
+    seed = {} if noise else {"seed": None}
     return Configuration(
         nvfp4._quantize_kernel,
-        pointers | COUNTS | ROWS_OF_SCALES | NOISE,
-        _quantize_options(changed) | {"FLAT": True},
+        pointers
+        | COUNTS
+        | ROWS_OF_SCALES
+        | {"first_index": "i64"}
+        | ({} if seed else {"seed": "i64"}),
+        _quantize_options(changed) | {"FLAT": True} | seed,
         nvfp4.NUM_WARPS,
     )
 
@@ -64,16 +55,6 @@ def quantize_configuration(source: str = "*bf16", **changed: Any) -> Configurati
 def _amax_options(transformed: bool) -> dict[str, Any]:
     tile = nvfp4.TILE_NUMEL if transformed else nvfp4.AMAX_TILE_NUMEL
     return {"HADAMARD": transformed, "TILE": tile}
-
-
-def amax_probe(source: str, transformed: bool) -> Configuration:
-    """Full tiles alone."""
-    return Configuration(
-        probes.amax_probe,
-        {"source": source, "amax": "*i32"},
-        _amax_options(transformed),
-        nvfp4.NUM_WARPS,
-    )
 
 
 def amax_configuration(source: str, transformed: bool) -> Configuration:
@@ -86,36 +67,14 @@ def amax_configuration(source: str, transformed: bool) -> Configuration:
     )
 
 
-def dequantize_probe(destination: str, torchao: bool, swizzled: bool) -> Configuration:
-    """Full tiles alone."""
-    pointers = {"destination": destination, "data": "*u8", "scales": "*u8", "amax": "*fp32"}
-    return Configuration(
-        probes.dequantize_probe,
-        pointers | ROWS_OF_SCALES,
-        {"TORCHAO": torchao, "SWIZZLED": swizzled, "TILE": nvfp4_decode.TILE_NUMEL},
-        nvfp4_decode.NUM_WARPS,
-    )
-
-
 def dequantize_configuration(destination: str, torchao: bool, swizzled: bool) -> Configuration:
     """All paths."""
     pointers = {"destination": destination, "data": "*u8", "scales": "*u8", "amax": "*fp32"}
     return Configuration(
-        nvfp4_decode._dequantize_kernel,
+        nvfp4._dequantize_kernel,
         pointers | COUNTS | ROWS_OF_SCALES,
-        {"TORCHAO": torchao, "SWIZZLED": swizzled, "TILE": nvfp4_decode.TILE_NUMEL}
-        | {"FLAT": True},
-        nvfp4_decode.NUM_WARPS,
-    )
-
-
-def hadamard_probe(dtype: str, inverse: bool) -> Configuration:
-    """Full blocks alone."""
-    return Configuration(
-        probes.hadamard_probe,
-        {"source": dtype, "destination": dtype},
-        {"INVERSE": inverse, "TILE": hadamard.BLOCK_NUMEL},
-        hadamard.NUM_WARPS,
+        {"TORCHAO": torchao, "SWIZZLED": swizzled, "TILE": nvfp4.TILE_NUMEL} | {"FLAT": True},
+        nvfp4.NUM_WARPS,
     )
 
 
@@ -123,24 +82,16 @@ def hadamard_configuration(dtype: str, inverse: bool) -> Configuration:
     """All paths."""
     return Configuration(
         hadamard._hadamard_kernel,
-        {"source": dtype, "destination": dtype, "num_groups": "i64"}
-        | {"row_groups": "i32", "row_numel": "i32"},
-        {"INVERSE": inverse, "FLAT": True, "BLOCK": hadamard.BLOCK_NUMEL},
+        {"source": dtype, "destination": dtype, "num_blocks": "i64"}
+        | {"row_blocks": "i32", "row_numel": "i32"},
+        {"INVERSE": inverse, "FLAT": True, "TILE": hadamard.TILE_NUMEL},
         hadamard.NUM_WARPS,
     )
 
 
-def _case(
-    op: str,
-    name: str,
-    configuration: Configuration,
-    probe: Configuration,
-    moved_bytes: float,
-    *functions: Any,
-) -> Case:
-    """The kernel's paths cannot be told apart, so the probe's instructions are counted."""
-    tile = probe.constexprs["TILE"]
-    return Case(op, name, configuration, tile, moved_bytes, program_cost, functions, probe)
+def _case(op: str, name: str, configuration: Configuration, moved_bytes: float) -> Case:
+    tile = configuration.constexprs["TILE"]
+    return Case(op, name, configuration, tile, moved_bytes, None)
 
 
 def cases() -> tuple[Case, ...]:
@@ -150,10 +101,7 @@ def cases() -> tuple[Case, ...]:
             "quantize_nvfp4_",
             name,
             quantize_configuration(**changed),
-            quantize_probe(**changed),
             element_bytes(changed.get("source", "bf16")) + CODE_BYTES,
-            wide.one_access,
-            nvfp4._quantize_full_tile,
         )
         for name, changed in CHANGES.items()
     )
@@ -162,9 +110,7 @@ def cases() -> tuple[Case, ...]:
             "amax_nvfp4_",
             source[1:] + " hadamard" * transformed,
             amax_configuration(source, transformed),
-            amax_probe(source, transformed),
             element_bytes(source),
-            wide.one_access,
         )
         for source, transformed in AMAX
     )
@@ -173,9 +119,7 @@ def cases() -> tuple[Case, ...]:
             "dequantize_nvfp4_",
             f"{'torchao' if torchao else 'te'} {destination[1:]}" + " swizzled" * swizzled,
             dequantize_configuration(destination, torchao, swizzled),
-            dequantize_probe(destination, torchao, swizzled),
             CODE_BYTES + element_bytes(destination),
-            nvfp4_decode._dequantize_full_tile,
         )
         for destination, torchao, swizzled in DEQUANTIZE
     )
@@ -184,10 +128,7 @@ def cases() -> tuple[Case, ...]:
             "hadamard16_",
             f"{'inverse' if inverse else 'forward'} {dtype[1:]}",
             hadamard_configuration(dtype, inverse),
-            hadamard_probe(dtype, inverse),
             2 * element_bytes(dtype),
-            wide.one_access,
-            hadamard._transform_full_block,
         )
         for dtype, inverse in HADAMARD
     )
