@@ -1,14 +1,9 @@
 """A new format is a row of the table and one file: a registered one goes everywhere, and leaves."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from sidestream import kernels as k
-from sidestream.kernels.launch import recorded
-from sidestream.kernels.op import launching_on_cpu
-from sidestream.tests.kernels import costs
 from sidestream.tests.kernels.wire import toy
 
 
