@@ -1,4 +1,4 @@
-"""Owns loads of aligned memory that give a thread eight or sixteen consecutive elements.
+"""Loads of aligned memory that give a thread eight or sixteen consecutive elements.
 
 A compiler gives a thread the elements of one access, 16 bytes: four FP32. The next thread has the
 next four, and both find what is found once a block, or once for sixteen elements' noise. Joined
@@ -38,6 +38,15 @@ def aligned_blocks(source, places, NUMEL: tl.constexpr) -> tl.tensor:
     at = tl.reshape(places[:, None] + (tl.arange(0, PARTS) * 16)[None, :], [places.numel * PARTS])
     x = side_by_side(aligned_eights(source, at), aligned_eights(source, at + 8))
     return tl.reshape(x, [places.numel, NUMEL])
+
+
+@triton.jit
+def aligned_pointers(base, places, NUMEL: tl.constexpr) -> tl.tensor:
+    """Pointers [n, NUMEL] to NUMEL elements from each of the places on, 16-byte aligned all.
+
+    The hint must sit on the sum it is about.
+    """
+    return tl.multiple_of(base + (places[:, None] + tl.arange(0, NUMEL)[None, :]), [1, 16])
 
 
 @triton.jit

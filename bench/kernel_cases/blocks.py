@@ -178,7 +178,7 @@ def _amax_case(dtype: str) -> Case:
 
     def definition(operands: Operands) -> torch.Tensor:
         (amax,) = operands.scalars
-        reference_nvfp4.amax_(amax, operands.read[0])
+        reference_nvfp4.amax_nvfp4_(amax, operands.read[0])
         return amax
 
     def norm(operands: Operands) -> Run:
@@ -213,7 +213,7 @@ def _quantize_nvfp4_case(dtype: str, variant: str) -> Case:
 
     def definition(operands: Operands) -> None:
         data, made = operands.written
-        reference_nvfp4.quantize_(data, made, operands.read[0], operands.scalars[0], *positional)
+        reference_nvfp4.quantize_nvfp4_(data, made, operands.read[0], operands.scalars[0], *positional)
 
     return matrix_case(
         f"quantize_nvfp4 {dtype}{variant}",
@@ -247,7 +247,7 @@ def _dequantize_nvfp4_case(dtype: str) -> Case:
 
     def definition(operands: Operands) -> None:
         (data, scales), (amax,) = operands.read, operands.scalars
-        reference_nvfp4.dequantize_(operands.written[0], data, scales, amax)
+        reference_nvfp4.dequantize_nvfp4_(operands.written[0], data, scales, amax)
 
     return matrix_case(
         f"dequantize_nvfp4 {dtype}",

@@ -85,7 +85,7 @@ def _cast_case(dtype: str, to: str, *, standard: bool) -> Case:
         return lambda: cast(x, to, out=out)
 
     def definition(operands: Operands) -> None:
-        reference_cast.cast_(operands.written[0], operands.read[0], to, False, 0, 0)
+        reference_cast.cast_(operands.written[0], operands.read[0], to)
 
     return matrix_case(
         f"cast {dtype} -> {to}",
@@ -109,7 +109,7 @@ def _noisy_case(dtype: str, to: str, *, standard: bool) -> Case:
         return lambda: cast(x, to, out=out, **NOISE)
 
     def definition(operands: Operands) -> None:
-        reference_cast.cast_(operands.written[0], operands.read[0], to, True, SEED, 0)
+        reference_cast.cast_(operands.written[0], operands.read[0], to, SEED)
 
     return matrix_case(
         f"cast {dtype} -> {to}{STOCHASTIC}",

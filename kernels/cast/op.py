@@ -1,4 +1,4 @@
-"""Owns the plain conversions `cast` and `cast_back`: what they accept, and the ops behind them.
+"""The plain casts, `cast` and `cast_back`: what they accept, and the ops behind them.
 
 | to, from | public dtype   | nearest             | stochastic | too large            | NaN      |
 |----------|----------------|---------------------|------------|----------------------|----------|
@@ -18,35 +18,22 @@ from __future__ import annotations
 
 import torch
 
-from ..aliasing import check_apart
-from ..checks import (
-    SOURCE_DTYPES,
-    check_choice,
-    check_contiguous,
-    check_dtype,
-    check_like,
-    check_result_dtype,
-)
+from ..arguments import check_rows, check_source, result_of
+from ..checks import check_choice, check_contiguous, check_dtype, check_result_dtype
 from ..formats.noise import check_first_index, checked_seed
-from ..formats.table import E2M1, E4M3, E5M2, ELEMENT_FORMATS
+from ..formats.table import CASTS
 from ..op import Op, call, on_first_use
-from . import reference as reference_cast
-
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    **{element.name: element.dtype for element in ELEMENT_FORMATS},
-}
-STOCHASTIC = ("bf16", E4M3.name, E5M2.name, E2M1.name)
+from . import reference
+from .reference import has_pairs
 
 _CAST = Op(
-    "cast_(Tensor(a!) out, Tensor x, str to, bool stochastic, int seed, int first_index) -> ()",
-    reference_cast.cast_,
+    "cast_(Tensor(a!) out, Tensor x, str to, SymInt? seed, SymInt first_index) -> ()",
+    reference.cast_,
     on_first_use("cast.kernel", "cast_"),
 )
 _CAST_BACK = Op(
     "cast_back_(Tensor(a!) out, Tensor codes, str from_) -> ()",
-    reference_cast.cast_back_,
+    reference.cast_back_,
     on_first_use("cast.kernel", "cast_back_"),
 )
 
@@ -68,24 +55,19 @@ def cast(
     2^63 - 1. out: memory for the result, apart from that of `x`. Raises `ValueError` before
     anything is written.
     """
-    check_choice("to", to, DTYPES)
-    check_dtype("x", x, SOURCE_DTYPES)
-    check_contiguous("x", x)
+    check_choice("to", to, CASTS)
+    check_source("x", x)
     seed = checked_seed(rounding, seed)
-    if seed is not None and to not in STOCHASTIC:
-        known = ", ".join(STOCHASTIC)
+    if seed is not None and not CASTS[to].has_stochastic:
+        known = ", ".join(name for name, form in CASTS.items() if form.has_stochastic)
         raise ValueError(
             f"to: expected one of {known} to round stochastically, got {to!r}; round to nearest"
         )
     check_first_index(first_index, x.numel())
-    shape = _packed_shape(x.shape) if to == E2M1.name else x.shape
-    if out is None:
-        out = torch.empty(shape, dtype=DTYPES[to], device=x.device)
-    else:
-        check_like("out", out, shape, DTYPES[to], x.device)
-        check_apart({"out": out}, {"x": x})
+    shape = _paired_shape(x.shape) if has_pairs(to) else x.shape
+    out = result_of(out, (shape, CASTS[to].dtype), x.device, {"x": x})
     if x.numel():
-        call(_CAST, out, out, x, to, seed is not None, seed or 0, first_index)
+        call(_CAST, out, out, x, to, seed, first_index)
     return out
 
 
@@ -103,25 +85,20 @@ def cast_back(
     for the result, of `dtype`, apart from that of `codes`. Raises `ValueError` before anything is
     written.
     """
-    check_choice("from_", from_, DTYPES)
-    check_dtype("codes", codes, (DTYPES[from_],))
+    check_choice("from_", from_, CASTS)
+    check_dtype("codes", codes, (CASTS[from_].dtype,))
     check_contiguous("codes", codes)
     check_result_dtype(dtype)
     shape = codes.shape
-    if from_ == E2M1.name:
-        if not codes.dim():
-            raise ValueError("codes: expected at least 1 dimension, got 0; call .view(1)")
+    if has_pairs(from_):
+        check_rows("codes", codes)
         shape = torch.Size((*shape[:-1], 2 * shape[-1]))
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=codes.device)
-    else:
-        check_like("out", out, shape, dtype, codes.device)
-        check_apart({"out": out}, {"codes": codes})
+    out = result_of(out, (shape, dtype), codes.device, {"codes": codes})
     if codes.numel():
         call(_CAST_BACK, out, out, codes, from_)
     return out
 
 
-def _packed_shape(shape: torch.Size) -> torch.Size:
+def _paired_shape(shape: torch.Size) -> torch.Size:
     """Two elements of a row a byte; a single number makes a byte of its own."""
     return torch.Size((*shape[:-1], -(-shape[-1] // 2))) if shape else torch.Size((1,))

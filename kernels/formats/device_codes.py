@@ -25,21 +25,6 @@ import triton.language as tl
 from ..portable import INTERPRETED, round_to, to_fp32
 from ..wide import side_by_side
 from . import noise
-from .device_old import (  # noqa: F401
-    decode,
-    decode_e2m1,
-    decode_e4m3,
-    decode_e5m2,
-    encode,
-    encode_e2m1,
-    encode_e2m1_stochastic,
-    encode_e4m3,
-    encode_e4m3_stochastic,
-    encode_e5m2,
-    encode_e5m2_stochastic,
-    encode_stochastic,
-    scale_byte,
-)
 from .device_table import Conversions
 from .table import BITS_PER_BYTE
 

@@ -1,4 +1,4 @@
-"""Owns the Triton kernels of FP8 scaling whose programs find a block's scale, or are given it.
+"""FP8 scaling on the GPU: the kernels whose programs find a block's scale, and the way back.
 
 | kernel      | a program has                            | for                                 |
 |-------------|------------------------------------------|-------------------------------------|
@@ -6,11 +6,12 @@
 | _square     | one block of 128 x 128                   | 128x128                             |
 | _dequantize | parts of rows                            | all                                 |
 
-`launch` launches them; formulas are those of `reference`. A line is LINE consecutive
-elements of a row, or fewer, as the last of a row may be short; a row has `lines` of them. Where
-lines lie one behind the other and all is aligned, CONTIGUOUS, full programs take unmasked accesses
-of 16 bytes; with aligned rows of a multiple of 16 elements, WIDE, the masked accesses are 16 bytes
-as well.
+Longer rows and whole tensors are `two_pass`'s. Formulas are those of `reference`. A program has
+BLOCK elements, 32 a thread: two accesses of 16 bytes to the codes. A line is LINE consecutive
+elements of a row, or fewer, as the last of a row may be short; a row has `lines` of them, and one
+of up to MAX_LINE elements is a line, in the registers of up to 16 warps. Where lines lie one behind
+the other and all is aligned, CONTIGUOUS, full programs take unmasked accesses of 16 bytes; with
+aligned rows of a multiple of 16 elements, WIDE, the masked accesses are 16 bytes as well.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -18,46 +19,35 @@ as well.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
 from ..formats import device_codes as device
+from ..formats.device_table import element_of
+from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import round_to, to_fp32
-from .reference import MAX_FP32, SQUARE
+from ..tuned import MAX_WARPS, config_for
+from .device_codec import inverse_of, scale_of
+from .reference import BY_DTYPE, SQUARE
+from .two_pass import MIN_LINE, default_config, quantize_known
 
-_EXPONENT = tl.constexpr(0x7F80_0000)
-_MAX_FP32 = tl.constexpr(MAX_FP32)
+MAX_LINE = 16384
+SQUARE_WARPS = 8
+
 _SQUARE = tl.constexpr(SQUARE)
 
 
 @triton.jit
-def scale_of(amax, ELEMENT: tl.constexpr, POWER_OF_2: tl.constexpr) -> tl.tensor:
-    """`reference.scale_of`: FP32 amax >= 0 or NaN, of any shape."""
-    MAX: tl.constexpr = 448.0 if ELEMENT == "e4m3" else 57344.0
-    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax), _MAX_FP32)
-    if POWER_OF_2:
-        scale = (scale.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
-    bits = amax.to(tl.int32, bitcast=True)
-    return tl.where((bits > 0) & (bits < _EXPONENT), scale, 1.0)
-
-
-@triton.jit
-def inverse_of(scale) -> tl.tensor:
-    """1 / scale, IEEE division."""
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-
-
-@triton.jit
-def encode(x, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
-    """`codes.encode(x, element)`."""
-    tl.static_assert(ELEMENT == "e4m3" or ELEMENT == "e5m2")
-    return device.encode(x, ELEMENT, HARDWARE)
-
-
-@triton.jit
-def _decode(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
-    tl.static_assert(ELEMENT == "e4m3" or ELEMENT == "e5m2")
-    return device.decode(codes, ELEMENT, HARDWARE)
+def _at(base, offset, WIDE: tl.constexpr):
+    """Pointers [n, m], 16-byte aligned if WIDE: the hint must sit on the sum it is about."""
+    pointers = base + offset
+    if WIDE:
+        pointers = tl.multiple_of(pointers, [1, 16])
+    return pointers
 
 
 @triton.jit
@@ -97,7 +87,7 @@ def _quantized_lines(
     """Codes of FP32 lines `x`, whose inverse scales are stored at `at`, where not masked."""
     scale = scale_of(device.amax(x, 1), ELEMENT, POWER_OF_2)
     tl.store(scale_inv + at, inverse_of(scale), mask=mask)
-    return encode(x * scale[:, None], ELEMENT, HARDWARE)
+    return device.code_of(x * scale[:, None], None, ELEMENT, HARDWARE)
 
 
 @triton.jit(
@@ -129,22 +119,17 @@ def _lines_kernel(
     columns = columns.to(tl.int64)
     if CONTIGUOUS and (first + COUNT) * LINE <= rows * columns:
         lanes = _contiguous_lines(LINE, COUNT)
-        value = to_fp32(tl.load(tl.multiple_of(x + first * LINE + lanes, [1, 16])))
+        value = to_fp32(tl.load(_at(x + first * LINE, lanes, True)))
         at = first + tl.arange(0, COUNT)
         made = _quantized_lines(value, scale_inv, at, None, ELEMENT, POWER_OF_2, HARDWARE)
-        tl.store(tl.multiple_of(codes + first * LINE + lanes, [1, 16]), made)
+        tl.store(_at(codes + first * LINE, lanes, True), made)
     else:
         row, place = _rows_of(first, lines, COUNT, SINGLE)
         offset, mask = _lines_at(row, place, rows, columns, LINE, WIDE)
-        sources = x + offset
-        destinations = codes + offset
-        if WIDE:
-            sources = tl.multiple_of(sources, [1, 16])
-            destinations = tl.multiple_of(destinations, [1, 16])
-        value = to_fp32(tl.load(sources, mask=mask, other=0.0))
+        value = to_fp32(tl.load(_at(x, offset, WIDE), mask=mask, other=0.0))
         at = first + tl.arange(0, COUNT)
         made = _quantized_lines(value, scale_inv, at, row < rows, ELEMENT, POWER_OF_2, HARDWARE)
-        tl.store(destinations, made, mask=mask)
+        tl.store(_at(codes, offset, WIDE), made, mask=mask)
 
 
 @triton.jit(
@@ -179,16 +164,12 @@ def _square_kernel(
         columns = columns // 16 * 16
     offset = (matrix * rows + row)[:, None] * columns + column[None, :]
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    sources = x + offset
-    destinations = codes + offset
-    if WIDE:
-        sources = tl.multiple_of(sources, [1, 16])
-        destinations = tl.multiple_of(destinations, [1, 16])
-    value = to_fp32(tl.load(sources, mask=mask, other=0.0))
+    value = to_fp32(tl.load(_at(x, offset, WIDE), mask=mask, other=0.0))
     amax = device.amax(tl.reshape(value, [1, _SQUARE * _SQUARE]), 1)
     scale = scale_of(amax, ELEMENT, POWER_OF_2)
     tl.store(scale_inv + program + tl.arange(0, 1), inverse_of(scale))
-    tl.store(destinations, encode(value * scale[:, None], ELEMENT, HARDWARE), mask=mask)
+    made = device.code_of(value * scale[:, None], None, ELEMENT, HARDWARE)
+    tl.store(_at(codes, offset, WIDE), made, mask=mask)
 
 
 @triton.jit(
@@ -216,6 +197,7 @@ def _dequantize_kernel(
     """COUNT lines, as in `_lines_kernel`; with several MATRICES each has `matrix_rows` rows."""
     first = tl.program_id(0).to(tl.int64) * COUNT
     columns = columns.to(tl.int64)
+    dtype: tl.constexpr = out.dtype.element_ty
     row, place = _rows_of(first, lines, COUNT, SINGLE)
     if SCALING == "tensor":
         at = row * 0
@@ -233,16 +215,138 @@ def _dequantize_kernel(
     factor = tl.load(scale_inv + at, mask=row < rows, other=1.0)[:, None]
     if CONTIGUOUS and (first + COUNT) * LINE <= rows * columns:
         lanes = _contiguous_lines(LINE, COUNT)
-        code = tl.load(tl.multiple_of(codes + first * LINE + lanes, [1, 16]))
-        value = round_to(_decode(code, ELEMENT, HARDWARE) * factor, out.dtype.element_ty)
-        tl.store(tl.multiple_of(out + first * LINE + lanes, [1, 16]), value)
+        code = tl.load(_at(codes + first * LINE, lanes, True))
+        value = round_to(device.value_of(code, ELEMENT, HARDWARE) * factor, dtype)
+        tl.store(_at(out + first * LINE, lanes, True), value)
     else:
         offset, mask = _lines_at(row, place, rows, columns, LINE, WIDE)
-        sources = codes + offset
-        destinations = out + offset
-        if WIDE:
-            sources = tl.multiple_of(sources, [1, 16])
-            destinations = tl.multiple_of(destinations, [1, 16])
-        code = tl.load(sources, mask=mask, other=0)
-        value = round_to(_decode(code, ELEMENT, HARDWARE) * factor, out.dtype.element_ty)
-        tl.store(destinations, value, mask=mask)
+        code = tl.load(_at(codes, offset, WIDE), mask=mask, other=0)
+        value = round_to(device.value_of(code, ELEMENT, HARDWARE) * factor, dtype)
+        tl.store(_at(out, offset, WIDE), value, mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """How rows are cut into lines, and lines dealt to programs."""
+
+    rows: int
+    columns: int
+    line: int
+    count: int
+    contiguous: bool
+    wide: bool
+    config: LaunchConfig
+
+    @property
+    def lines(self) -> int:
+        """Lines of a row."""
+        return triton.cdiv(self.columns, self.line)
+
+    @property
+    def programs(self) -> int:
+        """Programs for all rows."""
+        return triton.cdiv(self.rows * self.lines, self.count)
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of a program, so that each thread has as many elements."""
+        config = self.config
+        return min(config.num_warps * max(1, self.line // config.block_bytes), MAX_WARPS)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What a kernel of lines is compiled for."""
+        return {
+            "LINE": self.line,
+            "COUNT": self.count,
+            "SINGLE": self.lines == 1,
+            "CONTIGUOUS": self.contiguous,
+            "WIDE": self.wide,
+        }
+
+
+def lines_of(
+    shape: torch.Size, scaling: str, config: LaunchConfig, *, aligned: bool, max_line: int
+) -> Lines:
+    """The lines of a tensor that has elements; aligned: it, and what it becomes, by 16 bytes."""
+    if scaling == "tensor":
+        rows, columns = 1, shape.numel()
+    else:
+        rows, columns = shape[:-1].numel(), shape[-1]
+    line = SQUARE
+    if scaling in ("tensor", "row"):
+        line = min(max(triton.next_power_of_2(columns), MIN_LINE), max_line)
+    return Lines(
+        rows=rows,
+        columns=columns,
+        line=line,
+        count=max(1, config.block_bytes // line),
+        contiguous=aligned and (rows == 1 or columns % line == 0),
+        wide=aligned and columns % MIN_LINE == 0,
+        config=config,
+    )
+
+
+@functools.cache
+def squares_config() -> LaunchConfig:
+    """For squares of 128 x 128, whose block is not looked at."""
+    return LaunchConfig(default_config().block_bytes, SQUARE_WARPS)
+
+
+def quantize_fp8_(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    x: torch.Tensor,
+    scaling: str,
+    power_of_2: bool,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+) -> None:
+    """`reference.quantize_fp8_` in one launch, or in two where a block exceeds a program."""
+    constants = {"ELEMENT": element_of(BY_DTYPE[codes.dtype]), "POWER_OF_2": power_of_2}
+    codes = codes.view(torch.uint8)
+    if scaling == "tensor" or (scaling == "row" and x.shape[-1] > MAX_LINE):
+        quantize_known(codes, scale_inv, x, scale, amax, **constants)
+        return
+    aligned = is_aligned(codes, x)
+    if scaling == "128x128":
+        rows, columns = x.shape[-2:]
+        config = config_for("quantize_fp8_", scaling, squares_config(), x.device)
+        constants["WIDE"] = aligned and columns % MIN_LINE == 0
+        kernel, programs, num_warps = _square_kernel, scale_inv.numel(), config.num_warps
+        sizes: tuple[int, ...] = (rows, columns)
+    else:
+        config = config_for("quantize_fp8_", scaling, default_config(), x.device)
+        plan = lines_of(x.shape, scaling, config, aligned=aligned, max_line=MAX_LINE)
+        constants |= plan.constants
+        kernel, programs, num_warps = _lines_kernel, plan.programs, plan.num_warps
+        sizes = (plan.rows, plan.columns, plan.lines)
+    launch(kernel, programs, codes, scale_inv, x, *sizes, on=x, num_warps=num_warps, **constants)
+
+
+def dequantize_fp8_(
+    out: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, scaling: str
+) -> None:
+    """`reference.dequantize_fp8_` in one launch."""
+    config = config_for("dequantize_fp8_", scaling, default_config(), codes.device)
+    plan = lines_of(
+        codes.shape, scaling, config, aligned=is_aligned(codes, out), max_line=config.block_bytes
+    )
+    matrix_rows = codes.shape[-2] if scaling == "128x128" else plan.rows
+    launch(
+        _dequantize_kernel,
+        plan.programs,
+        out,
+        codes.view(torch.uint8),
+        scale_inv,
+        plan.rows,
+        plan.columns,
+        plan.lines,
+        matrix_rows,
+        on=codes,
+        num_warps=plan.num_warps,
+        SCALING=scaling,
+        MATRICES=matrix_rows < plan.rows,
+        ELEMENT=element_of(BY_DTYPE[codes.dtype]),
+        **plan.constants,
+    )

@@ -1,4 +1,4 @@
-"""Owns FP8 with scales, `quantize_fp8`, `dequantize_fp8`, `update_fp8_scales_`: arguments and ops.
+"""FP8 with scales, `quantize_fp8`, `dequantize_fp8`, `update_fp8_scales_`: arguments and ops.
 
 | scaling | a block                  | `scale_inv` for [.., rows, columns]              | passes |
 |---------|--------------------------|--------------------------------------------------|--------|
@@ -28,8 +28,8 @@ from __future__ import annotations
 import torch
 
 from ..aliasing import check_apart
+from ..arguments import check_source, result_of, results_of
 from ..checks import (
-    SOURCE_DTYPES,
     check_choice,
     check_contiguous,
     check_dtype,
@@ -37,11 +37,10 @@ from ..checks import (
     check_integer,
     check_like,
     check_one,
-    check_pair,
     check_result_dtype,
 )
 from ..op import Op, call, on_first_use
-from . import reference as reference_fp8
+from . import reference
 from .reference import BY_DTYPE, ELEMENTS, scale_shape
 
 MIN_DIMS = {"tensor": 0, "row": 1, "1x128": 1, "128x128": 2}
@@ -53,19 +52,19 @@ _HISTORY_DIMS = 2
 _QUANTIZE = Op(
     "quantize_fp8_(Tensor(a!) codes, Tensor(b!) scale_inv, Tensor x, str scaling, "
     "bool power_of_2, Tensor? scale, Tensor(c!)? amax) -> ()",
-    reference_fp8.quantize_fp8_,
-    on_first_use("fp8.launch", "quantize_fp8_"),
+    reference.quantize_fp8_,
+    on_first_use("fp8.kernel", "quantize_fp8_"),
 )
 _DEQUANTIZE = Op(
     "dequantize_fp8_(Tensor(a!) out, Tensor codes, Tensor scale_inv, str scaling) -> ()",
-    reference_fp8.dequantize_fp8_,
-    on_first_use("fp8.launch", "dequantize_fp8_"),
+    reference.dequantize_fp8_,
+    on_first_use("fp8.kernel", "dequantize_fp8_"),
 )
 _UPDATE = Op(
     "update_fp8_scales_(Tensor(a!) amax_history, Tensor(b!) scales, str element, int margin, "
     "str algorithm) -> ()",
-    reference_fp8.update_fp8_scales_,
-    on_first_use("fp8.launch", "update_fp8_scales_"),
+    reference.update_fp8_scales_,
+    on_first_use("fp8.two_pass", "update_fp8_scales_"),
 )
 
 
@@ -99,22 +98,15 @@ def quantize_fp8(
     """
     check_choice("scaling", scaling, MIN_DIMS)
     check_choice("element", element, ELEMENTS)
-    check_dtype("x", x, SOURCE_DTYPES)
-    check_contiguous("x", x)
+    check_source("x", x)
     _check_dims("x", x, scaling)
     power_of_2 = check_flag("power_of_2", power_of_2)
     _check_delayed(x, scaling, power_of_2, scale, amax)
-    dtype, shape = ELEMENTS[element].dtype, scale_shape(x.shape, scaling)
-    if out is None:
-        codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-        out = codes, torch.empty(shape, dtype=torch.float32, device=x.device)
-    else:
-        check_pair("out", out)
-        check_like("out[0]", out[0], x.shape, dtype, x.device)
-        check_like("out[1]", out[1], shape, torch.float32, x.device)
-    codes, scale_inv = out
-    written = {"out[0]": codes, "out[1]": scale_inv, "amax": amax}
-    check_apart(written, {"x": x, "scale": scale})
+    wanted = (x.shape, ELEMENTS[element].dtype), (scale_shape(x.shape, scaling), torch.float32)
+    sources = {"x": x, "scale": scale}
+    codes, scale_inv = results_of(out, wanted, x.device, {**sources, "amax": amax})
+    if amax is not None:
+        check_apart({"amax": amax}, sources)
     if x.numel():
         call(_QUANTIZE, codes, codes, scale_inv, x, scaling, power_of_2, scale, amax)
     else:
@@ -145,11 +137,8 @@ def dequantize_fp8(
     shape = scale_shape(codes.shape, scaling)
     check_like("scale_inv", scale_inv, shape, torch.float32, codes.device)
     check_result_dtype(dtype)
-    if out is None:
-        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    else:
-        check_like("out", out, codes.shape, dtype, codes.device)
-        check_apart({"out": out}, {"codes": codes, "scale_inv": scale_inv})
+    sources = {"codes": codes, "scale_inv": scale_inv}
+    out = result_of(out, (codes.shape, dtype), codes.device, sources)
     if codes.numel():
         call(_DEQUANTIZE, out, out, codes, scale_inv, scaling)
     return out

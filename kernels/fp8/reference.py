@@ -1,4 +1,4 @@
-"""Owns the definition of FP8 scaling in PyTorch: the GPU kernels' oracle, and the CPU path.
+"""The definition of FP8 scaling in PyTorch: the GPU kernels' oracle, and the CPU path.
 
     amax       max |x| of a block, ignoring nothing
     scale      min(max_finite / amax, FLT_MAX), IEEE division; 1 where amax is 0, inf or NaN;
@@ -24,15 +24,14 @@ from collections.abc import Iterator
 import torch
 
 from ..formats import codes as element_codes
-from ..formats.table import E4M3, E5M2, ElementFormat
+from ..formats.table import E4M3, E5M2, FP32
 from ..pack.reference import CHUNK_NUMEL
+from .codec import scale_of
 
 SQUARE = 128  # elements of a block, along a row and along a column
 ELEMENTS = {element.name: element for element in (E4M3, E5M2)}
 BY_DTYPE = {element.dtype: element for element in (E4M3, E5M2)}
-MAX_FP32 = torch.finfo(torch.float32).max
 MIN_SCALE = torch.finfo(torch.float32).tiny
-_SIGN_AND_EXPONENT = -(2**23)  # FP32 bits without those of the mantissa
 
 
 def quantize_fp8_(
@@ -85,18 +84,9 @@ def update_fp8_scales_(
     largest = amax_history[:, 0] if algorithm == "most_recent" else amax_history.amax(1)
     target = torch.full_like(largest, ELEMENTS[element].max_finite * 2.0**-margin)
     usable = largest.isfinite() & (largest > 0)
-    scales.copy_(torch.where(usable, (target / largest).clamp_(MIN_SCALE, MAX_FP32), scales))
+    scales.copy_(torch.where(usable, (target / largest).clamp_(MIN_SCALE, FP32.max_finite), scales))
     amax_history.copy_(amax_history.roll(-1, 1))
     amax_history[:, 0] = 0
-
-
-def scale_of(amax: torch.Tensor, element: ElementFormat, power_of_2: bool) -> torch.Tensor:
-    """What the elements of a block with this FP32 `amax` are multiplied with."""
-    # A tensor over a tensor: a Python number over one is a product with the reciprocal.
-    scale = (torch.full_like(amax, element.max_finite) / amax).clamp_max_(MAX_FP32)
-    if power_of_2:
-        scale = (scale.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
-    return torch.where(amax.isfinite() & (amax > 0), scale, 1.0)
 
 
 def scale_shape(shape: torch.Size, scaling: str) -> torch.Size:

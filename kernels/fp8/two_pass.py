@@ -1,4 +1,4 @@
-"""Owns the Triton kernels of FP8 scaling in two passes, amax and codes, and of delayed scaling.
+"""FP8 scaling on the GPU in two passes, amax and codes, and the step of delayed scaling.
 
 | kernel  | a program has                            | for                                     |
 |---------|------------------------------------------|-----------------------------------------|
@@ -6,8 +6,8 @@
 | _known  | a part of a row whose amax is known      | the same: second pass; delayed scaling  |
 | _update | one tensor's history of amaxes           | delayed scaling: between steps          |
 
-`launch` launches them; formulas are those of `reference`. A maximum is the same in whatever
-order it is taken, so atomics leave nothing to chance.
+Rows, or the tensor as one, are read by as many programs as they have blocks. Formulas are those of
+`reference`. A maximum is the same in any order, so atomics leave nothing to chance.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -15,17 +15,28 @@ order it is taken, so atomics leave nothing to chance.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 from ..formats import device_codes as device
+from ..formats.table import ELEMENTS, FP32
+from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import covered, to_fp32
-from .kernel import encode, inverse_of, scale_of
-from .reference import MAX_FP32, MIN_SCALE
+from ..tuned import config_for
+from .device_codec import inverse_of, scale_of
+from .reference import MIN_SCALE
+
+BLOCK = 4096
+NUM_WARPS = 4
+MIN_LINE = 16  # elements: one access of 16 bytes to the codes
 
 _MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
 _EXPONENT = tl.constexpr(0x7F80_0000)
-_MAX_FP32, _MIN_SCALE = tl.constexpr(MAX_FP32), tl.constexpr(MIN_SCALE)
+_MAX_FP32, _MIN_SCALE = tl.constexpr(FP32.max_finite), tl.constexpr(MIN_SCALE)
 
 
 @triton.jit
@@ -41,9 +52,51 @@ def _part_of(parts, columns, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _along(base, lanes, WIDE: tl.constexpr):
+    """Pointers, 16-byte aligned if WIDE: the hint must sit on the sum it is about."""
+    pointers = base + lanes
+    if WIDE:
+        pointers = tl.multiple_of(pointers, 16)
+    return pointers
+
+
+@triton.jit
 def _magnitude_bits(value):
     """|FP32 value| as integers, in the same order, NaN above infinity."""
     return value.to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def _largest_of_part(
+    codes,
+    x,
+    factor,
+    count,
+    ELEMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The bits of a part's amax; if there are `codes`, it is quantised with `factor` on the way."""
+    largest = 0
+    if ALIGNED and count >= BLOCK:
+        lanes = tl.arange(0, BLOCK)
+        value = to_fp32(tl.load(_along(x, lanes, True)))
+        if codes is not None:
+            made = device.code_of(value * factor, None, ELEMENT, HARDWARE)
+            tl.store(_along(codes, lanes, True), made)
+        largest = tl.max(_magnitude_bits(value), 0)
+    else:
+        # In four pieces, whose other shape keeps the compiler from giving both paths one layout.
+        for first in range(0, covered(count, BLOCK), BLOCK // 4):
+            lanes = first + tl.arange(0, BLOCK // 4)
+            value = to_fp32(tl.load(_along(x, lanes, WIDE), mask=lanes < count, other=0.0))
+            if codes is not None:
+                made = device.code_of(value * factor, None, ELEMENT, HARDWARE)
+                tl.store(_along(codes, lanes, WIDE), made, mask=lanes < count)
+            largest = tl.maximum(largest, tl.max(_magnitude_bits(value), 0))
+    return largest
 
 
 @triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["x"])
@@ -58,55 +111,8 @@ def _amax_kernel(
 ):
     """amax[row] = max(amax[row], |x|) as FP32 bits, over one of the `parts` of a row."""
     row, offset, _, count = _part_of(parts, columns, WIDE, BLOCK)
-    x += offset
-    if ALIGNED and count >= BLOCK:
-        value = to_fp32(tl.load(tl.multiple_of(x + tl.arange(0, BLOCK), 16)))
-        largest = tl.max(_magnitude_bits(value), 0)
-    else:
-        # In four pieces, whose other shape keeps the compiler from giving both paths one layout.
-        largest = 0
-        for first in range(0, covered(count, BLOCK), BLOCK // 4):
-            lanes = first + tl.arange(0, BLOCK // 4)
-            sources = x + lanes
-            if WIDE:
-                sources = tl.multiple_of(sources, 16)
-            value = to_fp32(tl.load(sources, mask=lanes < count, other=0.0))
-            largest = tl.maximum(largest, tl.max(_magnitude_bits(value), 0))
+    largest = _largest_of_part(None, x + offset, None, count, None, ALIGNED, WIDE, False, BLOCK)
     tl.atomic_max(amax + row, largest, sem="relaxed")
-
-
-@triton.jit
-def _known_part(
-    codes,
-    x,
-    factor,
-    count,
-    ELEMENT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Quantise a part of a row with `factor`; the bits of its amax, for those who record it."""
-    largest = 0
-    if ALIGNED and count >= BLOCK:
-        lanes = tl.arange(0, BLOCK)
-        value = to_fp32(tl.load(tl.multiple_of(x + lanes, 16)))
-        tl.store(tl.multiple_of(codes + lanes, 16), encode(value * factor, ELEMENT, HARDWARE))
-        largest = tl.max(_magnitude_bits(value), 0)
-    else:
-        for first in range(0, covered(count, BLOCK), BLOCK // 4):
-            lanes = first + tl.arange(0, BLOCK // 4)
-            sources = x + lanes
-            destinations = codes + lanes
-            if WIDE:
-                sources = tl.multiple_of(sources, 16)
-                destinations = tl.multiple_of(destinations, 16)
-            value = to_fp32(tl.load(sources, mask=lanes < count, other=0.0))
-            made = encode(value * factor, ELEMENT, HARDWARE)
-            tl.store(destinations, made, mask=lanes < count)
-            largest = tl.maximum(largest, tl.max(_magnitude_bits(value), 0))
-    return largest
 
 
 @triton.jit(
@@ -141,7 +147,7 @@ def _known_kernel(
     if start == 0:
         tl.store(scale_inv + row + tl.arange(0, 1), inverse_of(factor))
     factor = tl.sum(factor, 0)
-    largest = _known_part(
+    largest = _largest_of_part(
         codes + offset, x + offset, factor, count, ELEMENT, ALIGNED, WIDE, HARDWARE, BLOCK
     )
     if scale is not None and amax is not None:
@@ -174,3 +180,66 @@ def _update_kernel(
     bits = amax.to(tl.int32, bitcast=True)
     usable = (bits > 0) & (bits < _EXPONENT)
     tl.store(scales + tensor + tl.arange(0, 1), quotient, mask=usable)
+
+
+@functools.cache
+def default_config() -> LaunchConfig:
+    """The block is of codes, a byte an element."""
+    return LaunchConfig(BLOCK, NUM_WARPS)
+
+
+def quantize_known(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    **constants: Any,
+) -> None:
+    """Rows, or the tensor as one: amax first, unless the scale is given, then the codes."""
+    rows = scale_inv.numel()
+    columns = x.numel() // rows
+    case = "tensor" if scale is None else "delayed"
+    config = config_for("quantize_fp8_", case, default_config(), x.device)
+    parts = triton.cdiv(columns, config.block_bytes)
+    aligned = is_aligned(codes, x)
+    wide = aligned and columns % MIN_LINE == 0
+    shape = {"ALIGNED": wide or (aligned and rows == 1), "WIDE": wide, "BLOCK": config.block_bytes}
+    launched = {"on": x, "num_warps": config.num_warps, **shape}
+    if scale is None:
+        bits: torch.Tensor | None = torch.zeros(rows, dtype=torch.int32, device=x.device)
+        launch(_amax_kernel, rows * parts, bits, x, columns, parts, **launched)
+    else:
+        bits = None if amax is None else amax.view(torch.int32)
+    launch(
+        _known_kernel,
+        rows * parts,
+        codes,
+        scale_inv,
+        x,
+        bits,
+        scale,
+        columns,
+        parts,
+        **launched,
+        **constants,
+    )
+
+
+def update_fp8_scales_(
+    amax_history: torch.Tensor, scales: torch.Tensor, element: str, margin: int, algorithm: str
+) -> None:
+    """`reference.update_fp8_scales_` in one launch, a program a tensor."""
+    length = amax_history.shape[1]
+    launch(
+        _update_kernel,
+        scales.numel(),
+        amax_history,
+        scales,
+        ELEMENTS[element].max_finite * 2.0 ** (-margin),
+        length,
+        on=scales,
+        num_warps=NUM_WARPS,
+        MOST_RECENT=algorithm == "most_recent",
+        BLOCK=triton.next_power_of_2(length),
+    )

@@ -1,9 +1,17 @@
-"""Owns MXFP8 and MXFP4 on the GPU: codes and scales of a tensor in one launch, and the way back.
+"""MXFP8 and MXFP4 on the GPU: codes and scales of a tensor in one launch, and the way back.
 
 Formulas and rounding are those of `reference`. Bytes moved an element, BF16 in or out: 3.03 for
 MXFP8, 2.53 for MXFP4; swizzled scales are written and read in place, padding included, at no more.
 Full tiles take the unmasked path, 16 bytes an access; the tail, unaligned memory and rows whose
 length is no multiple of 32 take the masked one.
+
+Scales are counted as they lie: a program has TILE_BLOCKS consecutive ones, from `first` on, and
+the blocks they belong to. Plain scales make those consecutive blocks of the tensor; swizzled ones a
+quarter of a 128x4 tile, rows r to r + 7, and the same of the three further groups of 32 rows, in
+four columns, so that a program stores one piece of scales, padding included.
+
+A tensor has `rows` rows of `row_numel` elements; `width` is the blocks of a row, or the tiles
+across that swizzled ones need. Rows of whole blocks with plain scales are taken as rows of one.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -11,85 +19,87 @@ length is no multiple of 32 take the masked one.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from ..formats import device_codes as device
-from ..formats.device_e2m1 import bytes_of, packed_e2m1
+from ..formats import swizzle
+from ..formats.device_e2m1 import bytes_of
+from ..formats.device_table import codec_of
 from ..formats.noise import GROUP_NUMEL
-from ..launch import launch
+from ..formats.table import ELEMENTS, SCALE_RULES
+from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import INTERPRETED, round_to, to_fp32
 from ..tuned import config_for
-from ..wide import aligned_blocks
-from .reference import MxCast
-from .tiles import (
-    TILE_BLOCKS,
-    aligned_pointers,
-    block_places,
-    block_starts,
-    code_places,
-    default_config,
-    is_full_tile,
-    plan_launch,
-)
+from ..wide import aligned_blocks, aligned_pointers
+from .reference import BLOCK_NUMEL, form_of
 
+# Sixteen bytes of MXFP4's codes a thread: a block each of 32 threads * 4 warps.
+TILE_BLOCKS = 128
+NUM_WARPS = 4
+
+_SCALE_TILE = tl.constexpr(swizzle.TILE_NUMEL)
 # A masked tile's other shape keeps the compiler from giving both paths one layout. To Triton's
 # interpreter a layout is nothing, and a piece as much work as a tile.
-PIECES = tl.constexpr(1 if INTERPRETED else 4)
+_PIECES = tl.constexpr(1 if INTERPRETED else 4)
 
 
 @triton.jit
-def encoded(x, bits, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
-    """FP32 [n, m] as it is stored, stochastically if there are `bits`, of noise, else to nearest.
+def _tile_of(first, width):
+    """(Row, column), int64, of the swizzled tile that has the scale `first`; unsigned is faster."""
+    tile = (first // _SCALE_TILE).to(tl.uint32)
+    across = width.to(tl.uint32)
+    return (tile // across).to(tl.int64), (tile % across).to(tl.int64)
 
-    Codes, one a byte; of e2m1 words of eight codes, uint32 [n, m / 8].
+
+@triton.jit
+def _block_places(first, width, SWIZZLED: tl.constexpr, BLOCKS: tl.constexpr):
+    """(Rows, columns), int64 [BLOCKS], of the blocks whose scales lie at `first` and after.
+
+    width: blocks a row, int32, or swizzled tiles across. 64 bits are divided once a program, not
+    once a block; the tiles, of 16384 elements, 31 bits can count.
     """
-    if ELEMENT == "e2m1":
-        return packed_e2m1(x, bits)
-    elif bits is None:
-        return device.encode(x, ELEMENT, HARDWARE)
+    lanes = tl.arange(0, BLOCKS)
+    if SWIZZLED:
+        tile_row, tile_column = _tile_of(first, width)
+        place = (first % _SCALE_TILE).to(tl.int32) + lanes
+        row = tile_row * 128 + ((place >> 4) + ((place >> 2) & 3) * 32)
+        column = tile_column * 4 + (place & 3)
     else:
-        return device.encode_stochastic(x, bits, ELEMENT)
+        beyond = (first % width).to(tl.int32) + lanes
+        row = first // width + beyond // width
+        column = beyond % width
+    return row, column.to(tl.int64)
 
 
 @triton.jit
-def scaled_blocks(x, ELEMENT: tl.constexpr, RULE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """FP32 [blocks, 32] -> (what is to be encoded, the scale bytes [blocks])."""
-    scale_bytes = device.scale_byte(device.amax(x, 1), ELEMENT, RULE)
-    return x * device.reciprocal_e8m0(scale_bytes)[:, None], scale_bytes
+def _block_starts(first, row_numel, width, SWIZZLED: tl.constexpr, BLOCKS: tl.constexpr):
+    """Where the blocks of a full tile begin in the tensor, int64 [BLOCKS]."""
+    if SWIZZLED:
+        row, column = _block_places(first, width, SWIZZLED, BLOCKS)
+        return row * row_numel + column * 32
+    return first * 32 + tl.arange(0, BLOCKS) * 32
 
 
 @triton.jit
-def _quantize_full_tile(
-    source,
-    data,
-    scales,
-    starts,
-    seed,
-    first_index,
-    ELEMENT: tl.constexpr,
-    RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Blocks whose elements begin at `starts`; `scales` points at the first one's."""
-    x, scale_bytes = scaled_blocks(aligned_blocks(source, starts, 32), ELEMENT, RULE)
-    tl.store(tl.multiple_of(scales + tl.arange(0, BLOCKS), 16), scale_bytes)
-    bits = None
-    if STOCHASTIC:
-        groups = ((first_index + starts) >> 4)[:, None] + tl.arange(0, 2)[None, :]
-        bits = device.noise_of_groups(seed, tl.reshape(groups, [2 * BLOCKS]))
-        bits = tl.reshape(bits, [BLOCKS, 32])
-    made = encoded(x, bits, ELEMENT, HARDWARE)
-    if ELEMENT == "e2m1":
-        words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        tl.store(aligned_pointers(words, starts >> 3, 4), made)
-    else:
-        tl.store(aligned_pointers(data, starts, 32), made)
+def _places_in_rows(row, column, row_numel, BLOCK: tl.constexpr):
+    """(Where BLOCK of each of the blocks lie, of rows of `row_numel`; which of them there are)."""
+    at = (column * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+    return row[:, None] * row_numel + at, at < row_numel
+
+
+@triton.jit
+def _is_full_tile(first, rows, row_numel, width, SWIZZLED: tl.constexpr, BLOCKS: tl.constexpr):
+    """Whether all of the program's blocks exist. Rows must be whole blocks, or it says nothing."""
+    if SWIZZLED:
+        tile_row, tile_column = _tile_of(first, width)
+        return ((tile_row + 1) * 128 <= rows) & ((tile_column + 1) * 128 <= row_numel)
+    return first + BLOCKS <= rows * width
 
 
 @triton.jit
@@ -103,29 +113,28 @@ def _quantize_masked_piece(
     width,
     seed,
     first_index,
-    ELEMENT: tl.constexpr,
-    RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    CODEC: tl.constexpr,
     HARDWARE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    row, column = block_places(first, width, SWIZZLED, BLOCKS)
+    PER_BYTE: tl.constexpr = CODEC.element.form.codes_per_byte
+    row, column = _block_places(first, width, SWIZZLED, BLOCKS)
     begins = row < rows
-    at = (column * 32)[:, None] + tl.arange(0, 32)[None, :]
-    exists = begins[:, None] & (at < row_numel)
-    index = row[:, None] * row_numel + at
+    index, in_row = _places_in_rows(row, column, row_numel, 32)
+    exists = begins[:, None] & in_row
     x = to_fp32(tl.load(source + index, mask=exists, other=0.0))
-    x, scale_bytes = scaled_blocks(x, ELEMENT, RULE)
+    x, scale_bytes, _ = CODEC.scaled(x, CODEC, 0, HARDWARE)
     bits = None
-    if STOCHASTIC:
+    if seed is not None:
         bits = device.noise_of(seed, first_index + index)
     # A NaN's block has NaNs in the place of what does not exist.
-    code = encoded(tl.where(exists, x, 0.0), bits, ELEMENT, HARDWARE)
-    if ELEMENT == "e2m1":
-        code = bytes_of(code)
-    places, in_row = code_places(row, column, row_numel, ELEMENT)
-    tl.store(data + places, code, mask=begins[:, None] & in_row)
+    made = device.stored(tl.where(exists, x, 0.0), bits, CODEC.element, HARDWARE)
+    if CODEC.element.pack is not None:
+        made = bytes_of(made)
+    row_bytes = (row_numel + PER_BYTE - 1) // PER_BYTE
+    places, in_row = _places_in_rows(row, column, row_bytes, 32 // PER_BYTE)
+    tl.store(data + places, made, mask=begins[:, None] & in_row)
     scales_at = scales + first + tl.arange(0, BLOCKS)
     if SWIZZLED:
         # The padding is written as well: the amax of nothing, and so its byte, is 0.
@@ -147,9 +156,7 @@ def _quantize_kernel(
     width,
     seed,
     first_index,
-    ELEMENT: tl.constexpr,
-    RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    CODEC: tl.constexpr,
     HARDWARE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     FULL: tl.constexpr,
@@ -159,96 +166,40 @@ def _quantize_kernel(
     """BLOCKS consecutive scales, and the codes of their blocks; FULL and MASKED: paths it needs.
 
     Example: rows of 40 elements have 2 blocks, so block 5 is the second of row 2: elements 112 to
-    119, scale 5, or, swizzled, scale 2 * 16 + 1.
+    119, scale 5, or, swizzled, scale 2 * 16 + 1. seed: None to round to nearest.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     rows = rows.to(tl.int64)
     row_numel = row_numel.to(tl.int64)
     tl.assume(row_numel >= 0)
     first_index = first_index.to(tl.int64)
+    ELEMENT: tl.constexpr = CODEC.element
+    PER_BYTE: tl.constexpr = ELEMENT.form.codes_per_byte
     is_full = FULL
     if FULL and MASKED:
-        is_full = is_full_tile(first, rows, row_numel, width, SWIZZLED, BLOCKS)
+        is_full = _is_full_tile(first, rows, row_numel, width, SWIZZLED, BLOCKS)
     if is_full:
-        _quantize_full_tile(
-            source,
-            data,
-            scales + first,
-            block_starts(first, row_numel, width, SWIZZLED, BLOCKS),
-            seed,
-            first_index,
-            ELEMENT,
-            RULE,
-            STOCHASTIC,
-            HARDWARE,
-            BLOCKS,
-        )
+        starts = _block_starts(first, row_numel, width, SWIZZLED, BLOCKS)
+        x, scale_bytes, _ = CODEC.scaled(aligned_blocks(source, starts, 32), CODEC, 0, HARDWARE)
+        tl.store(tl.multiple_of(scales + first + tl.arange(0, BLOCKS), 16), scale_bytes)
+        bits = None
+        if seed is not None:
+            groups = ((first_index + starts) >> 4)[:, None] + tl.arange(0, 2)[None, :]
+            bits = device.noise_of_groups(seed, tl.reshape(groups, [2 * BLOCKS]))
+            bits = tl.reshape(bits, [BLOCKS, 32])
+        made = device.stored(x, bits, ELEMENT, HARDWARE)
+        if ELEMENT.pack is not None:
+            words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
+            tl.store(aligned_pointers(words, starts >> 3, 4), made)
+        else:
+            tl.store(aligned_pointers(data, starts // PER_BYTE, 32 // PER_BYTE), made)
     elif MASKED:
-        for piece in range(0, BLOCKS, BLOCKS // PIECES):
+        PIECE: tl.constexpr = BLOCKS // _PIECES
+        for piece in range(0, BLOCKS, PIECE):
             _quantize_masked_piece(
-                source,
-                data,
-                scales,
-                first + piece,
-                rows,
-                row_numel,
-                width,
-                seed,
-                first_index,
-                ELEMENT,
-                RULE,
-                STOCHASTIC,
-                HARDWARE,
-                SWIZZLED,
-                BLOCKS // PIECES,
-            )
-
-
-@triton.jit
-def _dequantize_full_tile(
-    out,
-    data,
-    scales,
-    starts,
-    ELEMENT: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    if ELEMENT == "e2m1":
-        code = device.unpack_nibbles(tl.load(aligned_pointers(data, starts >> 1, 16)))
-    else:
-        code = tl.load(aligned_pointers(data, starts, 32))
-    scale = device.decode_e8m0(tl.load(tl.multiple_of(scales + tl.arange(0, BLOCKS), 16)))
-    value = device.decode(code, ELEMENT, HARDWARE) * scale[:, None]
-    tl.store(aligned_pointers(out, starts, 32), round_to(value, out.dtype.element_ty))
-
-
-@triton.jit
-def _dequantize_masked_piece(
-    out,
-    data,
-    scales,
-    first,
-    rows,
-    row_numel,
-    width,
-    ELEMENT: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    row, column = block_places(first, width, SWIZZLED, BLOCKS)
-    begins = (row < rows) & (column * 32 < row_numel)
-    places, in_row = code_places(row, column, row_numel, ELEMENT)
-    code = tl.load(data + places, mask=begins[:, None] & in_row, other=0)
-    if ELEMENT == "e2m1":
-        code = device.unpack_nibbles(code)
-    scale = tl.load(scales + first + tl.arange(0, BLOCKS), mask=begins, other=0)
-    value = device.decode(code, ELEMENT, HARDWARE) * device.decode_e8m0(scale)[:, None]
-    at = (column * 32)[:, None] + tl.arange(0, 32)[None, :]
-    exists = begins[:, None] & (at < row_numel)
-    index = row[:, None] * row_numel + at
-    tl.store(out + index, round_to(value, out.dtype.element_ty), mask=exists)
+                source, data, scales, first + piece, rows, row_numel, width, seed, first_index,
+                CODEC, HARDWARE, SWIZZLED, PIECE,
+            )  # fmt: skip
 
 
 @triton.jit(
@@ -262,7 +213,7 @@ def _dequantize_kernel(
     rows,
     row_numel,
     width,
-    ELEMENT: tl.constexpr,
+    CODEC: tl.constexpr,
     HARDWARE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     FULL: tl.constexpr,
@@ -273,59 +224,115 @@ def _dequantize_kernel(
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     rows = rows.to(tl.int64)
     row_numel = row_numel.to(tl.int64)
+    ELEMENT: tl.constexpr = CODEC.element
+    PER_BYTE: tl.constexpr = ELEMENT.form.codes_per_byte
+    dtype: tl.constexpr = out.dtype.element_ty
     is_full = FULL
     if FULL and MASKED:
-        is_full = is_full_tile(first, rows, row_numel, width, SWIZZLED, BLOCKS)
+        is_full = _is_full_tile(first, rows, row_numel, width, SWIZZLED, BLOCKS)
     if is_full:
-        starts = block_starts(first, row_numel, width, SWIZZLED, BLOCKS)
-        _dequantize_full_tile(out, data, scales + first, starts, ELEMENT, HARDWARE, BLOCKS)
+        starts = _block_starts(first, row_numel, width, SWIZZLED, BLOCKS)
+        code = tl.load(aligned_pointers(data, starts // PER_BYTE, 32 // PER_BYTE))
+        if PER_BYTE > 1:
+            code = device.unpack_nibbles(code)
+        scale_bytes = tl.load(tl.multiple_of(scales + first + tl.arange(0, BLOCKS), 16))
+        factors = CODEC.factors(scale_bytes, None, CODEC, HARDWARE)
+        value = device.value_of(code, ELEMENT, HARDWARE) * factors[:, None]
+        tl.store(aligned_pointers(out, starts, 32), round_to(value, dtype))
     elif MASKED:
-        for piece in range(0, BLOCKS, BLOCKS // PIECES):
-            _dequantize_masked_piece(
-                out,
-                data,
-                scales,
-                first + piece,
-                rows,
-                row_numel,
-                width,
-                ELEMENT,
-                HARDWARE,
-                SWIZZLED,
-                BLOCKS // PIECES,
-            )
+        PIECE: tl.constexpr = BLOCKS // _PIECES
+        for piece in range(0, BLOCKS, PIECE):
+            row, column = _block_places(first + piece, width, SWIZZLED, PIECE)
+            begins = (row < rows) & (column * 32 < row_numel)
+            row_bytes = (row_numel + PER_BYTE - 1) // PER_BYTE
+            places, in_row = _places_in_rows(row, column, row_bytes, 32 // PER_BYTE)
+            code = tl.load(data + places, mask=begins[:, None] & in_row, other=0)
+            if PER_BYTE > 1:
+                code = device.unpack_nibbles(code)
+            scales_at = scales + first + piece + tl.arange(0, PIECE)
+            scale_bytes = tl.load(scales_at, mask=begins, other=0)
+            factors = CODEC.factors(scale_bytes, None, CODEC, HARDWARE)
+            value = device.value_of(code, ELEMENT, HARDWARE) * factors[:, None]
+            index, in_row = _places_in_rows(row, column, row_numel, 32)
+            tl.store(out + index, round_to(value, dtype), mask=begins[:, None] & in_row)
 
 
-def quantize_mx_(data: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, *options: Any) -> None:
+@functools.cache
+def default_config() -> LaunchConfig:
+    """An element counts as a byte; the block follows from the scales, so only warps may differ."""
+    return LaunchConfig(TILE_BLOCKS * BLOCK_NUMEL, NUM_WARPS)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor is cut into programs, and which paths they take."""
+
+    programs: int
+    rows: int
+    row_numel: int
+    width: int
+    full: bool
+    masked: bool
+
+
+def cut_of(tensors: Sequence[torch.Tensor], shape: torch.Size, swizzled: bool) -> Cut:
+    """For a tensor [..., K] of `shape`; all of `tensors` must be aligned for full tiles."""
+    rows, row_numel = shape[:-1].numel(), shape[-1]
+    if row_numel % BLOCK_NUMEL == 0 and not swizzled:
+        rows, row_numel = rows * (row_numel // BLOCK_NUMEL), BLOCK_NUMEL
+    columns = triton.cdiv(row_numel, BLOCK_NUMEL)
+    num_blocks = swizzle.swizzled_numel(rows, columns) if swizzled else rows * columns
+    full = is_aligned(*tensors) and row_numel % BLOCK_NUMEL == 0
+    if swizzled:
+        no_tail = rows % swizzle.TILE_ROWS == 0 and columns % swizzle.TILE_COLUMNS == 0
+    else:
+        no_tail = num_blocks % TILE_BLOCKS == 0
+    return Cut(
+        programs=triton.cdiv(num_blocks, TILE_BLOCKS),
+        rows=rows,
+        row_numel=row_numel,
+        width=swizzle.tiles_across(columns) if swizzled else columns,
+        full=full,
+        masked=not (full and no_tail),
+    )
+
+
+def quantize_mx_(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    x: torch.Tensor,
+    element: str,
+    rule: str,
+    seed: int | None = None,
+    first_index: int = 0,
+    swizzled: bool = False,
+) -> None:
     """`reference.quantize_mx_` in one launch."""
-    cast = MxCast(*options)
-    plan = plan_launch((data, scales, x), x.shape, cast.swizzled)
-    if plan.programs == 0:
+    cut = cut_of((data, scales, x), x.shape, swizzled)
+    if cut.programs == 0:
         return
-    stochastic = cast.seed is not None
+    stochastic = seed is not None
     # Noise is drawn for 16 elements at once, from a multiple of 16 on.
-    full = plan.full and not (stochastic and cast.first_index % GROUP_NUMEL)
-    case = cast.element + " stochastic" * stochastic + " swizzled" * cast.swizzled
+    full = cut.full and not (stochastic and first_index % GROUP_NUMEL)
+    case = element + " stochastic" * stochastic + " swizzled" * swizzled
     config = config_for("quantize_mx_", case, default_config(), x.device)
     launch(
         _quantize_kernel,
-        plan.programs,
+        cut.programs,
         x,
         data.view(torch.uint8),
         scales.view(torch.uint8),
-        plan.rows,
-        plan.row_numel,
-        plan.width,
-        cast.seed or 0,
-        cast.first_index,
+        cut.rows,
+        cut.row_numel,
+        cut.width,
+        seed,
+        first_index,
         on=x,
         num_warps=config.num_warps,
-        ELEMENT=cast.element,
-        RULE=cast.rule,
-        STOCHASTIC=stochastic,
-        SWIZZLED=cast.swizzled,
+        CODEC=codec_of(form_of(ELEMENTS[element]), SCALE_RULES[rule]),
+        SWIZZLED=swizzled,
         FULL=full,
-        MASKED=plan.masked or not full,
+        MASKED=cut.masked or not full,
         BLOCKS=TILE_BLOCKS,
     )
 
@@ -338,25 +345,25 @@ def dequantize_mx_(
     swizzled: bool = False,
 ) -> None:
     """`reference.dequantize_mx_` in one launch."""
-    plan = plan_launch((out, data, scales), out.shape, swizzled)
-    if plan.programs == 0:
+    cut = cut_of((out, data, scales), out.shape, swizzled)
+    if cut.programs == 0:
         return
     case = element + " swizzled" * swizzled
     config = config_for("dequantize_mx_", case, default_config(), out.device)
     launch(
         _dequantize_kernel,
-        plan.programs,
+        cut.programs,
         out,
         data.view(torch.uint8),
         scales.view(torch.uint8),
-        plan.rows,
-        plan.row_numel,
-        plan.width,
+        cut.rows,
+        cut.row_numel,
+        cut.width,
         on=out,
         num_warps=config.num_warps,
-        ELEMENT=element,
+        CODEC=codec_of(form_of(ELEMENTS[element])),
         SWIZZLED=swizzled,
-        FULL=plan.full,
-        MASKED=plan.masked,
+        FULL=cut.full,
+        MASKED=cut.masked,
         BLOCKS=TILE_BLOCKS,
     )

@@ -1,9 +1,4 @@
-"""Owns the MX ops `sidestream::quantize_mx_` and `dequantize_mx_`: schemas and argument checks.
-
-| op             | reads        | writes       | cpu            | cuda |
-|----------------|--------------|--------------|----------------|------|
-| quantize_mx_   | x            | data, scales | `reference` | `mx` |
-| dequantize_mx_ | data, scales | out          | `reference` | `mx` |
+"""MXFP8 and MXFP4, `quantize_mx` and `dequantize_mx`: what they accept, and the ops behind them.
 
 The ops write in place; the functions here make what they write into, unless it is given.
 `reference` defines both. They are not differentiable.
@@ -13,39 +8,35 @@ from __future__ import annotations
 
 import torch
 
-from .. import op as ops
-from ..aliasing import check_apart
-from ..checks import (
-    SOURCE_DTYPES,
-    check_choice,
-    check_dtype,
-    check_flag,
-    check_integer,
-    check_like,
-    check_pair,
-    check_result_dtype,
-    check_tensor,
+from ..arguments import (
+    Wanted,
+    check_row_blocks,
+    check_rows,
+    check_source,
+    checked_row_numel,
+    result_dtype,
+    result_of,
+    results_of,
+    scale_shape,
 )
-from ..formats import swizzle
+from ..checks import check_choice, check_flag, check_like, check_tensor
 from ..formats.noise import check_first_index, checked_seed
-from ..formats.table import E2M1, E8M0, SCALE_RULES
-from . import reference as reference_mx
-from .reference import BLOCK_NUMEL, ELEMENTS, MxCast, row_blocks, row_bytes
+from ..formats.table import ELEMENTS, MXFP8, SCALE_RULES
+from ..op import Op, call, on_first_use
+from . import reference
+from .reference import BLOCK_NUMEL, elements
 
-_QUANTIZE = ops.Op(
+_QUANTIZE = Op(
     "quantize_mx_(Tensor(a!) data, Tensor(b!) scales, Tensor x, str element, str rule, "
     "SymInt? seed, SymInt first_index, bool swizzled) -> ()",
-    reference_mx.quantize_mx_,
-    ops.on_first_use("mx.kernel", "quantize_mx_"),
+    reference.quantize_mx_,
+    on_first_use("mx.kernel", "quantize_mx_"),
 )
-_DEQUANTIZE = ops.Op(
+_DEQUANTIZE = Op(
     "dequantize_mx_(Tensor(a!) out, Tensor data, Tensor scales, str element, bool swizzled) -> ()",
-    reference_mx.dequantize_mx_,
-    ops.on_first_use("mx.kernel", "dequantize_mx_"),
+    reference.dequantize_mx_,
+    on_first_use("mx.kernel", "dequantize_mx_"),
 )
-
-# The GPU kernel counts the blocks of a row that ends in a short one with 31 bits.
-_MAX_ROW_BLOCKS = 2**30
 
 
 def quantize_mx(
@@ -78,23 +69,16 @@ def quantize_mx(
     Source: OCP MX 1.0, section 6.3; the rules': see `reference`. Raises `ValueError` before
     anything is written.
     """
-    check_choice("element", element, ELEMENTS)
+    check_choice("element", element, elements())
     swizzled = check_flag("swizzled", swizzled)
     check_choice("rule", rule, SCALE_RULES)
     seed = checked_seed(rounding, seed)
-    _check_source("x", x)
+    check_source("x", x)
+    _check_rows("x", x)
     check_first_index(first_index, x.numel())
-    cast = MxCast(element, rule, seed, first_index, swizzled)
-    if out is None:
-        data_shape, scale_shape = _shapes(x.shape, cast)
-        data = x.new_empty(data_shape, dtype=ELEMENTS[element].dtype)
-        scales = x.new_empty(scale_shape, dtype=E8M0.dtype)
-    else:
-        check_pair("out", out)
-        data, scales = out
-        _check_parts(("out[0]", "out[1]"), out, x.shape, x.device, cast)
-        check_apart({"out[0]": data, "out[1]": scales}, {"x": x})
-    ops.call(_QUANTIZE, x, data, scales, x, element, rule, seed, first_index, swizzled)
+    wanted = _parts_of(x.shape, element, swizzled)
+    data, scales = results_of(out, wanted, x.device, {"x": x})
+    call(_QUANTIZE, x, data, scales, x, element, rule, seed, first_index, swizzled)
     return data, scales
 
 
@@ -115,67 +99,33 @@ def dequantize_mx(
     round(code * 2^(byte - 127)), rounded once, to nearest even. Bytes moved an element, to BF16:
     3.03, or 2.53 for e2m1. Raises `ValueError` before anything is written.
     """
-    check_choice("element", element, ELEMENTS)
+    check_choice("element", element, elements())
     swizzled = check_flag("swizzled", swizzled)
-    check_result_dtype(dtype)
-    cast = MxCast(element, swizzled=swizzled)
+    dtype = result_dtype(dtype, out)
     check_tensor("data", data)
-    if data.dim() == 0:
-        raise ValueError("data: expected [..., K], got a scalar; pass what quantize_mx returns")
-    shape = torch.Size((*data.shape[:-1], _row_numel(data.shape[-1], row_numel, element)))
-    _check_parts(("data", "scales"), (data, scales), shape, data.device, cast)
-    if out is None:
-        out = data.new_empty(shape, dtype=dtype)
-    else:
-        _check_source("out", out)
-        check_like("out", out, shape, out.dtype, data.device)
-        check_apart({"out": out}, {"data": data, "scales": scales})
-    ops.call(_DEQUANTIZE, data, out, data, scales, element, swizzled)
+    check_rows("data", data)
+    row_numel = checked_row_numel(data, row_numel, ELEMENTS[element].codes_per_byte)
+    shape = torch.Size((*data.shape[:-1], row_numel))
+    parts = {"data": data, "scales": scales}
+    wanted = _parts_of(shape, element, swizzled)
+    for (name, part), (part_shape, part_dtype) in zip(parts.items(), wanted, strict=True):
+        check_like(name, part, part_shape, part_dtype, data.device)
+    out = result_of(out, (shape, dtype), data.device, parts)
+    _check_rows("out", out)
+    call(_DEQUANTIZE, data, out, data, scales, element, swizzled)
     return out
 
 
-def _row_numel(num_bytes: int, row_numel: int | None, element: str) -> int:
-    """The elements of a row whose data are `num_bytes`: `row_numel`, if it is given and may be."""
-    high = num_bytes * (2 if element == E2M1.name else 1)
-    if row_numel is None:
-        return high
-    low = high - 1 if element == E2M1.name and high else high
-    return check_integer("row_numel", row_numel, low, high)
+def _check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ValueError` unless the tensor is [..., K], of rows whose blocks kernels can count."""
+    check_rows(name, tensor)
+    if tensor.shape[-1] % BLOCK_NUMEL:
+        check_row_blocks(name, MXFP8.num_blocks(tensor.shape[-1]))
 
 
-def _check_source(name: str, tensor: torch.Tensor) -> None:
-    check_dtype(name, tensor, SOURCE_DTYPES)
-    if tensor.dim() == 0:
-        raise ValueError(f"{name}: expected at least 1 dimension, got shape (); call .view(1)")
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous tensor [..., K], got shape {tuple(tensor.shape)} with "
-            f"strides {tensor.stride()}; call .contiguous()"
-        )
-    row_numel = tensor.shape[-1]
-    if row_numel % BLOCK_NUMEL and row_blocks(row_numel) > _MAX_ROW_BLOCKS:
-        raise ValueError(
-            f"{name}: expected rows of at most {_MAX_ROW_BLOCKS} blocks where the last one is "
-            f"short, got {row_numel} elements; pad the rows to a multiple of {BLOCK_NUMEL}"
-        )
-
-
-def _shapes(shape: torch.Size, cast: MxCast) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of data and scales for a tensor of `shape`."""
-    columns = row_blocks(shape[-1])
-    scale_shape = (*shape[:-1], columns)
-    if cast.swizzled:
-        scale_shape = (swizzle.swizzled_numel(shape[:-1].numel(), columns),)
-    return (*shape[:-1], row_bytes(shape[-1], ELEMENTS[cast.element])), scale_shape
-
-
-def _check_parts(
-    names: tuple[str, str],
-    parts: tuple[torch.Tensor, torch.Tensor],
-    shape: torch.Size,
-    device: torch.device,
-    cast: MxCast,
-) -> None:
-    dtypes = (ELEMENTS[cast.element].dtype, E8M0.dtype)
-    for name, part, wanted, dtype in zip(names, parts, _shapes(shape, cast), dtypes, strict=True):
-        check_like(name, part, wanted, dtype, device)
+def _parts_of(shape: torch.Size, element: str, swizzled: bool) -> tuple[Wanted, Wanted]:
+    """The shapes and dtypes of data and scales for a tensor of `shape`."""
+    form = ELEMENTS[element]
+    data = (*shape[:-1], -(-shape[-1] // form.codes_per_byte))
+    scales = scale_shape(shape[:-1], MXFP8.num_blocks(shape[-1]), swizzled)
+    return (data, form.dtype), (scales, MXFP8.scale_dtype)

@@ -1,9 +1,9 @@
-"""Owns the definition of MXFP8 and MXFP4 in plain PyTorch: the GPU kernels' oracle, the CPU path.
+"""The definition of MXFP8 and MXFP4 in plain PyTorch: the GPU kernels' oracle, the CPU path.
 
 Blocks of 32 consecutive elements of a row share an E8M0 scale, 2^(byte - 127); the last block of a
 row may be short. With a the largest magnitude of a block and x an element of it:
 
-    byte    = codes.SCALE_RULES[rule](a, element)
+    byte    = codes.scale_byte(a, element, rule)
     code    = codes.encode(x * 2^(127 - byte), element), or encode_stochastic of that
     decoded = round(codes.decode(code, element) * 2^(byte - 127))
 
@@ -26,22 +26,19 @@ byte 0. Noise is that of an element's index in the whole tensor, `first_index` p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+import functools
+from collections.abc import Iterator
 
 import torch
 from torch.nn.functional import pad
 
-from ..formats import codes, swizzle
+from ..formats import swizzle
+from ..formats.codes import loaded, stored
 from ..formats.noise import noise_bits
-from ..formats.table import E2M1, E4M3, E5M2, MXFP8, SCALE_RULES, ElementFormat
+from ..formats.table import ELEMENTS, MXFP8, SCALE_RULES, BlockFormat, ElementFormat, ScaleRule
+from .codec import factors_of, scales_of
 
 BLOCK_NUMEL = 32
-ELEMENTS: Mapping[str, ElementFormat] = MappingProxyType(
-    {element.name: element for element in (E4M3, E5M2, E2M1)}
-)
 
 assert MXFP8.block_numel == BLOCK_NUMEL
 
@@ -49,67 +46,49 @@ assert MXFP8.block_numel == BLOCK_NUMEL
 _CHUNK_NUMEL = 128 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class MxCast:
-    """How elements become codes: the element's format, the rule of the scales, the rounding.
+def elements() -> dict[str, ElementFormat]:
+    """What the elements of blocks may be, by name: formats with a sign."""
+    return {name: element for name, element in ELEMENTS.items() if element.has_sign}
 
-    seed: rounds stochastically; without one, to nearest even.
+
+@functools.cache
+def form_of(element: ElementFormat) -> BlockFormat:
+    """MX with such elements: MXFP8, or what differs from it in them alone."""
+    return BlockFormat(
+        f"mx_{element.name}", element, BLOCK_NUMEL, MXFP8.scale_dtype, codec=MXFP8.codec
+    )
+
+
+def quantize_mx_(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    x: torch.Tensor,
+    element: str,
+    rule: str,
+    seed: int | None = None,
+    first_index: int = 0,
+    swizzled: bool = False,
+) -> None:
+    """Write the codes and the scales of `x` [..., K]; with a `seed`, rounded stochastically.
+
+    data: the bytes of rows [..., K]. scales: bytes, one a block [..., ceil(K / 32)], or swizzled
+    ones, 1-D.
     """
-
-    element: str
-    rule: str = "rceil"
-    seed: int | None = None
-    first_index: int = 0
-    swizzled: bool = False
-
-    def __post_init__(self) -> None:
-        check_element(self.element)
-        if self.rule not in SCALE_RULES:
-            known = ", ".join(SCALE_RULES)
-            raise ValueError(f"rule: expected one of {known}, got {self.rule!r}; choose one")
-        if self.first_index < 0:
-            raise ValueError(
-                f"first_index: expected 0 or more, got {self.first_index}; pass the index of the "
-                "first element in the whole tensor"
-            )
-
-
-def check_element(name: str) -> None:
-    """Raise `ValueError` unless `name` is in `ELEMENTS`."""
-    if name not in ELEMENTS:
-        raise ValueError(f"element: expected one of {', '.join(ELEMENTS)}, got {name!r}")
-
-
-def row_bytes(row_numel: int, element: ElementFormat) -> int:
-    """Bytes of the codes of a row: of e2m1's, the last high nibble may be nobody's, and 0."""
-    return -(-row_numel * element.bits // 8)
-
-
-def row_blocks(row_numel: int) -> int:
-    """Blocks, and so scales, of a row."""
-    return -(-row_numel // BLOCK_NUMEL)
-
-
-def quantize_mx_(data: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, *options: Any) -> None:
-    """Write the codes and the scales of `x` [..., K]; `options` are those of `MxCast`.
-
-    data: bytes [..., row_bytes(K)]. scales: bytes [..., row_blocks(K)], or swizzled ones, 1-D.
-    """
-    cast = MxCast(*options)
-    element = ELEMENTS[cast.element]
-    width = _width(x.shape[-1])
+    form, width = form_of(ELEMENTS[element]), _width(x.shape[-1])
     rows = x.view(-1, width)
-    made_data = data.view(torch.uint8).view(len(rows), row_bytes(width, element))
-    made_scales = scales.view(torch.uint8)
-    plain = made_scales
-    if cast.swizzled:
-        plain = plain.new_empty(*x.shape[:-1], row_blocks(x.shape[-1]))
-    by_row = plain.view(len(rows), row_blocks(width))
+    made_data = data.view(torch.uint8).view(len(rows), form.data_bytes(width))
+    plain = scales.view(torch.uint8)
+    if swizzled:
+        plain = plain.new_empty(*x.shape[:-1], form.num_blocks(x.shape[-1]))
+    by_row = plain.view(len(rows), form.num_blocks(width))
     for piece in _pieces(len(rows), width):
-        first = cast.first_index + piece.start * width
-        _quantize_rows_(made_data[piece], by_row[piece], rows[piece].float(), cast, first)
-    if cast.swizzled:
-        made_scales.copy_(swizzle.swizzle_scales(plain))
+        values, noise = rows[piece].float(), None
+        if seed is not None:
+            first = first_index + piece.start * width
+            noise = noise_bits(seed, first, values.numel(), x.device).view(values.shape)
+        made_data[piece], by_row[piece] = _quantized_rows(values, form, SCALE_RULES[rule], noise)
+    if swizzled:
+        scales.view(torch.uint8).copy_(swizzle.swizzle_scales(plain))
 
 
 def dequantize_mx_(
@@ -120,42 +99,29 @@ def dequantize_mx_(
     swizzled: bool = False,
 ) -> None:
     """Write the values of the codes into `out` [..., K]: the inverse of `quantize_mx_`."""
-    row_numel = out.shape[-1]
+    form, row_numel = form_of(ELEMENTS[element]), out.shape[-1]
     scale_bytes = scales.view(torch.uint8)
     if swizzled:
-        num_rows = out.shape[:-1].numel()
-        scale_bytes = swizzle.unswizzle_scales(scale_bytes, num_rows, row_blocks(row_numel))
+        num_rows, num_blocks = out.shape[:-1].numel(), form.num_blocks(row_numel)
+        scale_bytes = swizzle.unswizzle_scales(scale_bytes, num_rows, num_blocks)
     width = _width(row_numel)
     rows = out.view(-1, width)
-    scale_bytes = scale_bytes.view(len(rows), row_blocks(width))
-    data_bytes = data.view(torch.uint8).view(len(rows), row_bytes(width, ELEMENTS[element]))
+    scale_bytes = scale_bytes.view(len(rows), form.num_blocks(width))
+    data_bytes = data.view(torch.uint8).view(len(rows), form.data_bytes(width))
     for piece in _pieces(len(rows), width):
-        made = data_bytes[piece]
-        if element == E2M1.name:
-            made = codes.unpack_nibbles(made, width)
-        blocks = _blocks(codes.decode(made, ELEMENTS[element]))
-        blocks = blocks * codes.e8m0_to_fp32(scale_bytes[piece]).unsqueeze(-1)
+        blocks = _blocks(loaded(data_bytes[piece], form.element, width))
+        blocks = blocks * factors_of(scale_bytes[piece]).unsqueeze(-1)
         rows[piece] = blocks.flatten(-2)[:, :width]
 
 
-def _quantize_rows_(
-    data: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, cast: MxCast, first_index: int
-) -> None:
-    """FP32 `values` [r, K] -> bytes in `data` [r, row_bytes(K)] and `scales` [r, row_blocks(K)]."""
-    element = ELEMENTS[cast.element]
+def _quantized_rows(
+    values: torch.Tensor, form: BlockFormat, rule: ScaleRule, noise: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP32 [r, K] -> bytes [r, those of a row] of codes, and [r, blocks] of scales."""
     blocks = _blocks(values)
-    # As integers, NaNs are above infinity, and the largest one's sign cannot come out set.
-    amax = blocks.abs().view(torch.int32).amax(-1).view(torch.float32)
-    scale_bytes = codes.scale_byte(amax, element, SCALE_RULES[cast.rule])
-    scaled = blocks * codes.reciprocal_e8m0(scale_bytes).unsqueeze(-1)
-    scaled = scaled.flatten(-2)[:, : values.shape[1]].contiguous()
-    if cast.seed is None:
-        made = codes.encode(scaled, element)
-    else:
-        noise = noise_bits(cast.seed, first_index, values.numel(), values.device)
-        made = codes.encode_stochastic(scaled, element, noise.view(values.shape))
-    data.copy_(codes.pack_nibbles(made) if element is E2M1 else made)
-    scales.copy_(scale_bytes)
+    multipliers, scale_bytes, _ = scales_of(blocks, form, rule)
+    scaled = (blocks * multipliers.unsqueeze(-1)).flatten(-2)[:, : values.shape[1]]
+    return stored(scaled.contiguous(), form.element, noise), scale_bytes
 
 
 def _width(row_numel: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..formats import device_codes as device
 from ..formats.device_table import element_constant
 from ..formats.table import E2M1, E4M3, FP32
 from ..portable import INTERPRETED
@@ -76,13 +77,14 @@ def _block_scales(block_amax, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.
         wanted = tl.div_rn(block_amax, tl.full(block_amax.shape, _MAX_E2M1, tl.float32))
         wanted = tl.div_rn(wanted, tensor_scale + tl.zeros_like(wanted))
         wanted = tl.minimum(tl.maximum(wanted, _TORCHAO_MIN_SCALE), _MAX_E4M3)
-        scale_bytes = _E4M3.encode(wanted, _E4M3, HARDWARE)
+        scale_bytes = device.code_of(wanted, None, _E4M3, HARDWARE)
         encode = tl.div_rn(one, tensor_scale)
-        decoded = _E4M3.decode(scale_bytes, _E4M3, HARDWARE)
+        decoded = device.value_of(scale_bytes, _E4M3, HARDWARE)
         factors = tl.div_rn(encode + tl.zeros_like(decoded), decoded)
     else:
-        scale_bytes = _E4M3.encode(block_amax * (tensor_scale * _ONE_SIXTH), _E4M3, HARDWARE)
-        decoded = _E4M3.decode(scale_bytes, _E4M3, HARDWARE) * tl.div_rn(one, tensor_scale)
+        wanted = block_amax * (tensor_scale * _ONE_SIXTH)
+        scale_bytes = device.code_of(wanted, None, _E4M3, HARDWARE)
+        decoded = device.value_of(scale_bytes, _E4M3, HARDWARE) * tl.div_rn(one, tensor_scale)
         factors = tl.div_rn(tl.full(decoded.shape, 1.0, tl.float32), decoded)
     return scale_bytes, tl.minimum(factors, _MAX_FP32)
 
@@ -91,7 +93,7 @@ def _block_scales(block_amax, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.
 def decode_factors(scale_bytes, amax, TORCHAO: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
     """What the blocks' elements are multiplied by."""
     if TORCHAO:
-        return _E4M3.decode(scale_bytes, _E4M3, HARDWARE) * tensor_scale_of(amax, True)
+        return device.value_of(scale_bytes, _E4M3, HARDWARE) * tensor_scale_of(amax, True)
     is_large = amax > _LARGE_AMAX
     usable = _is_usable(amax)
     multiplier = tl.maximum(amax, _LEAST_AMAX)
@@ -99,7 +101,7 @@ def decode_factors(scale_bytes, amax, TORCHAO: tl.constexpr, HARDWARE: tl.conste
     multiplier = tl.where(usable, multiplier, 1.0)
     divisor = tl.where(is_large, _ONE_OVER_PRODUCT * _UP, _ONE_OVER_PRODUCT)
     divisor = tl.where(usable, divisor, 1.0)
-    return (_E4M3.decode(scale_bytes, _E4M3, HARDWARE) * multiplier) * divisor
+    return (device.value_of(scale_bytes, _E4M3, HARDWARE) * multiplier) * divisor
 
 
 @triton.jit

@@ -1,11 +1,12 @@
-"""Owns NVFP4 on the GPU: the amax of a tensor, its codes and its scales.
+"""NVFP4 on the GPU: the amax of a tensor, its codes and scales, and the way back.
 
-Formulas and rounding are those of `reference`. Bytes moved an element, BF16 in: 2 for the
-amax and 2 + 1/2 + 1/16 for the codes. The amax stays on the device. The
-Hadamard transform, if wanted, is made anew in each pass, which costs less than writing it once.
-Blocks that are full and 16-byte aligned take the unmasked path; the tail, and rows whose length is
-no multiple of 16, take the masked one. Swizzled scales are scattered a byte at a time: they are a
-fortieth of what is moved.
+Formulas and rounding are those of `reference`. Bytes moved an element, to or from BF16: 2 for the
+amax and 2 + 1/2 + 1/16 for the codes. The amax stays on the device. The Hadamard transform, if
+wanted, is made anew in each pass, which costs less than writing it once. Tiles that are full and
+16-byte aligned take the unmasked path; the tail, and rows whose length is no multiple of 16, take
+the masked one. Swizzled scales are scattered a byte at a time: a fortieth of what is moved.
+
+Tiles are cut, and come as halves of blocks, as `hadamard` has it.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -14,63 +15,26 @@ fortieth of what is moved.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from ..formats import device_codes as device
-from ..formats.device_e2m1 import bytes_of, packed_e2m1
+from ..formats.device_e2m1 import bytes_of, decode_e2m1, packed_e2m1
+from ..formats.device_swizzle import reciprocal_of, scale_pointers
+from ..formats.table import wire_format_of
 from ..launch import LaunchConfig, is_aligned, launch
-from ..portable import covered
+from ..portable import covered, round_to
 from ..tuned import config_for
-from .blocks import (
-    cut_of,
-    full_halves,
-    largest_of,
-    magnitudes,
-    prepared_halves,
-    reciprocal_of,
-    scale_pointers,
-    scaled_halves,
-    tensor_scale_of,
-)
-from .hadamard import joined
-from .reference import BLOCK_NUMEL, Nvfp4Cast
+from .device_codec import decode_factors, largest_of, magnitudes, scaled_halves, tensor_scale_of
+from .hadamard import cut_of, full_halves, joined, masked_halves
+from .reference import BLOCK_NUMEL
 
 # Sixteen bytes of codes a thread: 32 elements * 32 threads * 4 warps.
 TILE_NUMEL = 4096
 NUM_WARPS = 4
 AMAX_TILE_NUMEL = 8192
-
-
-@triton.jit
-def _quantize_full_tile(
-    source,
-    data,
-    scales,
-    tensor_scale,
-    seed,
-    first_group,
-    HADAMARD: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    TORCHAO: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """`scales`: where each block's scale goes, pointers [TILE / 16]."""
-    low, high = full_halves(source, HADAMARD, TILE)
-    low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
-    if STOCHASTIC:
-        words = device.noise_words(seed, first_group + tl.arange(0, TILE // 16))
-        low = packed_e2m1(low, device.spread_noise(words[0], words[1]))
-        high = packed_e2m1(high, device.spread_noise(words[2], words[3]))
-    else:
-        low, high = packed_e2m1(low, None), packed_e2m1(high, None)
-    tl.store(scales, scale_bytes)
-    words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
-    tl.store(tl.multiple_of(words + tl.arange(0, TILE // 8), 16), joined(low, high))
 
 
 @triton.jit
@@ -85,15 +49,16 @@ def _quantize_masked_blocks(
     seed,
     first_index,
     HADAMARD: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     TORCHAO: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Writes the codes of `blocks`; returns their scale bytes."""
-    low, high, places = prepared_halves(source, blocks, num_blocks, row_blocks, row_numel, HADAMARD)
+    low, high, places, _ = masked_halves(
+        source, blocks, num_blocks, row_blocks, row_numel, HADAMARD, False
+    )
     low_bits = None
     high_bits = None
-    if STOCHASTIC:
+    if seed is not None:
         low_bits = device.noise_of(seed, first_index + places)
         high_bits = device.noise_of(seed, first_index + places + 8)
     low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
@@ -133,7 +98,6 @@ def _quantize_kernel(
     seed,
     first_index,
     HADAMARD: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     TORCHAO: tl.constexpr,
     SWIZZLED: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -151,48 +115,32 @@ def _quantize_kernel(
     start = first_block * 16
     tensor_scale = tensor_scale_of(tl.load(amax), TORCHAO)
     if FLAT and start + TILE <= row_numel:
-        _quantize_full_tile(
-            source + start,
-            data + first_block * 8,
-            scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS),
-            tensor_scale,
-            seed,
-            (first_index + start) >> 4,
-            HADAMARD,
-            STOCHASTIC,
-            TORCHAO,
-            HARDWARE,
-            TILE,
-        )
+        at = scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS)
+        low, high = full_halves(source + start, HADAMARD, False, TILE)
+        low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
+        low_bits = None
+        high_bits = None
+        if seed is not None:
+            groups = ((first_index + start) >> 4) + tl.arange(0, BLOCKS)
+            words = device.noise_words(seed, groups)
+            low_bits = device.spread_noise(words[0], words[1])
+            high_bits = device.spread_noise(words[2], words[3])
+        made = joined(packed_e2m1(low, low_bits), packed_e2m1(high, high_bits))
+        tl.store(at, scale_bytes)
+        places = (data + first_block * 8).to(tl.pointer_type(tl.uint32), bitcast=True)
+        tl.store(tl.multiple_of(places + tl.arange(0, TILE // 8), 16), made)
     else:
         # In four pieces, whose other shape keeps the compiler from giving both paths one layout.
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
             scale_bytes = _quantize_masked_blocks(
-                source,
-                data,
-                blocks,
-                num_blocks,
-                row_blocks,
-                row_numel,
-                tensor_scale,
-                seed,
-                first_index,
-                HADAMARD,
-                STOCHASTIC,
-                TORCHAO,
-                HARDWARE,
+                source, data, blocks, num_blocks, row_blocks, row_numel, tensor_scale, seed,
+                first_index, HADAMARD, TORCHAO, HARDWARE,
+            )  # fmt: skip
+            at = scale_pointers(
+                scales, first_block + first, scale_columns, reciprocal, SWIZZLED, False, BLOCKS // 4
             )
-            pointers = scale_pointers(
-                scales,
-                first_block + first,
-                scale_columns,
-                reciprocal,
-                SWIZZLED,
-                False,
-                BLOCKS // 4,
-            )
-            tl.store(pointers, scale_bytes, mask=blocks < num_blocks)
+            tl.store(at, scale_bytes, mask=blocks < num_blocks)
 
 
 @triton.jit(
@@ -214,19 +162,76 @@ def _amax_kernel(
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first_block * 16
     if FLAT and start + TILE <= row_numel:
-        low, high = full_halves(source + start, HADAMARD, TILE)
+        low, high = full_halves(source + start, HADAMARD, False, TILE)
         found = tl.maximum(magnitudes(low), magnitudes(high))
         largest = largest_of(tl.reshape(found, [TILE // 2]), 0)
         tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
     else:
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
-            low, high, _ = prepared_halves(
-                source, blocks, num_blocks, row_blocks, row_numel, HADAMARD
+            low, high, _, _ = masked_halves(
+                source, blocks, num_blocks, row_blocks, row_numel, HADAMARD, False
             )
             found = tl.maximum(magnitudes(low), magnitudes(high))
             largest = largest_of(tl.reshape(found, [TILE // 8]), 0)
             tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["num_blocks", "row_blocks", "row_numel", "scale_columns", "reciprocal"],
+    do_not_specialize_on_alignment=["destination", "data", "scales", "amax"],
+)
+def _dequantize_kernel(
+    destination,
+    data,
+    scales,
+    amax,
+    num_blocks,
+    row_blocks,
+    row_numel,
+    scale_columns,
+    reciprocal,
+    TORCHAO: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    FLAT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """TILE / 16 blocks, cut as `_quantize_kernel` cuts them."""
+    BLOCKS: tl.constexpr = TILE // 16
+    dtype: tl.constexpr = destination.dtype.element_ty
+    first_block = tl.program_id(0).to(tl.int64) * BLOCKS
+    start = first_block * 16
+    largest = tl.load(amax)
+    if FLAT and start + TILE <= row_numel:
+        at = scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS)
+        packed = tl.load(tl.multiple_of(data + first_block * 8 + tl.arange(0, TILE // 2), 16))
+        factors = decode_factors(tl.load(at), largest, TORCHAO, HARDWARE)
+        values = decode_e2m1(device.unpack_nibbles(tl.reshape(packed, [BLOCKS, 8])))
+        rounded = round_to(tl.reshape(values * factors[:, None], [TILE]), dtype)
+        tl.store(tl.multiple_of(destination + start + tl.arange(0, TILE), 16), rounded)
+    else:
+        # In eight pieces, whose other shape keeps the compiler from giving both paths one layout.
+        # Four take 96 registers on sm_90, which full tiles would pay for with fewer warps.
+        PIECE: tl.constexpr = BLOCKS // 8
+        for first in range(0, covered(num_blocks - first_block, BLOCKS), PIECE):
+            blocks = first_block + first + tl.arange(0, PIECE)
+            at = scale_pointers(
+                scales, first_block + first, scale_columns, reciprocal, SWIZZLED, False, PIECE
+            )
+            scale_bytes = tl.load(at, mask=blocks < num_blocks, other=0)
+            factors = decode_factors(scale_bytes, largest, TORCHAO, HARDWARE)
+            row, block_column = (blocks // row_blocks)[:, None], (blocks % row_blocks)[:, None]
+            exists = (blocks < num_blocks)[:, None]
+            row_bytes = (row_numel + 1) // 2
+            columns = block_column * 8 + tl.arange(0, 8)[None, :]
+            mask = exists & (columns < row_bytes)
+            packed = tl.load(data + row * row_bytes + columns, mask=mask, other=0)
+            values = decode_e2m1(device.unpack_nibbles(packed)) * factors[:, None]
+            columns = block_column * 16 + tl.arange(0, 16)[None, :]
+            mask = exists & (columns < row_numel)
+            places = destination + row * row_numel + columns
+            tl.store(places, round_to(values, dtype), mask=mask)
 
 
 @functools.cache
@@ -236,8 +241,8 @@ def amax_config(hadamard: bool) -> LaunchConfig:
 
 
 @functools.cache
-def quantize_config() -> LaunchConfig:
-    """An element counts as a byte."""
+def default_config() -> LaunchConfig:
+    """Of codes, both ways: an element counts as a byte."""
     return LaunchConfig(TILE_NUMEL, NUM_WARPS)
 
 
@@ -246,8 +251,8 @@ def case_of(hadamard: bool, stochastic: bool = False) -> str:
     return ("hadamard" * hadamard + " stochastic" * stochastic).strip() or "plain"
 
 
-def amax_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
-    """`reference.amax_`, in one launch after the one that writes the zero it starts from."""
+def amax_nvfp4_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
+    """`reference.amax_nvfp4_`, in one launch after the one that writes the zero it starts from."""
     amax.zero_()
     config = config_for("amax_nvfp4_", case_of(hadamard), amax_config(hadamard), x.device)
     cut = cut_of(x, config.block_bytes)
@@ -268,26 +273,29 @@ def amax_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
         )
 
 
-def quantize_(
+def quantize_nvfp4_(
     data: torch.Tensor,
     scales: torch.Tensor,
     x: torch.Tensor,
     global_amax: torch.Tensor,
-    *options: Any,
+    seed: int | None = None,
+    first_index: int = 0,
+    torchao: bool = False,
+    hadamard: bool = False,
+    swizzled: bool = False,
 ) -> None:
-    """`reference.quantize_` in one launch, and one for the padding of swizzled scales."""
-    cast = Nvfp4Cast(*options)
-    case = case_of(cast.hadamard, cast.seed is not None)
-    config = config_for("quantize_nvfp4_", case, quantize_config(), x.device)
+    """`reference.quantize_nvfp4_` in one launch, and one for the padding of swizzled scales."""
+    case = case_of(hadamard, seed is not None)
+    config = config_for("quantize_nvfp4_", case, default_config(), x.device)
     cut = cut_of(x, config.block_bytes)
-    columns = triton.cdiv(x.shape[-1], BLOCK_NUMEL)
     scale_bytes = scales.view(torch.uint8)
-    if cast.swizzled:
+    if swizzled:
         scale_bytes.zero_()
     if cut.num_blocks == 0:
         return
+    columns = triton.cdiv(x.shape[-1], BLOCK_NUMEL)
     # Noise of whole groups needs blocks that start with one.
-    is_flat = cut.is_flat and (cast.seed is None or cast.first_index % BLOCK_NUMEL == 0)
+    is_flat = cut.is_flat and (seed is None or first_index % BLOCK_NUMEL == 0)
     launch(
         _quantize_kernel,
         cut.num_tiles,
@@ -300,14 +308,50 @@ def quantize_(
         cut.row_numel,
         columns,
         reciprocal_of(columns),
-        cast.seed or 0,
-        cast.first_index,
+        seed,
+        first_index,
         on=x,
         num_warps=config.num_warps,
-        HADAMARD=cast.hadamard,
-        STOCHASTIC=cast.seed is not None,
-        TORCHAO=cast.torchao,
-        SWIZZLED=cast.swizzled,
+        HADAMARD=hadamard,
+        TORCHAO=torchao,
+        SWIZZLED=swizzled,
         FLAT=is_flat and is_aligned(x, data, scale_bytes),
+        TILE=config.block_bytes,
+    )
+
+
+def dequantize_nvfp4_(
+    out: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    global_amax: torch.Tensor,
+    torchao: bool = False,
+    swizzled: bool = False,
+) -> None:
+    """`reference.dequantize_nvfp4_` in one launch."""
+    case = wire_format_of(out.dtype).name
+    config = config_for("dequantize_nvfp4_", case, default_config(), out.device)
+    cut = cut_of(out, config.block_bytes)
+    if cut.num_blocks == 0:
+        return
+    columns = triton.cdiv(out.shape[-1], BLOCK_NUMEL)
+    scale_bytes = scales.view(torch.uint8)
+    launch(
+        _dequantize_kernel,
+        cut.num_tiles,
+        out,
+        data,
+        scale_bytes,
+        global_amax,
+        cut.num_blocks,
+        cut.row_blocks,
+        cut.row_numel,
+        columns,
+        reciprocal_of(columns),
+        on=out,
+        num_warps=config.num_warps,
+        TORCHAO=torchao,
+        SWIZZLED=swizzled,
+        FLAT=cut.is_flat and is_aligned(out, data, scale_bytes),
         TILE=config.block_bytes,
     )

@@ -1,62 +1,53 @@
-"""Owns the ops of NVFP4 and of the Hadamard transform: schemas, devices, argument checks.
+"""NVFP4 and the Hadamard transform: what they accept, and the ops behind them.
 
-| op                | reads              | writes       | cpu                  | cuda           |
-|-------------------|--------------------|--------------|----------------------|----------------|
-| amax_nvfp4_       | x                  | amax         | `reference`    | `nvfp4`        |
-| quantize_nvfp4_   | x, amax            | data, scales | `reference`    | `nvfp4`        |
-| dequantize_nvfp4_ | data, scales, amax | out          | `reference`    | `decode` |
-| hadamard16_       | x                  | out          | `reference_hadamard` | `hadamard`     |
-
-The ops write in place; the functions here make what they write into. Nothing is differentiable, and
-no host waits for a device.
+The ops write in place; the functions here make what they write into, unless it is given. Nothing is
+differentiable, and no host waits for a device.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .. import op as ops
-from ..checks import (
-    SOURCE_DTYPES,
-    check_choice,
-    check_contiguous,
-    check_dtype,
-    check_flag,
-    check_integer,
-    check_like,
-    check_one,
-    check_result_dtype,
+from ..arguments import (
+    Wanted,
+    check_row_blocks,
+    check_rows,
+    check_source,
+    checked_row_numel,
+    result_dtype,
+    result_of,
+    results_of,
+    scale_shape,
 )
-from ..formats import swizzle
+from ..checks import check_choice, check_contiguous, check_dtype, check_flag, check_like, check_one
 from ..formats.noise import check_first_index, checked_seed
-from ..formats.table import E4M3, NVFP4
-from . import reference as reference_nvfp4
-from . import reference_hadamard
+from ..formats.table import E2M1, E4M3, NVFP4
+from ..op import Op, call, on_first_use
+from . import reference
 
 _VARIANTS = ("te", "torchao")
-_MAX_SWIZZLED_COLUMNS = 2**30  # the GPU kernels count the blocks of a row with 31 bits then
 
-_AMAX = ops.Op(
+_AMAX = Op(
     "amax_nvfp4_(Tensor(a!) amax, Tensor x, bool hadamard) -> ()",
-    reference_nvfp4.amax_,
-    ops.on_first_use("nvfp4.kernel", "amax_"),
+    reference.amax_nvfp4_,
+    on_first_use("nvfp4.kernel", "amax_nvfp4_"),
 )
-_QUANTIZE = ops.Op(
-    "quantize_nvfp4_(Tensor(a!) data, Tensor(b!) scales, Tensor x, Tensor global_amax, int? seed, "
-    "SymInt first_index, bool torchao, bool hadamard, bool swizzled) -> ()",
-    reference_nvfp4.quantize_,
-    ops.on_first_use("nvfp4.kernel", "quantize_"),
+_QUANTIZE = Op(
+    "quantize_nvfp4_(Tensor(a!) data, Tensor(b!) scales, Tensor x, Tensor global_amax, "
+    "SymInt? seed, SymInt first_index, bool torchao, bool hadamard, bool swizzled) -> ()",
+    reference.quantize_nvfp4_,
+    on_first_use("nvfp4.kernel", "quantize_nvfp4_"),
 )
-_DEQUANTIZE = ops.Op(
+_DEQUANTIZE = Op(
     "dequantize_nvfp4_(Tensor(a!) out, Tensor data, Tensor scales, Tensor global_amax, "
     "bool torchao, bool swizzled) -> ()",
-    reference_nvfp4.dequantize_,
-    ops.on_first_use("nvfp4.decode", "dequantize_"),
+    reference.dequantize_nvfp4_,
+    on_first_use("nvfp4.kernel", "dequantize_nvfp4_"),
 )
-_HADAMARD = ops.Op(
+_HADAMARD = Op(
     "hadamard16_(Tensor(a!) out, Tensor x, bool inverse) -> ()",
-    reference_hadamard.hadamard16_,
-    ops.on_first_use("nvfp4.hadamard", "hadamard16_"),
+    reference.hadamard16_,
+    on_first_use("nvfp4.hadamard", "hadamard16_"),
 )
 
 
@@ -70,6 +61,7 @@ def quantize_nvfp4(
     variant: str = "te",
     hadamard: bool = False,
     swizzled: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """NVFP4 of `x`: 4-bit elements, an E4M3 scale for 16 of them, and one FP32 amax for all.
 
@@ -86,36 +78,38 @@ def quantize_nvfp4(
     variant: "te", TransformerEngine's numerics, for training; "torchao", torchao's, for inference.
     hadamard: of `hadamard16(x)`, in the same pass; the amax is of that, too.
     swizzled: scales are 1-D, in the layout of `swizzle_scales`, padding included.
-    Raises `ValueError` for a bad argument.
+    out: written into instead, contiguous (data, scales), which share memory with nothing; for the
+    amax there is `amax_nvfp4(x, out=...)`. Raises `ValueError` before anything is written.
     """
     _check_input(x)
     check_choice("variant", variant, _VARIANTS)
     hadamard, swizzled = check_flag("hadamard", hadamard), check_flag("swizzled", swizzled)
     seed = checked_seed(rounding, seed)
     check_first_index(first_index, x.numel())
-    columns = NVFP4.num_blocks(x.shape[-1])
+    if global_amax is not None:
+        global_amax = _checked_amax(global_amax, x.device)
+    wanted = _parts_of(x.shape, swizzled)
+    data, scales = results_of(out, wanted, x.device, {"x": x, "global_amax": global_amax})
     if global_amax is None:
         global_amax = amax_nvfp4(x, hadamard=hadamard)
-    else:
-        check_one("global_amax", global_amax, (torch.float32,), x.device)
-        global_amax = global_amax.view(()) if global_amax.dim() else global_amax
-    data = x.new_empty((*x.shape[:-1], -(-x.shape[-1] // 2)), dtype=torch.uint8)
-    scales = x.new_empty(_scale_shape(x.shape[:-1], columns, swizzled), dtype=E4M3.dtype)
     options = (seed, first_index, variant == "torchao", hadamard, swizzled)
-    ops.call(_QUANTIZE, x, data, scales, x, global_amax, *options)
+    call(_QUANTIZE, x, data, scales, x, global_amax, *options)
     return data, scales, global_amax
 
 
-def amax_nvfp4(x: torch.Tensor, *, hadamard: bool = False) -> torch.Tensor:
+def amax_nvfp4(
+    x: torch.Tensor, *, hadamard: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The largest magnitude in `x`, or in `hadamard16(x)`, NaNs left out: FP32, 0-d, on its device.
 
-    Raises `ValueError` for another dtype than FP32, BF16 and FP16.
+    x: [..., K], FP32, BF16 or FP16, contiguous. out: written into instead, FP32, 0-d, its memory
+    apart from that of x. Raises `ValueError` before anything is written.
     """
     _check_input(x)
     hadamard = check_flag("hadamard", hadamard)
-    found = x.new_empty((), dtype=torch.float32)
-    ops.call(_AMAX, x, found, x, hadamard)
-    return found
+    out = result_of(out, ((), torch.float32), x.device, {"x": x})
+    call(_AMAX, x, out, x, hadamard)
+    return out
 
 
 def dequantize_nvfp4(
@@ -127,67 +121,67 @@ def dequantize_nvfp4(
     dtype: torch.dtype = torch.float32,
     variant: str = "te",
     swizzled: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The tensor [..., row_numel] that `quantize_nvfp4`'s results stand for, rounded to `dtype`.
 
     row_numel: K, where it is odd and so not data.shape[-1] * 2. dtype: FP32, BF16 or FP16.
     variant: the one it was quantised by; they differ in the order of two products. The Hadamard
     transform is not undone: `hadamard16` with `inverse` does, after a sum over ranks, say.
-    Raises `ValueError` for a bad argument.
+    out: is written into instead, contiguous, its dtype counting, its memory apart. Raises
+    `ValueError` before anything is written.
     """
     check_choice("variant", variant, _VARIANTS)
     swizzled = check_flag("swizzled", swizzled)
-    row_numel = _checked_row_numel(data, row_numel)
-    scale_shape = _scale_shape(data.shape[:-1], NVFP4.num_blocks(row_numel), swizzled)
-    check_like("scales", scales, scale_shape, E4M3.dtype, data.device)
-    check_one("global_amax", global_amax, (torch.float32,), data.device)
-    global_amax = global_amax.view(()) if global_amax.dim() else global_amax
-    check_result_dtype(dtype)
-    out = data.new_empty((*data.shape[:-1], row_numel), dtype=dtype)
-    ops.call(_DEQUANTIZE, data, out, data, scales, global_amax, variant == "torchao", swizzled)
+    check_dtype("data", data, (torch.uint8,))
+    check_rows("data", data)
+    check_contiguous("data", data)
+    row_numel = checked_row_numel(data, row_numel, 2)
+    shape = torch.Size((*data.shape[:-1], row_numel))
+    _, (scales_shape, scales_dtype) = _parts_of(shape, swizzled)
+    check_like("scales", scales, scales_shape, scales_dtype, data.device)
+    global_amax = _checked_amax(global_amax, data.device)
+    wanted = shape, result_dtype(dtype, out)
+    sources = {"data": data, "scales": scales, "global_amax": global_amax}
+    out = result_of(out, wanted, data.device, sources)
+    call(_DEQUANTIZE, data, out, data, scales, global_amax, variant == "torchao", swizzled)
     return out
 
 
-def hadamard16(x: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
+def hadamard16(
+    x: torch.Tensor, *, inverse: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The random Hadamard transform of `x`, in groups of 16 along its last dim; a new tensor.
 
     x: [..., K], FP32, BF16 or FP16; the end of a row that fills no group is passed through. Four
     stages of FP32 additions in a fixed order, then one rounding to x's dtype, so bits are defined:
-    `reference_hadamard`. Orthonormal, and the signs are fixed, so `inverse` restores x up to
+    `reference`. Orthonormal, and the signs are fixed, so `inverse` restores x up to
     rounding, and the transform of a sum over ranks is the sum of the transforms. Bytes moved an
-    element: twice its own. Raises `ValueError` for another dtype.
+    element: twice its own. out: written into instead, contiguous, of x's shape and dtype, its
+    memory apart. Raises `ValueError` before anything is written.
     """
     _check_input(x)
     inverse = check_flag("inverse", inverse)
-    out = torch.empty_like(x)
-    ops.call(_HADAMARD, x, out, x, inverse)
+    out = result_of(out, (x.shape, x.dtype), x.device, {"x": x})
+    call(_HADAMARD, x, out, x, inverse)
     return out
 
 
 def _check_input(x: torch.Tensor) -> None:
-    check_dtype("x", x, SOURCE_DTYPES)
-    if x.dim() == 0:
-        raise ValueError("x: expected at least one dim, got a 0-d tensor; pass x.view(1)")
-    check_contiguous("x", x)
+    check_source("x", x)
+    check_rows("x", x)
 
 
-def _scale_shape(shape: torch.Size, columns: int, swizzled: bool) -> tuple[int, ...]:
-    if not swizzled:
-        return (*shape, columns)
-    if columns > _MAX_SWIZZLED_COLUMNS:
-        raise ValueError(
-            f"x: expected at most {_MAX_SWIZZLED_COLUMNS} blocks a row with swizzled scales, got "
-            f"{columns}; shorten the rows"
-        )
-    return (swizzle.swizzled_numel(shape.numel(), columns),)
+def _checked_amax(global_amax: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The amax of a tensor, 0-d."""
+    check_one("global_amax", global_amax, (torch.float32,), device)
+    return global_amax.view(()) if global_amax.dim() else global_amax
 
 
-def _checked_row_numel(data: torch.Tensor, row_numel: int | None) -> int:
-    check_dtype("data", data, (torch.uint8,))
-    if data.dim() == 0:
-        raise ValueError("data: expected [..., ceil(K / 2)], got a 0-d tensor; pass data.view(1)")
-    check_contiguous("data", data)
-    high = 2 * data.shape[-1]
-    if row_numel is None:
-        return high
-    return check_integer("row_numel", row_numel, max(high - 1, 0), high)
+def _parts_of(shape: torch.Size, swizzled: bool) -> tuple[Wanted, Wanted]:
+    """The shapes and dtypes of data and scales for a tensor of `shape`."""
+    num_blocks = NVFP4.num_blocks(shape[-1])
+    if swizzled:
+        check_row_blocks("x", num_blocks)
+    scales = scale_shape(shape[:-1], num_blocks, swizzled)
+    return ((*shape[:-1], NVFP4.data_bytes(shape[-1])), E2M1.dtype), (scales, E4M3.dtype)

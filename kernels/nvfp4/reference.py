@@ -1,4 +1,4 @@
-"""Owns the definition of NVFP4 in plain PyTorch: the GPU kernels' oracle, and the CPU path.
+"""The definition of NVFP4 in plain PyTorch: the GPU kernels' oracle, and the CPU path.
 
 Blocks of 16 consecutive elements of a row share an E4M3 scale; the tensor has an FP32 amax besides.
 Everything in FP32, every operation rounded, divisions IEEE's. A is the amax of the tensor, a that
@@ -25,13 +25,26 @@ takes A below 2688 / FLT_MAX for that, as E does, and never overflows before the
 Sources: TransformerEngine, `common/cast/nvfp4/core_nvfp4.cuh` and `dequantize_nvfp4.cuh`; torchao,
 `prototype/mx_formats/nvfp4_tensor.py`. The bits are theirs for finite input with A from 1e-34 to
 7e35 ("te" beyond that, too, as far as its decoding does not overflow).
+
+The random Hadamard transform of a block, which `hadamard16` makes, and which may come first:
+
+    forward   y = H (s * x) / 4        inverse   x = s * (H y) / 4
+
+H is Sylvester's 16 x 16 matrix, H[i, j] = (-1)^popcount(i & j), and s the fixed signs `SIGNS`; both
+directions are orthonormal, so the sum of squares stays. Blocks are those of the scales; a
+last one of fewer than 16 elements is passed through unchanged.
+
+Bits are defined, as the order of additions is. In FP32: multiply by s / 4 (first when forward,
+last when inverse); between, four stages for i of 1, 2, 4, 8, each of which makes of every pair of
+elements (a, b), i apart, (a + b, a - b). Then round once to the dtype of x.
+
+Signs: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, section 4.2, and the vector in
+TransformerEngine, `transformer_engine/jax/quantize/hadamard.py`, so that its tensors and ours meet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -39,7 +52,6 @@ from torch.nn.functional import pad
 from ..formats import codes, swizzle
 from ..formats.noise import noise_bits
 from ..formats.table import E2M1, E4M3, FP32, NVFP4
-from . import reference_hadamard
 
 BLOCK_NUMEL = 16
 MAX_PRODUCT = E4M3.max_finite * E2M1.max_finite
@@ -48,30 +60,16 @@ TORCHAO_MIN_TENSOR_SCALE = 2.0**-126
 # Above it, decoding works on A * 2^-12: the same bits, without overflow of 448 * A.
 LARGE_AMAX = 2.0**100
 DOWN, UP = 2.0**-12, 2.0**12
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+NORM = 0.25  # one over the square root of a block's length
 
-assert NVFP4.block_numel == BLOCK_NUMEL == reference_hadamard.GROUP_NUMEL
+assert NVFP4.block_numel == BLOCK_NUMEL
 
 # Rows are worked on in pieces, as the conversions need some ten times an element's bytes.
 _CHUNK_NUMEL = 128 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Nvfp4Cast:
-    """How a tensor is quantised; in the order in which the op takes it.
-
-    With a `seed`, signed, of 64 bits, elements are rounded stochastically. `first_index` is the
-    index of the tensor's first element in the whole one. `swizzled` scales have the layout of
-    `swizzle`.
-    """
-
-    seed: int | None = None
-    first_index: int = 0
-    torchao: bool = False
-    hadamard: bool = False
-    swizzled: bool = False
-
-
-def amax_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
+def amax_nvfp4_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
     """Make the 0-d FP32 `amax` the largest magnitude in `x` [..., K], or in its transform.
 
     NaNs count as 0, as does an empty tensor.
@@ -81,38 +79,42 @@ def amax_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
         amax.copy_(torch.maximum(amax, magnitudes(_values(piece, hadamard)).max()))
 
 
-def quantize_(
+def quantize_nvfp4_(
     data: torch.Tensor,
     scales: torch.Tensor,
     x: torch.Tensor,
     global_amax: torch.Tensor,
-    *options: Any,
+    seed: int | None = None,
+    first_index: int = 0,
+    torchao: bool = False,
+    hadamard: bool = False,
+    swizzled: bool = False,
 ) -> None:
     """`x` [..., K] -> codes, uint8 [..., ceil(K / 2)], and scales, float8_e4m3fn [..., ceil(K/16)].
 
-    All contiguous. `options` are the fields of `Nvfp4Cast`.
+    All contiguous. With a `seed`, signed, of 64 bits, elements are rounded stochastically;
+    first_index: that of the first one in the whole tensor. swizzled: scales as `swizzle` has them.
     """
-    cast = Nvfp4Cast(*options)
     flat_data, done = data.view(-1), 0
     row_blocks = -(-x.shape[-1] // BLOCK_NUMEL)
     scale_bytes = torch.zeros(x.shape[:-1].numel() * row_blocks, dtype=torch.uint8, device=x.device)
     scales_done = 0
     for start, piece in _pieces(_rows(x)):
-        values = _values(piece, cast.hadamard)
+        values = _values(piece, hadamard)
         noise = None
-        if cast.seed is not None:
-            noise = noise_bits(cast.seed, cast.first_index + start, values.numel(), x.device)
-        codes_made, scales_made = quantize_piece(values, global_amax, noise, cast.torchao)
+        if seed is not None:
+            noise = noise_bits(seed, first_index + start, values.numel(), x.device)
+        codes_made, scales_made = quantize_piece(values, global_amax, noise, torchao)
         flat_data[done : done + codes_made.numel()] = codes_made.view(-1)
         scale_bytes[scales_done : scales_done + scales_made.numel()] = scales_made.view(-1)
         done += codes_made.numel()
         scales_done += scales_made.numel()
-    if cast.swizzled:
+    if swizzled:
         scale_bytes = swizzle.swizzle_scales(scale_bytes.view(x.shape[:-1].numel(), row_blocks))
     scales.view(torch.uint8).view(-1).copy_(scale_bytes)
 
 
-def dequantize_(
+def dequantize_nvfp4_(
     out: torch.Tensor,
     data: torch.Tensor,
     scales: torch.Tensor,
@@ -120,7 +122,7 @@ def dequantize_(
     torchao: bool = False,
     swizzled: bool = False,
 ) -> None:
-    """The inverse of `quantize_`: into `out` [..., K], rounded once more, to its dtype."""
+    """The inverse of `quantize_nvfp4_`: into `out` [..., K], rounded once more, to its dtype."""
     row_numel, row_blocks = out.shape[-1], -(-out.shape[-1] // BLOCK_NUMEL)
     if swizzled:
         scales = swizzle.unswizzle_scales(scales, out.shape[:-1].numel(), row_blocks)
@@ -130,6 +132,31 @@ def dequantize_(
     factors = (codes.decode(scale_bytes, E4M3) * multiplier) * divisor
     blocks = pad(values, (0, -row_numel % BLOCK_NUMEL)).unflatten(-1, (row_blocks, BLOCK_NUMEL))
     out.copy_((blocks * factors.unsqueeze(-1)).flatten(-2)[..., :row_numel])
+
+
+def hadamard16_(out: torch.Tensor, x: torch.Tensor, inverse: bool = False) -> None:
+    """Write into `out` the transform of the groups of every row of `x`, along its last dim.
+
+    x, out: [..., K], FP32, BF16 or FP16, contiguous, sharing no memory. Infinities and NaNs spread
+    within their group alone.
+    """
+    out.copy_(x)
+    whole = x.shape[-1] // BLOCK_NUMEL * BLOCK_NUMEL
+    if whole and x.numel():
+        groups = x[..., :whole].float().reshape(-1, BLOCK_NUMEL)
+        out[..., :whole] = _transform(groups, inverse).view(*x.shape[:-1], whole)
+
+
+def _transform(groups: torch.Tensor, inverse: bool) -> torch.Tensor:
+    """[n, 16] FP32 -> [n, 16] FP32."""
+    factors = torch.tensor(SIGNS, dtype=torch.float32, device=groups.device) * NORM
+    if not inverse:
+        groups = groups * factors
+    for apart in (1, 2, 4, 8):
+        pairs = groups.view(-1, BLOCK_NUMEL // (2 * apart), 2, apart)
+        low, high = pairs.unbind(2)
+        groups = torch.stack((low + high, low - high), 2).view(-1, BLOCK_NUMEL)
+    return groups * factors if inverse else groups
 
 
 def quantize_piece(
@@ -202,7 +229,7 @@ def magnitudes(values: torch.Tensor) -> torch.Tensor:
 def _values(piece: torch.Tensor, hadamard: bool) -> torch.Tensor:
     if hadamard:
         transformed = torch.empty_like(piece)
-        reference_hadamard.hadamard16_(transformed, piece)
+        hadamard16_(transformed, piece)
         piece = transformed
     return piece.float()
 

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from .. import tables
-from ..formats.device_codes import encode_e4m3
+from ..formats.device_codes import code_of
+from ..formats.device_table import element_constant
 from ..formats.table import E4M3, wire_format_of
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, is_capturing
 from ..portable import round_to
@@ -39,6 +40,7 @@ _START, _FIRST_TILE = tl.constexpr(tables.OFFSET), tl.constexpr(tables.FIRST_TIL
 _ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
 _FP32_CODE = tables.CODED_DTYPES.index(torch.float32)
 _BASE, _DIGITS = tl.constexpr(BASE), tl.constexpr(DIGITS)
+_E4M3 = element_constant(E4M3)
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def gradient(loaded, factor, MAXIMIZE: tl.constexpr) -> tl.tensor:
 def computed(param, compute, scale, HARDWARE_FP8: tl.constexpr) -> tl.tensor:
     """What the compute shard holds for FP32 `param`: BF16, FP16, or E4M3 codes of param * scale."""
     if compute.dtype.element_ty == tl.uint8:
-        return encode_e4m3(param * tl.load(scale), HARDWARE_FP8)
+        return code_of(param * tl.load(scale), None, _E4M3, HARDWARE_FP8)
     return round_to(param, compute.dtype.element_ty)
 
 

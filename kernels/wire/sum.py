@@ -27,10 +27,10 @@ from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE, MessageFormat
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, launch
-from ..mx.tiles import aligned_pointers
 from ..portable import round_to, to_fp32
 from ..tables import TableCache
 from ..tuned import config_for
+from ..wide import aligned_pointers
 from .layout import DEFAULT_ROW_NUMEL, HEADER_BYTES, MessageLayout, layout_of_numel
 from .tiles import word_of
 

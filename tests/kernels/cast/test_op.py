@@ -232,9 +232,9 @@ def test_opcheck():
     ops = torch.ops.sidestream
     x = torch.randn(4, 6)
     out = torch.empty(4, 6, dtype=torch.float16)
-    torch.library.opcheck(ops.cast_.default, (out, x, "fp16", False, 0, 0))
+    torch.library.opcheck(ops.cast_.default, (out, x, "fp16", None, 0))
     out = torch.empty(4, 3, dtype=torch.uint8)
-    torch.library.opcheck(ops.cast_.default, (out, x, "e2m1", True, 3, 16))
+    torch.library.opcheck(ops.cast_.default, (out, x, "e2m1", 3, 16))
     torch.library.opcheck(ops.cast_back_.default, (torch.empty(4, 6), out, "e2m1"))
 
 

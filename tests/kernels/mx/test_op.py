@@ -262,7 +262,7 @@ DATA, SCALES = quantize_mx(X)
         (X, {"rounding": "stochastic", "seed": 2**64}, r"seed: expected -9223.* to 1844.*5, got"),
         (X, {"first_index": -1}, r"first_index: expected 0 to .*, got -1"),
         (X.double(), {}, r"x: expected torch.* got torch\.float64"),
-        (X.t(), {}, r"x: expected a contiguous tensor .* strides \(1, 64\)"),
+        (X.t(), {}, r"x: expected a contiguous tensor.* strides \(1, 64\)"),
         (torch.zeros(()), {}, r"x: expected at least 1 dim.*, got shape \(\); call \.view\(1\)"),
         (X, {"out": (DATA[:3], SCALES)}, r"out\[0\]: expected shape \(4, 64\), got \(3, 64\)"),
         (X, {"out": (DATA, SCALES.view(torch.uint8))}, r"out\[1\]: expected .*e8m0fnu, .*uint8"),

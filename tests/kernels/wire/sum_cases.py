@@ -105,7 +105,7 @@ def decoded(message, format, numel, row_numel):
             strict=True,
         )
         for row, row_data, row_bytes, amax in rows:
-            reference_nvfp4.dequantize_(row, row_data, row_bytes, amax)
+            reference_nvfp4.dequantize_nvfp4_(row, row_data, row_bytes, amax)
     return values
 
 
