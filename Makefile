@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/installed
 help:
 	@echo "make demo       train a small GPT on two ranks, kill it, resume it, compare the bits"
 	@echo "make test       lint, types and every test"
-	@echo "make docs       write docs/kernels.md anew from the registry"
+	@echo "make docs       write docs/kernels.md anew from the kernels' cases"
 	@echo "make lint       lint and types only"
 	@echo "make gpu-check  tests, sanitizers, speed, training and tuning on this machine's GPU, in 6 minutes"
 	@echo "make clean      remove the virtual environment and all caches"
@@ -40,7 +40,7 @@ test: lint
 	$(BIN)/pytest $(ARGS)
 
 docs: $(INSTALLED)
-	$(BIN)/python -m sidestream.kernels.registry > docs/kernels.md
+	$(BIN)/python -m sidestream.kernels.cases > docs/kernels.md
 
 gpu-check: export OUT := $(OUT)
 gpu-check:

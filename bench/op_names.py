@@ -1,10 +1,10 @@
-"""Owns how ops are named on the command line: by op or by function, `cast_` or `cast`."""
+"""How ops are named on the command line: by op or by function, `cast_` or `cast`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..kernels import registry
+from ..kernels.cases import rows
 from ..training.errors import UsageError
 
 
@@ -14,7 +14,8 @@ def ops_named(names: Iterable[str], ops: Iterable[str]) -> frozenset[str]:
     Raises:
         UsageError: a name of none of them.
     """
-    functions = {registry.row(op).function: op for op in ops}
+    wanted = set(ops)
+    functions = {row.function: row.op for row in rows() if row.op in wanted}
     known = functions | {op: op for op in functions.values()}
     # "pack" for pack_, whose function has the underscore too.
     known |= {op.removesuffix("_"): op for op in functions.values()}

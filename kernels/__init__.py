@@ -13,7 +13,7 @@
 | optimizers      | flat_adamw_, flat_sgd_ (both with Segments), l2_norm_                          |
 
 A name that ends in an underscore writes into its arguments; the others return new tensors, or fill
-`out`. `docs/kernels.md`, made from `registry`, tells what each moves, how it rounds and what it is
+`out`. `docs/kernels.md`, made from `cases`, tells what each moves, how it rounds and what it is
 held to. Importing this imports no Triton: that waits for the first call on a GPU.
 """
 

@@ -1,4 +1,4 @@
-"""Owns another commit of this checkout, put into a temporary folder and asked about its kernels."""
+"""Another commit of this checkout, put into a temporary folder and asked about its kernels."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def commit_of(ref: str) -> str:
     return commit
 
 
-def rows_at(commit: str, arguments: Sequence[str]) -> tuple[Row, ...]:
-    """The rows that `sidestream inspect ARGUMENTS` of that commit has, compiled by what is here.
+def rows_at(commit: str, arguments: Sequence[str], text: str | None) -> tuple[Row, ...]:
+    """The rows that `sidestream inspect ARGUMENTS` of that commit has, compiled by what is here:
+    those with `text` in their case's name, if it is given.
 
     Raises:
         CompareError: the commit cannot be read, or the command failed.
@@ -85,7 +86,8 @@ def rows_at(commit: str, arguments: Sequence[str]) -> tuple[Row, ...]:
             f"--compare: expected rows of version {SCHEMA_VERSION} of {commit[:10]}, got version "
             f"{content['schema_version']}; choose a later commit"
         )
-    return tuple(map(row_from_json, content["rows"]))
+    rows = map(row_from_json, content["rows"])
+    return tuple(row for row in rows if text is None or text in row.case)
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[bytes]:

@@ -1,4 +1,4 @@
-"""Owns what is known of GPUs that are not here: limits of a multiprocessor, rates of products.
+"""What is known of GPUs that are not here: limits of a multiprocessor, rates of products.
 
     occupancy   resident warps by the most there can be: by registers, shared memory and blocks
     prediction  of two times an element, the longer one:
@@ -17,7 +17,6 @@ rate follows from, but for Hopper's. What a copy reaches, 3.0 TB/s on an H100 an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,8 +30,7 @@ PARTITIONS = 4  # of the registers; a warp's are in one
 SHARED_UNIT = 128  # bytes
 RESERVED_SHARED = KIB  # of each block, by CUDA
 COPY_SHARE = 0.90
-_AMD_WAVES = 8  # of a SIMD: LLVM, "User Guide for AMDGPU Backend", gfx942
-_AMD_OCCUPANCY = re.compile(r"; Occupancy: (\d+)")
+AMD_WAVES = 8  # of a SIMD: LLVM, "User Guide for AMDGPU Backend", gfx942
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +109,6 @@ def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) ->
     by_shared = limits.shared_bytes // _round_up(shared_bytes + RESERVED_SHARED, SHARED_UNIT)
     blocks = min(limits.blocks, limits.warps // num_warps, by_registers, by_shared)
     return blocks * num_warps / limits.warps
-
-
-def amd_occupancy(assembly: str) -> float | None:
-    """Resident waves by the most there can be, as AMD's compiler says in its assembly."""
-    found = _AMD_OCCUPANCY.search(assembly)
-    return int(found[1]) / _AMD_WAVES if found else None
 
 
 def predict(gpu: Gpu, moved_bytes: float, instructions: float) -> Prediction:

@@ -1,29 +1,26 @@
-"""Owns what is said of one case and target: a row, made by compiling; many rows by many processes.
+"""What `sidestream inspect` says of one case and target: what was measured, beside what it may be.
 
-Processes, since Python's parser, by which Triton reads kernels, fails when two threads use it at
-once (Python 3.11). What they make lies in Triton's cache on disk, so a second look is quick.
+What is predicted follows from the bytes of the case and the instructions that are counted.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...kernels import ahead
-from ...kernels.ahead import compile as aot
-from .machines import MULTIPROCESSORS, Prediction, amd_occupancy, gpus_of, occupancy, predict
+from ...kernels.ahead import measure as ahead
+from ...kernels.ahead.compile import CompiledKernel, compile_launch
+from ...kernels.ahead.measure import MIN_CASES_A_PROCESS, Task
+from ...kernels.case import Case
+from ...kernels.cases import case_of
+from .machines import AMD_WAVES, MULTIPROCESSORS, Prediction, gpus_of, occupancy, predict
+
+__all__ = ["MIN_CASES_A_PROCESS", "Row", "Task", "compile_case", "measure_all", "row_from_json"]
 
 KIND, SCHEMA_VERSION = "inspect", 1
 """Of the document of rows; the version goes up when `Row` changes."""
-# Below this a process costs more, for its imports, than it saves.
-MIN_CASES_A_PROCESS = 4
-
-Task = tuple[str, str, str]
-"""Op, case and target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,33 +74,41 @@ def row_from_json(content: Mapping[str, Any]) -> Row:
     return Row(**values)
 
 
-def compile_case(case: ahead.Case, target: str) -> aot.CompiledKernel:
-    """The case for `target`; an error is told with their names."""
+def compile_case(case: Case, target: str) -> CompiledKernel:
+    """The kernel of the case that is counted; an error is told with its name."""
     try:
-        return case.configuration.compile(target)
+        return compile_launch(case.launches()[case.counted], target)
     except Exception as error:
-        error.add_note(f"while compiling the case {case.name!r} of {case.op} for {target}")
+        error.add_note(f"while compiling {case.full_name} for {target}")
         raise
 
 
-def measure(task: Task) -> Row:
-    """Compile and look."""
+def measure_all(
+    tasks: Sequence[Task], num_processes: int, on_row: Callable[[Row], None]
+) -> tuple[Row, ...]:
+    """The rows in the order of the tasks; `on_row` is told of each as it is made."""
+    found = ahead.measure_all(
+        tasks, num_processes, lambda task, measured: on_row(_row(task, measured))
+    )
+    return tuple(_row(task, measured) for task, measured in zip(tasks, found, strict=True))
+
+
+def _row(task: Task, measured: ahead.Measured) -> Row:
     op, name, target = task
-    case = ahead.case_of(op, name)
-    compiled = compile_case(case, target)
-    instructions = _instructions(case, compiled)
-    gate = case.gate if target == "sm_90" else None
+    case = case_of(op, name)
+    gate = case.gate if target == ahead.GATED_TARGET else None
+    instructions = measured.instructions
     return Row(
         op=op,
         case=name,
         target=target,
-        registers=compiled.registers,
+        registers=measured.registers,
         register_limit=None if gate is None else gate.registers,
-        spill_bytes=compiled.spill_bytes,
-        shared_bytes=compiled.shared_bytes,
-        occupancy=_occupancy(case, compiled),
-        load_bits=_widths(case, compiled, is_load=True),
-        store_bits=_widths(case, compiled, is_load=False),
+        spill_bytes=measured.spill_bytes,
+        shared_bytes=measured.shared_bytes,
+        occupancy=_occupancy(target, measured),
+        load_bits=measured.load_bits,
+        store_bits=measured.store_bits,
         instructions=instructions,
         instruction_limit=None if gate is None else gate.instructions,
         moved_bytes=case.moved_bytes,
@@ -113,49 +118,11 @@ def measure(task: Task) -> Row:
     )
 
 
-def measure_all(
-    tasks: Sequence[Task], num_processes: int, on_row: Callable[[Row], None]
-) -> tuple[Row, ...]:
-    """The rows in the order of the tasks; `on_row` is told of each as it is made."""
-    num_processes = min(num_processes, len(tasks) // MIN_CASES_A_PROCESS)
-    if num_processes <= 1:
-        rows = []
-        for task in tasks:
-            rows.append(measure(task))
-            on_row(rows[-1])
-        return tuple(rows)
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        futures = [pool.submit(measure, task) for task in tasks]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                on_row(future.result())
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return tuple(future.result() for future in futures)
-
-
 def _exceeds(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and value > limit
 
 
-def _instructions(case: ahead.Case, compiled: aot.CompiledKernel) -> float | None:
-    if compiled.target not in MULTIPROCESSORS:
-        return None  # the counts read NVIDIA's machine code
-    try:
-        return case.instructions(compiled)
-    except ahead.CountError:
-        return None
-
-
-def _occupancy(case: ahead.Case, compiled: aot.CompiledKernel) -> float | None:
-    if compiled.target not in MULTIPROCESSORS:
-        return amd_occupancy(compiled.assembly)
-    num_warps = case.configuration.num_warps
-    return occupancy(compiled.target, compiled.registers, compiled.shared_bytes, num_warps)
-
-
-def _widths(case: ahead.Case, compiled: aot.CompiledKernel, *, is_load: bool) -> tuple[int, ...]:
-    found = {access.bits for access in case.accesses(compiled) if access.is_load == is_load}
-    return tuple(sorted(found, reverse=True))
+def _occupancy(target: str, measured: ahead.Measured) -> float | None:
+    if target not in MULTIPROCESSORS:
+        return None if measured.waves is None else measured.waves / AMD_WAVES
+    return occupancy(target, measured.registers, measured.shared_bytes, measured.num_warps)

@@ -1,11 +1,15 @@
-"""Owns which cases and targets are looked at, by what was asked for; unknown names are told."""
+"""Which cases and targets are looked at, by what was asked for; unknown names are told.
+
+Where no case is named: those that have a gate, and those that the benchmark measures unasked.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...kernels import ahead
-from ...kernels.ahead import compile as aot
+from ...kernels.ahead.compile import TARGETS
+from ...kernels.case import Case
+from ...kernels.cases import cases
 from ...training.errors import UsageError
 from ..op_names import ops_named
 
@@ -24,29 +28,29 @@ def targets_of(text: str) -> tuple[str, ...]:
         SelectionError: a name that is none.
     """
     if text == ALL:
-        return tuple(aot.TARGETS)
+        return tuple(TARGETS)
     found = tuple(dict.fromkeys(text.split(",")))
     for target in found:
-        if target not in aot.TARGETS:
-            known = ", ".join(aot.TARGETS)
+        if target not in TARGETS:
+            known = ", ".join(TARGETS)
             raise SelectionError(
                 f"--arch: expected some of {known}, or {ALL}, got {target!r}; choose of these"
             )
     return found
 
 
-def cases_of(ops: Iterable[str] | None, text: str | None) -> tuple[ahead.Case, ...]:
-    """The cases of the ops called `ops` whose names contain `text`; by default all.
+def cases_of(ops: Iterable[str] | None, text: str | None) -> tuple[Case, ...]:
+    """The cases of the ops called `ops` whose names contain `text`; by default the usual ones.
 
     Raises:
         UsageError: a name that is none, or no case with that text.
     """
-    found = ahead.cases()
+    found = cases()
     if ops is not None:
         wanted = ops_named(ops, (case.op for case in found))
         found = tuple(case for case in found if case.op in wanted)
     if text is None:
-        return found
+        return tuple(case for case in found if case.gate is not None or case.standard)
     selected = tuple(case for case in found if text in case.name)
     if not selected:
         raise SelectionError(
@@ -55,14 +59,14 @@ def cases_of(ops: Iterable[str] | None, text: str | None) -> tuple[ahead.Case, .
     return selected
 
 
-def only_case(cases: Sequence[ahead.Case], text: str | None, option: str) -> ahead.Case:
+def only_case(found: Sequence[Case], text: str | None, option: str) -> Case:
     """The one case that is left; or of several, the one whose whole name is `text`.
 
     Raises:
         SelectionError: there are several.
     """
-    exact = [case for case in cases if case.name == text]
-    left = exact if len(exact) == 1 else cases
+    exact = [case for case in found if case.name == text]
+    left = exact if len(exact) == 1 else found
     if len(left) > 1:
         raise SelectionError(
             f"{option}: expected one case, got {len(left)}: {_names(left)}; "
@@ -82,6 +86,6 @@ def only_target(targets: Sequence[str], option: str) -> str:
     return targets[0]
 
 
-def _names(cases: Sequence[ahead.Case]) -> str:
+def _names(cases: Sequence[Case]) -> str:
     names = [f"{case.op} {case.name!r}" for case in cases[:MAX_NAMES]]
     return ", ".join(names) + (", ..." if len(cases) > MAX_NAMES else "")

@@ -1,4 +1,4 @@
-"""Owns how rows look: a table for each target, and what changed between two sets of rows."""
+"""How rows look: a table for each target, and what changed between two sets of rows."""
 
 from __future__ import annotations
 

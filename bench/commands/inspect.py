@@ -6,9 +6,10 @@
     H100, ...          what bounds it there, the share of a copy's rate that this leaves, and the
                        time of the instructions by that of the bytes
 
-After a slash stands the limit of `kernels/registry.py`, which is for sm_90. Widths and instructions
-are those of full tiles where these can be told apart; `-` is what cannot be said. Times are at the
-rate at which warps can issue, which many instructions have half of: a share is the most there is.
+After a slash stands the case's limit, which is for sm_90. Widths and instructions are those of the
+path of full tiles; where there is none, widths are those of all accesses, and `-` is what cannot be
+said. Times are at the rate at which warps can issue, which many instructions have half of: a share
+is the most there is. What was once compiled is kept in ~/.cache/sidestream, or $XDG_CACHE_HOME.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     commit = None
     if options.compare is not None:
         commit = checkout.commit_of(options.compare)
-        before = checkout.rows_at(commit, _selecting(options))
+        before = checkout.rows_at(commit, _selecting(options), options.case)
     rows = _measured(tasks, options.jobs)
     if options.json is not None:
         _write(options, rows)
@@ -105,11 +106,11 @@ def _code(options: argparse.Namespace) -> str:
 
 
 def _selecting(options: argparse.Namespace) -> list[str]:
-    """The arguments that select the same rows at another commit."""
-    ops = None if options.op is None else ",".join(options.op)
-    named = (("--op", ops), ("--case", options.case), ("--arch", options.arch))
-    given = [part for name, value in named if value is not None for part in (name, value)]
-    return [*given, "--jobs", str(options.jobs)]
+    """The arguments that select the same ops and targets at another commit, whose cases may have
+    other names.
+    """
+    ops = [] if options.op is None else ["--op", ",".join(options.op)]
+    return [*ops, "--arch", options.arch, "--jobs", str(options.jobs)]
 
 
 def _write(options: argparse.Namespace, rows: Sequence[Row]) -> None:

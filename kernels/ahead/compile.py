@@ -1,53 +1,82 @@
-"""Owns compiling a kernel ahead of time, for a GPU that need not be there, and reading the result.
+"""Compiles what would be launched, for a GPU that need not be there, and reads the result.
 
-| read from             | on NVIDIA                        | on AMD               |
-|-----------------------|----------------------------------|----------------------|
-| registers, spills     | cuobjdump --dump-resource-usage  | assembly's metadata  |
-| accesses by line      | nvdisasm --print-line-info       | assembly's .loc      |
+| read from          | on NVIDIA                        | on AMD               |
+|--------------------|----------------------------------|----------------------|
+| registers, spills  | cuobjdump --dump-resource-usage  | assembly's metadata  |
+| instructions       | nvdisasm --print-code            | assembly             |
 
 Both NVIDIA tools come inside Triton. What counts is the final machine code: PTX is not the last
-word on widths. Every access carries the line of the kernel it was made from, so that the accesses
-of one path can be told from those of another. Disassembling takes as long as compiling, so it waits
-until somebody asks.
+word on widths. Disassembling takes as long as compiling, so it waits until somebody asks.
+
+A launch is compiled for the types of its arguments alone. What Triton adds for values that it finds
+at a launch, such as multiples of 16, can only make the code shorter.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from ..launch import HARDWARE, Launch
 
 TARGETS: Mapping[str, GPUTarget] = {
     **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 120)},
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+HARDWARE_FP8 = ("sm_90", "sm_100", "sm_120")
 
+_POINTERS = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+_INT32 = 1 << 31
 _WORDS = {"ubyte": 8, "sbyte": 8, "byte": 8, "ushort": 16, "sshort": 16, "short": 16, "dword": 32}
-_SASS_ACCESS = re.compile(r"(?:\s|^)(LDG|STG)\.E(?:\.\w+)*")
-_SASS_LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
-_AMD_ACCESS = re.compile(r"\s(?:global|flat|buffer)_(load|store)_(\w+?)(?:_d16(?:_hi)?)?\s")
-_AMD_FILE = re.compile(r'\.file\s+(\d+)\s+(?:"([^"]*)"\s+)?"([^"]+)"')
-_AMD_LINE = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
+_SASS = re.compile(r"(?P<label>\.L_x_\d+):|/\*[0-9a-f]{4,}\*/\s+(?P<text>[^;]+);")
+_SASS_BRANCH = re.compile(
+    r"(?P<guard>@\S+ )?BRA\S* +(?P<operand>!?U?P\d+, *)?`\((?P<label>\.L_x_\d+)\)"
+)
+_SASS_ACCESS = re.compile(r"\b(LDG|STG)\.E(?:\.\w+)*")
+_SASS_PADDING = re.compile(r"\bNOP\b")
+_AMD = re.compile(r"^(?P<label>\.LBB\w+):|^\s+(?P<text>[a-z]+_[a-z0-9_]+[^;]*)")
+_AMD_BRANCH = re.compile(r"s_(?:c?branch)(?P<guard>_\w+)?\s+(?P<label>\.LBB\w+)")
+_AMD_ACCESS = re.compile(r"(?:global|flat|buffer)_(load|store)_(\w+?)(?:_d16(?:_hi)?)?\s")
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryAccess:
-    """One instruction that loads from or stores to global memory."""
+class Access:
+    """Of an instruction that loads from or stores to global memory."""
 
     is_load: bool
     bits: int
-    file: str
-    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction of machine code. jumps_to: the index of another one, where it is a branch;
+    goes_on: whether the next one may follow; is_end: the program ends.
+    """
+
+    text: str
+    access: Access | None = None
+    jumps_to: int | None = None
+    goes_on: bool = True
+    is_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,57 +103,97 @@ class CompiledKernel:
         return self.code.decode()
 
     @functools.cached_property
-    def accesses(self) -> tuple[MemoryAccess, ...]:
-        """The accesses to global memory, in the order of the machine code."""
-        if TARGETS[self.target].backend == "cuda":
-            return _sass_accesses(self.assembly)
-        return _amd_accesses(self.assembly)
-
-    def accesses_of(self, *functions: Any) -> tuple[MemoryAccess, ...]:
-        """The accesses made from the source lines of these JIT functions."""
-        spans = [_span(function) for function in functions]
-        return tuple(
-            access
-            for access in self.accesses
-            if any(access.file == file and access.line in lines for file, lines in spans)
-        )
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The final machine code, in order, without what pads its end."""
+        return instructions_of(self.assembly, TARGETS[self.target].backend)
 
 
-def compile_kernel(
-    kernel: Any,
-    signature: Mapping[str, str],
-    constexprs: Mapping[str, Any],
-    target: str,
-    *,
-    num_warps: int,
-) -> CompiledKernel:
-    """Compile the JIT function `kernel` for `target`, one of `TARGETS`, without fused multiply-add.
+def compile_launch(launch: Launch, target: str) -> CompiledKernel:
+    """Compile for `target`, one of `TARGETS`, without fused multiply-add.
 
-    `signature` gives the Triton type of every argument that is not in `constexprs`: "*bf16", say,
-    or "i32". Raises `ValueError` for an unknown target; Triton's errors pass through.
+    Raises `ValueError` for an unknown target; Triton's errors pass through.
     """
     if target not in TARGETS:
         raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
-    source = ASTSource(
-        kernel,
-        signature={**signature, **dict.fromkeys(constexprs, "constexpr")},
-        constexprs=dict(constexprs),
-    )
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    signature, constants = specialised(launch, target)
+    source = ASTSource(launch.kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
     made = triton.compile(source, target=TARGETS[target], options=options)
-    if TARGETS[target].backend == "cuda":
-        return _read_nvidia(target, made)
-    return _read_amd(target, made)
+    return (_read_nvidia if TARGETS[target].backend == "cuda" else _read_amd)(target, made)
 
 
-def _span(function: Any) -> tuple[str, range]:
-    lines, first = inspect.getsourcelines(function.fn)
-    return _place(inspect.getfile(function.fn)), range(first, first + len(lines))
+def specialised(launch: Launch, target: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """The types of all arguments, "constexpr" being that of constants, and the constants."""
+    constants = dict(launch.constants)
+    constants |= {name: None for name, value in launch.arguments.items() if value is None}
+    if HARDWARE in launch.kernel.arg_names:
+        constants[HARDWARE] = target in HARDWARE_FP8
+    signature = {
+        name: "constexpr" if name in constants else type_of(launch.arguments[name])
+        for name in launch.kernel.arg_names
+    }
+    return signature, constants
 
 
-def _place(path: str) -> str:
-    """A source file by folder and name, which a compiler's cache keeps when a checkout moves."""
-    return "/".join(Path(path).parts[-2:])
+def type_of(value: object) -> str:
+    """What Triton calls the type of an argument: "*bf16", say, or "i32"."""
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -_INT32 <= value < _INT32 else "i64"
+    return "fp32"
+
+
+def instructions_of(assembly: str, backend: str) -> tuple[Instruction, ...]:
+    """The instructions in the text of machine code for "cuda" or "hip"."""
+    pattern = _SASS if backend == "cuda" else _AMD
+    texts: list[str] = []
+    labels: dict[str, int] = {}
+    for line in assembly.splitlines():
+        found = pattern.search(line)
+        if found is None:
+            continue
+        if found["label"]:
+            labels[found["label"]] = len(texts)
+        elif not _SASS_PADDING.search(found["text"]):
+            texts.append(found["text"].strip())
+    read = _sass_instruction if backend == "cuda" else _amd_instruction
+    return tuple(read(text, labels) for text in texts)
+
+
+def _sass_instruction(text: str, labels: Mapping[str, int]) -> Instruction:
+    if text == "EXIT":
+        return Instruction(text, goes_on=False, is_end=True)
+    if branch := _SASS_BRANCH.match(text):
+        is_conditional = bool(branch["guard"] or branch["operand"])
+        return Instruction(text, jumps_to=labels[branch["label"]], goes_on=is_conditional)
+    access = _SASS_ACCESS.search(text)
+    return Instruction(text, access and Access(access[1] == "LDG", _sass_bits(access[0])))
+
+
+def _amd_instruction(text: str, labels: Mapping[str, int]) -> Instruction:
+    if text.startswith("s_endpgm"):
+        return Instruction(text, goes_on=False, is_end=True)
+    if branch := _AMD_BRANCH.match(text):
+        return Instruction(
+            text, jumps_to=labels[branch["label"]], goes_on=branch["guard"] is not None
+        )
+    access = _AMD_ACCESS.match(text)
+    return Instruction(text, access and Access(access[1] == "load", _amd_bits(access[2])))
+
+
+def _sass_bits(mnemonic: str) -> int:
+    """Bits of an access by its suffix: none is 32, .U8 or .S8 is 8, .ENL2.256 is 256."""
+    suffixes = [int(found) for found in re.findall(r"\.[US]?(8|16|64|128|256)\b", mnemonic)]
+    return suffixes[-1] if suffixes else 32
+
+
+def _amd_bits(suffix: str) -> int:
+    """Bits of an access by its suffix: "dwordx4" is 128, "ushort" is 16."""
+    word, _, count = suffix.partition("x")
+    return _WORDS[word] * int(count or 1)
 
 
 def _read_nvidia(target: str, made: Any) -> CompiledKernel:
@@ -150,23 +219,6 @@ def _with_file(cubin: bytes, name: str, *options: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _sass_accesses(sass: str) -> tuple[MemoryAccess, ...]:
-    accesses: list[MemoryAccess] = []
-    file, line = "", 0
-    for text in sass.splitlines():
-        if at := _SASS_LINE.search(text):
-            file, line = _place(at[1]), int(at[2])
-        elif access := _SASS_ACCESS.search(text):
-            accesses.append(MemoryAccess(access[1] == "LDG", _sass_bits(access[0]), file, line))
-    return tuple(accesses)
-
-
-def _sass_bits(mnemonic: str) -> int:
-    """Bits of an access by its suffix: none is 32, .U8 or .S8 is 8, .ENL2.256 is 256."""
-    suffixes = [int(found) for found in re.findall(r"\.[US]?(8|16|64|128|256)\b", mnemonic)]
-    return suffixes[-1] if suffixes else 32
-
-
 def _read_amd(target: str, made: Any) -> CompiledKernel:
     assembly = made.asm["amdgcn"]
     spilled = sum(_amd_number(assembly, f"{kind}gpr_spill_count") for kind in "vs")
@@ -183,23 +235,3 @@ def _read_amd(target: str, made: Any) -> CompiledKernel:
 
 def _amd_number(assembly: str, name: str) -> int:
     return max(int(found) for found in re.findall(rf"\.{name}:\s+(\d+)", assembly))
-
-
-def _amd_accesses(assembly: str) -> tuple[MemoryAccess, ...]:
-    files = {
-        found[1]: _place(f"{found[2] or ''}/{found[3]}") for found in _AMD_FILE.finditer(assembly)
-    }
-    accesses: list[MemoryAccess] = []
-    file, line = "", 0
-    for text in assembly.splitlines():
-        if at := _AMD_LINE.search(text):
-            file, line = files.get(at[1], ""), int(at[2])
-        elif access := _AMD_ACCESS.search(text):
-            accesses.append(MemoryAccess(access[1] == "load", _amd_bits(access[2]), file, line))
-    return tuple(accesses)
-
-
-def _amd_bits(suffix: str) -> int:
-    """Bits of an access by its suffix: "dwordx4" is 128, "ushort" is 16."""
-    word, _, count = suffix.partition("x")
-    return _WORDS[word] * int(count or 1)

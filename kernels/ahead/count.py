@@ -1,141 +1,135 @@
-"""Owns the counting of instructions in NVIDIA's machine code: of one path, or of the whole kernel.
+"""Counts the instructions on the path of full tiles, which nearly all elements take.
 
-What is counted is what one thread executes. Only `wide_paths` follows branches; for the others the
-path of full tiles ends before another one begins. Loops are unrolled on all of these paths.
+What is counted is what one thread executes, on a way through the machine code from its start to its
+end that follows branches and takes no loop. Of all ways the path of full tiles is the one that
+
+    accesses most memory by 16 bytes at once, and no more than the elements of a thread have,
+    first by accesses that are always made, then by those that depend on a mask,
+
+and of several such ways the longest: a division of subnormal numbers is on it. What is called there
+counts as one instruction.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from . import compile as aot
+if TYPE_CHECKING:
+    from .compile import Access, Instruction
 
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+([^;]+);")
-_PADDING = re.compile(r"\bNOP\b|BRA `\(\.L_x")
-_WIDE = re.compile(r"\b(?:LDG|STG)\.E(?:\.\w+)*\.(?:128|256)\b")
-_WIDE_STORE = re.compile(r"\bSTG\.E(?:\.\w+)*\.(?:128|256)\b")
-_LABEL = re.compile(r"\s*(\.L_x_\d+):")
-_BRANCH = re.compile(r"(?P<guard>@\S+ )?BRA\S* +(?P<operand>!?U?P\d+, *)?`\((?P<label>\.L_x_\d+)\)")
-_ACCESS_BYTES = 16
-_MIN_PATH = 20
-_MIN_PROGRAM = 50
+WIDE_BITS = 128
 
 
 class CountError(ValueError):
     """The code has not the shape that the count is for."""
 
 
-def instructions_of(compiled: aot.CompiledKernel) -> list[str]:
-    """The instructions of a kernel for NVIDIA, in order."""
-    found = [text.strip() for text in _INSTRUCTION.findall(compiled.assembly)]
-    if not found:
-        raise CountError(f"{compiled.target}: expected NVIDIA's machine code, got none")
-    return found
-
-
-def path_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
-    """Instructions an element, from the start to the end of the first path that is wide.
-
-    Up to the unconditional EXIT that follows the first store of 16 bytes. What comes after it is
-    another path, or a division's routine for subnormal operands.
-    """
-    lines = instructions_of(compiled)
-    store = next((at for at, line in enumerate(lines) if _WIDE_STORE.search(line)), None)
-    if store is None:
-        raise CountError("expected a store of 16 bytes, got none")
-    end = next(at for at in range(store, len(lines)) if lines[at] == "EXIT")
-    if end < _MIN_PATH:
-        raise CountError(f"expected a path of more than {_MIN_PATH} instructions, got {end + 1}")
-    return (end + 1) / elements_per_thread
-
-
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """How far a way through the code has been followed, and what was on it."""
+class Path:
+    """A way through the code: its instructions, and those of them that access global memory."""
 
-    at: int = 0
-    count: int = 0
+    instructions: int
+    accesses: tuple[Access, ...]
+
+
+class _State(NamedTuple):
+    """What ways have in common: 16 bytes at once, always and altogether; and whether they loop."""
+
+    always: int = 0
     wide: int = 0
-    stored: bool = False
+    loops: bool = False
 
 
-def wide_paths(compiled: aot.CompiledKernel) -> list[tuple[int, int]]:
-    """(wide accesses, instructions) of each way through the code that stores, and only widely."""
-    code, labels = _code_of(compiled)
-    found: set[tuple[int, int]] = set()
-    seen: set[_Way] = set()
-    ways = [_Way()]
-    while ways:
-        way = ways.pop()
-        if way in seen or way.at >= len(code):
-            continue
-        seen.add(way)
-        if code[way.at] == "EXIT" and way.stored:
-            found.add((way.wide, way.count + 1))
-        ways += _after(way, code[way.at], labels)
-    return sorted(found)
+class _Way(NamedTuple):
+    """The way of one state that is kept: its length, its last access, and the way to that one."""
+
+    length: int
+    access: Access | None = None
+    before: _Way | None = None
 
 
-def _after(way: _Way, line: str, labels: dict[str, int]) -> list[_Way]:
-    """The ways on from one instruction: none where it ends, loops, or stores narrowly."""
-    if line == "EXIT" or ("STG" in line and not _WIDE_STORE.search(line)):
-        return []
-    wide = way.wide + bool(_WIDE.search(line))
-    on = _Way(way.at + 1, way.count + 1, wide, way.stored or "STG" in line)
-    branch = _BRANCH.match(line)
-    if branch is None:
-        return [on]
-    target = labels[branch["label"]]
-    if target <= way.at:
-        return []
-    jump = dataclasses.replace(on, at=target)
-    return [jump, on] if branch["guard"] or branch["operand"] else [jump]
+_Ways = dict[_State, _Way]
 
 
-def _code_of(compiled: aot.CompiledKernel) -> tuple[list[str], dict[str, int]]:
-    """The instructions, and at which of them each label stands."""
-    code: list[str] = []
-    labels: dict[str, int] = {}
-    for text in compiled.assembly.splitlines():
-        if label := _LABEL.match(text):
-            labels[label[1]] = len(code)
-        elif instruction := _INSTRUCTION.search(text):
-            code.append(instruction[1].strip())
-    return code, labels
+def full_path(instructions: Sequence[Instruction], thread_bytes: float) -> Path:
+    """The path of full tiles, on which a thread moves `thread_bytes` at most.
+
+    Raises `CountError` where there is none, or where it has loops.
+    """
+    return _path(instructions, thread_bytes, longest=True)
 
 
-def costliest_path(compiled: aot.CompiledKernel) -> float:
-    """Instructions for each byte that a thread moves, on the wide path that has most of them."""
-    paths = wide_paths(compiled)
-    if not paths:
-        raise CountError("expected a path without loops that stores 16 bytes, got none")
-    return max(count / (wide * _ACCESS_BYTES) for wide, count in paths)
+def shortest_full_path(instructions: Sequence[Instruction], thread_bytes: float) -> Path:
+    """The same where there is a path for every dtype of as many bytes: the one of fewest
+    instructions, since it has fewest elements.
+    """
+    return _path(instructions, thread_bytes, longest=False)
 
 
-def wide_path_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
-    """Instructions an element of the one path that is wide, where there may be loops."""
-    paths = wide_paths(compiled)
-    if len(paths) != 1:
-        raise CountError(f"expected one path without loops that is wide, got {len(paths)}")
-    return paths[0][1] / elements_per_thread
+def _path(instructions: Sequence[Instruction], thread_bytes: float, *, longest: bool) -> Path:
+    most = int(thread_bytes * 8 // WIDE_BITS)
+    found = {
+        state: way
+        for state, way in _ways(instructions, longest=longest).items()
+        if 0 < state.wide <= most
+    }
+    if not found:
+        raise CountError(f"expected a path with up to {most} accesses of 16 bytes, got none")
+    state = max(found, key=lambda state: (state.always, state.wide, not state.loops))
+    if state.loops:
+        raise CountError("expected a path of full tiles without loops, got one with loops")
+    return Path(found[state].length, _accesses(found[state]))
 
 
-def program_cost(compiled: aot.CompiledKernel, elements_per_thread: float) -> float:
-    """Instructions an element of a kernel of one path, its end's padding left out."""
-    counted = [line for line in instructions_of(compiled) if not _PADDING.search(line)]
-    if len(counted) <= _MIN_PROGRAM:
-        raise CountError(f"expected more than {_MIN_PROGRAM} instructions, got {len(counted)}")
-    return len(counted) / elements_per_thread
+def _ways(instructions: Sequence[Instruction], *, longest: bool) -> _Ways:
+    """The longest, or shortest, way of each state to an end of the program."""
+    arrived: list[_Ways] = [{} for _ in instructions]
+    ends: _Ways = {}
+    if arrived:
+        arrived[0] = {_State(): _Way(0)}
+    for at, instruction in enumerate(instructions):
+        ways = dict(_stepped(arrived[at], instruction))
+        arrived[at] = {}
+        if instruction.is_end:
+            _merge(ends, ways, longest=longest)
+        jump = instruction.jumps_to
+        if jump is not None and at < jump < len(arrived):
+            _merge(arrived[jump], ways, longest=longest)
+        elif jump is not None:
+            ways = {state._replace(loops=True): way for state, way in ways.items()}
+        if instruction.goes_on and at + 1 < len(arrived):
+            _merge(arrived[at + 1], ways, longest=longest)
+    return ends
 
 
-def stretches(compiled: aot.CompiledKernel, ends: tuple[str, ...]) -> list[tuple[int, int]]:
-    """(wide accesses, instructions) of the code up to each of the mnemonics `ends` in turn."""
-    found, wide, count = [], 0, 0
-    for line in instructions_of(compiled):
-        wide, count = wide + bool(_WIDE.search(line)), count + 1
-        if line.split()[0] in ends:
-            found.append((wide, count))
-            wide, count = 0, 0
-    return found
+def _stepped(ways: _Ways, instruction: Instruction) -> list[tuple[_State, _Way]]:
+    """The ways with one instruction more."""
+    access = instruction.access
+    units = 0 if access is None else access.bits // WIDE_BITS
+    always = 0 if instruction.text.startswith("@") else units
+    return [
+        (
+            _State(state.always + always, state.wide + units, state.loops),
+            _Way(way.length + 1, way.access, way.before)
+            if access is None
+            else _Way(way.length + 1, access, way),
+        )
+        for state, way in ways.items()
+    ]
+
+
+def _merge(into: _Ways, ways: _Ways, *, longest: bool) -> None:
+    for state, way in ways.items():
+        kept = into.get(state)
+        if kept is None or (way.length > kept.length) == longest:
+            into[state] = way
+
+
+def _accesses(way: _Way | None) -> tuple[Access, ...]:
+    found: list[Access] = []
+    while way is not None and way.access is not None:
+        found.append(way.access)
+        way = way.before
+    return tuple(reversed(found))

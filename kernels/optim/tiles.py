@@ -87,7 +87,8 @@ def may_not_step(found_inf) -> tl.tensor:
     """Whether the flag is set: anything but 0."""
     if found_inf is None:
         return False
-    return tl.load(found_inf) != 0
+    else:  # Triton compiles what follows a return, but not a branch that is not taken
+        return tl.load(found_inf) != 0
 
 
 @triton.jit
