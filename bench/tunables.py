@@ -19,10 +19,9 @@ from ..kernels import LaunchConfig, tuned
 from ..kernels.ahead import Configuration, casts, fp8, many_tensors, messages, mx, optimizers
 from ..kernels.ahead import nvfp4 as ahead_nvfp4
 from ..kernels.cast import kernel as cast_kernels
-from ..kernels.fp8 import launch as fp8_launch
+from ..kernels.fp8 import kernel as fp8_kernels
 from ..kernels.launch import ACCESS_BYTES, THREADS_PER_WARP
-from ..kernels.mx import tiles as mx_tiles
-from ..kernels.nvfp4 import decode as nvfp4_decode
+from ..kernels.mx import kernel as mx_tiles
 from ..kernels.nvfp4 import hadamard
 from ..kernels.nvfp4 import kernel as nvfp4
 from ..kernels.optim import norm
@@ -202,7 +201,7 @@ def _casts() -> Iterator[Tunable]:
 
 
 def _fp8() -> Iterator[Tunable]:
-    default = fp8_launch.default_config()
+    default = fp8_kernels.default_config()
 
     def of_rows(config: LaunchConfig) -> Configuration:
         """The benchmark's rows are a line each."""
@@ -210,14 +209,14 @@ def _fp8() -> Iterator[Tunable]:
         configuration = fp8.lines_configuration("rows")
         return replace(
             configuration.changed(COUNT=max(1, config.block_bytes // line)),
-            num_warps=fp8_launch.line_warps(line, config),
+            num_warps=min(config.num_warps * max(1, line // config.block_bytes), tuned.MAX_WARPS),
         )
 
     quantized: dict[str, Compiled] = {
         "tensor": scaled(fp8.known_configuration(False), default, "BLOCK"),
         "row": of_rows,
         "1x128": scaled(fp8.lines_configuration("1x128"), default, "COUNT"),
-        "128x128": scaled(fp8.square_configuration(), fp8_launch.squares_config()),
+        "128x128": scaled(fp8.square_configuration(), fp8_kernels.squares_config()),
         "delayed": scaled(fp8.known_configuration(True), default, "BLOCK"),
     }
     for scaling, compiled in quantized.items():
@@ -226,7 +225,7 @@ def _fp8() -> Iterator[Tunable]:
             op="quantize_fp8_",
             case=scaling,
             measured=f"quantize_fp8 {scaling} bf16",
-            default=fp8_launch.squares_config() if is_square else default,
+            default=fp8_kernels.squares_config() if is_square else default,
             compiled=compiled,
             only_warps=is_square,
         )
@@ -268,17 +267,17 @@ def _blocks() -> Iterator[Tunable]:
             "quantize_nvfp4_",
             nvfp4.case_of(rotated, stochastic),
             "quantize_nvfp4 bf16" + " hadamard" * rotated + " SR" * stochastic,
-            nvfp4.quantize_config(),
-            ahead_nvfp4.quantize_configuration(HADAMARD=rotated, STOCHASTIC=stochastic),
+            nvfp4.default_config(),
+            ahead_nvfp4.quantize_configuration(HADAMARD=rotated, noise=stochastic),
         )
     yield _of_tiles(
         "dequantize_nvfp4_", "bf16", "dequantize_nvfp4 bf16",
-        nvfp4_decode.default_config(),
+        nvfp4.default_config(),
         ahead_nvfp4.dequantize_configuration("*bf16", torchao=False, swizzled=False),
     )  # fmt: skip
     yield _of_tiles(
         "hadamard16_", "bf16", "hadamard16 bf16",
-        hadamard.default_config(2), ahead_nvfp4.hadamard_configuration("*bf16", False), "BLOCK",
+        hadamard.default_config(2), ahead_nvfp4.hadamard_configuration("*bf16", False),
     )  # fmt: skip
 
 

@@ -28,7 +28,6 @@ from ...kernels import (
 )
 from ...kernels.mx import reference as reference_mx
 from ...kernels.nvfp4 import reference as reference_nvfp4
-from ...kernels.nvfp4 import reference_hadamard
 from . import rivals
 from .case import DTYPES, Case, Operands, Run, as_bind
 from .matrix import (
@@ -213,7 +212,9 @@ def _quantize_nvfp4_case(dtype: str, variant: str) -> Case:
 
     def definition(operands: Operands) -> None:
         data, made = operands.written
-        reference_nvfp4.quantize_nvfp4_(data, made, operands.read[0], operands.scalars[0], *positional)
+        reference_nvfp4.quantize_nvfp4_(
+            data, made, operands.read[0], operands.scalars[0], *positional
+        )
 
     return matrix_case(
         f"quantize_nvfp4 {dtype}{variant}",
@@ -268,7 +269,7 @@ def _hadamard_case(dtype: str) -> Case:
         return lambda: hadamard16(x)
 
     def definition(operands: Operands) -> None:
-        reference_hadamard.hadamard16_(operands.written[0], operands.read[0])
+        reference_nvfp4.hadamard16_(operands.written[0], operands.read[0])
 
     def product(operands: Operands) -> Run:
         (x,), (out,) = operands.read, operands.written
