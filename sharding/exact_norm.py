@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..buffers import BLOCK_NUMEL
+from ..kernels import ALIGN_NUMEL
 
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 """Reduces a small tensor over the ranks, in place."""
@@ -74,9 +74,9 @@ def _extremes(chunks: Sequence[Tensor], device: torch.device) -> Tensor:
 def _limbs(chunk: Tensor, divisor: Tensor, norm_type: float) -> Tensor:
     """The sum of the block sums of `chunk` as two int64 limbs [2]."""
     terms = chunk.float() / divisor
-    terms = pad(terms, (0, -len(terms) % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
+    terms = pad(terms, (0, -len(terms) % ALIGN_NUMEL)).view(-1, ALIGN_NUMEL)
     terms = terms * terms if norm_type == 2.0 else terms.abs().pow(norm_type)
-    width = BLOCK_NUMEL
+    width = ALIGN_NUMEL
     while width > 1:
         width //= 2
         terms = terms[:, :width] + terms[:, width:]
