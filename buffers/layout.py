@@ -1,10 +1,9 @@
-"""Where each tensor of a unit lies in its flat buffer, and which slice of it each rank owns: pure
-integers.
+"""Where each tensor of a unit lies in its flat buffer, and which slice a rank owns: pure integers.
 
 A flat buffer holds the tensors one after the other, 2-D and larger ones first (optimizers usually
 treat them alike), and is cut into `world_size` equal slices. Every tensor start and every cut is a
-multiple of
-`BLOCK_NUMEL` elements, so that no quantisation block straddles two tensors or two ranks::
+multiple of `ALIGN_NUMEL` elements, the largest quantisation block, so that none straddles two
+tensors or two ranks::
 
     element      0        512      640             1024      1152       1280
     tensor       | weight (16, 32) | bias (100,) pad | scale (7,) pad | pad |
@@ -20,10 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BLOCK_NUMEL = 128
-"""Elements every tensor start and rank cut is aligned to: the largest quantisation block (1x128
-FP8).
-"""
+from ..kernels import ALIGN_NUMEL
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -65,11 +61,11 @@ class FlatLayout:
         for index in self.order:
             segment = self.segments[index]
             assert segment.start >= stop, "segments overlap"
-            assert segment.start % BLOCK_NUMEL == 0, "segment start is not block-aligned"
+            assert segment.start % ALIGN_NUMEL == 0, "segment start is not block-aligned"
             assert segment.numel == math.prod(segment.shape), "segment numel and shape disagree"
             stop = segment.stop
         assert stop <= self.numel, "segments run past the flat buffer"
-        assert self.shard_numel % BLOCK_NUMEL == 0, "a rank's slice is not block-aligned"
+        assert self.shard_numel % ALIGN_NUMEL == 0, "a rank's slice is not block-aligned"
 
     @property
     def numel(self) -> int:
@@ -143,11 +139,11 @@ def _lay_out(sizes: tuple[tuple[int, ...], ...], world_size: int) -> FlatLayout:
     cursor = 0
     for index in order:
         starts[index] = cursor
-        cursor = round_up(cursor + math.prod(sizes[index]), BLOCK_NUMEL)
+        cursor = round_up(cursor + math.prod(sizes[index]), ALIGN_NUMEL)
     segments = tuple(
         Segment(shape=shape, start=start, numel=math.prod(shape))
         for shape, start in zip(sizes, starts, strict=True)
     )
-    shard_numel = round_up(-(-cursor // world_size), BLOCK_NUMEL)
+    shard_numel = round_up(-(-cursor // world_size), ALIGN_NUMEL)
     order.sort(key=lambda index: (starts[index], segments[index].numel, index))
     return FlatLayout(segments, tuple(order), world_size, shard_numel)

@@ -20,6 +20,7 @@ held to. Importing this imports no Triton: that waits for the first call on a GP
 from .cast.op import cast, cast_back
 from .formats.swizzle import swizzle_scales, unswizzle_scales
 from .formats.table import (
+    ALIGN_NUMEL,
     BF16,
     BLOCK_FORMATS,
     E2M1,
@@ -58,6 +59,7 @@ from .wire.op import (
 )
 
 __all__ = [
+    "ALIGN_NUMEL",
     "BF16",
     "BLOCK_FORMATS",
     "E2M1",

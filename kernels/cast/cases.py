@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from ..case import DTYPES, Case, Gate, Operands, Row
-from ..formats.table import BITS_PER_BYTE, E2M1, ELEMENT_FORMATS
+from ..formats.table import BITS_PER_BYTE, CASTS, E2M1
 from ..inputs import NOISE, STOCHASTIC, decoded_from, made_from, matrix_numel
-from .op import DTYPES as FORMATS
-from .op import STOCHASTIC as NOISY
 from .op import cast, cast_back
 
 _CAST = Row(
@@ -59,17 +57,16 @@ def rows() -> tuple[Row, ...]:
 def cases() -> Iterator[Case]:
     """All, of every format in the table."""
     for dtype in DTYPES:
-        for form in FORMATS:
+        for form in CASTS:
             yield _cast_case(dtype, form, stochastic=False)
-            if form in NOISY:
+            if CASTS[form].has_stochastic:
                 yield _cast_case(dtype, form, stochastic=True)
             yield _cast_back_case(form, dtype)
 
 
 def _width(form: str) -> float:
     """Bytes of an element."""
-    bits = {element.name: element.bits for element in ELEMENT_FORMATS}
-    return bits[form] / BITS_PER_BYTE if form in bits else FORMATS[form].itemsize
+    return CASTS[form].stored_bits / BITS_PER_BYTE
 
 
 def _cast_case(dtype: str, form: str, *, stochastic: bool) -> Case:

@@ -1,4 +1,4 @@
-"""Owns the noise of stochastic rounding: 32 random bits for an element, from seed and index alone.
+"""The noise of stochastic rounding: 32 random bits for an element, from seed and index alone.
 
     words     = Philox4x32-7(key = (seed low, seed high), counter = (group low, group high, 0, 0))
     noise(i)  = words[(i // 4) % 4] rotated right by 8 * (i % 4) bits,       group = i // 16

@@ -1,4 +1,4 @@
-"""Owns the 128x4 swizzled layout of block scales, which `torch._scaled_mm` and tensor cores read.
+"""The 128x4 swizzled layout of block scales, which `torch._scaled_mm` and tensor cores read.
 
 A matrix of one-byte scales, a row of blocks a row, padded with zeros to 128 rows and 4 columns, is
 cut into tiles of 128 x 4 bytes, which follow each other row by row. In a tile, with r the row and

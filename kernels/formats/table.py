@@ -80,6 +80,10 @@ class WireFormat:
     has_rule: ClassVar[bool] = False
     has_power_of_2: ClassVar[bool] = False
 
+    def __hash__(self) -> int:
+        """Cheap, since every launch looks a format up; equal ones have one name."""
+        return hash(self.name)
+
     def __post_init__(self) -> None:
         assert self.element_bits > 0, self
         assert self.max_finite > 0, self
@@ -232,6 +236,10 @@ class BlockFormat:
     scale_dtype: torch.dtype
     tensor_scale: bool = False
     codec: Codec | None = None
+
+    def __hash__(self) -> int:
+        """Cheap, since every launch looks a format up; equal ones have one name."""
+        return hash(self.name)
 
     def __post_init__(self) -> None:
         assert self.block_numel is None or self.block_numel > 0, self

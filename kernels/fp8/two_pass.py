@@ -205,7 +205,7 @@ def quantize_known(
     aligned = is_aligned(codes, x)
     wide = aligned and columns % MIN_LINE == 0
     shape = {"ALIGNED": wide or (aligned and rows == 1), "WIDE": wide, "BLOCK": config.block_bytes}
-    launched = {"on": x, "num_warps": config.num_warps, **shape}
+    launched: dict[str, Any] = {"on": x, "num_warps": config.num_warps, **shape}
     if scale is None:
         bits: torch.Tensor | None = torch.zeros(rows, dtype=torch.int32, device=x.device)
         launch(_amax_kernel, rows * parts, bits, x, columns, parts, **launched)

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..case import DTYPES, Case, Gate, Operands, Row
-from ..formats.table import BLOCK_FORMATS, E2M1
+from ..formats.table import E2M1, MESSAGES
 from ..inputs import NOISE, STOCHASTIC, block, block_numel, block_shapes
-from .layout import MESSAGE_FORMATS, message_layout
-from .op import ALWAYS_NEAREST, pack_message_, unpack_message_
-from .sum_op import reduce_messages_, reduce_peer_messages_
+from .layout import message_layout
+from .op import pack_message_, reduce_messages_, reduce_peer_messages_, unpack_message_
 
 WORLDS = (8,)
 _SHARD_MULTIPLE = 1024  # a row of the formats that have rows
@@ -35,12 +34,12 @@ _SUM = Row(
     "reduce_messages_", "reduce_messages_", f"{_MESSAGE} -> fp32, bf16, fp16",
     "world * message + result; the result twice with accumulate",
     "decoded by one product, fp32 sum in rank order, then nearest even, once",
-    "bit-exact: `wire.reference_sum`, the formats' own decoders", "this project", 0.90,
+    "bit-exact: `wire.reference`, the formats' own decoders", "this project", 0.90,
 )  # fmt: skip
 _PEER_SUM = Row(
     "reduce_peer_messages_", "reduce_peer_messages_", f"{_MESSAGE} -> fp32, bf16, fp16",
     "as reduce_messages_, and 8 of address a message and program", "as reduce_messages_",
-    "bit-exact: `wire.reference_sum`", "this project", 0.90,
+    "bit-exact: `wire.reference`", "this project", 0.90,
 )  # fmt: skip
 
 # While an H100 moves the bytes of BF16 to MXFP8 there is time for 30 instructions an element, to
@@ -103,10 +102,10 @@ def rows() -> tuple[Row, ...]:
 
 def cases(worlds: Sequence[int] | None = None) -> Iterator[Case]:
     """All, of every format in the table; the sums are over `worlds`."""
-    for form in (found.name for found in MESSAGE_FORMATS):
+    for form in MESSAGES:
         for dtype in DTYPES:
             yield _pack_case(dtype, form, stochastic=False)
-            if form not in ALWAYS_NEAREST:
+            if MESSAGES[form].has_stochastic:
                 yield _pack_case(dtype, form, stochastic=True)
             yield _unpack_case(form, dtype)
         for world in worlds or WORLDS:
@@ -116,10 +115,6 @@ def cases(worlds: Sequence[int] | None = None) -> Iterator[Case]:
             if worlds is None and world == _GATED_WORLD:
                 for dtype in _GATED_DTYPES:
                     yield _sum_case(_SUM, form, dtype, world, scale=0.5)
-
-
-def _is_fp4(form: str) -> bool:
-    return any(found.name == form and found.element is E2M1 for found in BLOCK_FORMATS)
 
 
 def _message(tensors: Sequence[torch.Tensor], form: str) -> torch.Tensor:
@@ -157,7 +152,7 @@ def _pack_case(dtype: str, form: str, *, stochastic: bool) -> Case:
             block_numel(numel) * DTYPES[dtype].itemsize + _message_bytes(form, numel)
         ),
         gate=_PACK_GATES.get(name),
-        copy_share=_PACK.share_of(fp4=_is_fp4(form), stochastic=stochastic),
+        copy_share=_PACK.share_of(fp4=MESSAGES[form].element is E2M1, stochastic=stochastic),
         standard=dtype == "bf16" and form in _PACKED and not stochastic,
     )
 

@@ -62,7 +62,7 @@ _ROWS_DIMS = 2
 _PACK = Op(
     "pack_message_(Tensor(a!) message, Tensor[] tensors, str format, SymInt numel, "
     "SymInt[] offsets, SymInt[] first_indices, float scale, int row_numel, str rule, "
-    "bool power_of_2, int? seed) -> ()",
+    "bool power_of_2, SymInt? seed) -> ()",
     reference.pack_message_,
     on_first_use("wire.pack", "pack_message_"),
 )

@@ -145,14 +145,20 @@ def _pack_part(
     WIDTH: tl.constexpr = BLOCK // 2 if CODEC.in_halves else BLOCK
     SIXTEENS: tl.constexpr = seed is not None or BLOCK <= _SHARED_NUMEL
     places = tl.arange(0, NUMEL // BLOCK) * BLOCK
+    # Noise comes first, or of halves last: the other way round takes instructions, or registers.
+    bits = None
+    if seed is not None and not CODEC.in_halves:
+        bits = _noise(seed, index, places, FULL, BLOCK)
     x = values_of(address, kind, begin, places, count, scale, SIXTEENS, FULL, WIDTH)
     if CODEC.in_halves:
         places += WIDTH
         x = (x, values_of(address, kind, begin, places, count, scale, SIXTEENS, FULL, WIDTH))
-    scales = None
-    row_scales = None
     if CODEC.scaled is not None:
         x, scales, row_scales = CODEC.scaled(x, CODEC, ROW, HARDWARE)
+        if scales is not None:
+            _store_scales(scales, message, scales_at, start, extent, FULL, BLOCK)
+        if row_scales is not None:
+            _store_scales(row_scales, message, rows_at, start, extent, FULL, ROW)
     if CODEC.in_halves:
         low_bits = None
         high_bits = None
@@ -162,15 +168,8 @@ def _pack_part(
         high = device.stored(x[1], high_bits, CODEC.element, HARDWARE)
         made = tl.reshape(side_by_side(low, high), [2 * low.numel])
     else:
-        bits = None
-        if seed is not None:
-            bits = _noise(seed, index, places, FULL, BLOCK)
         made = device.stored(x, bits, CODEC.element, HARDWARE)
     _store_codes(made, message, start, extent, FULL, NUMEL)
-    if scales is not None:
-        _store_scales(scales, message, scales_at, start, extent, FULL, BLOCK)
-    if row_scales is not None:
-        _store_scales(row_scales, message, rows_at, start, extent, FULL, ROW)
 
 
 @triton.jit

@@ -127,7 +127,7 @@ def _decoded(
 ):
     """NUMEL elements from `start` on in FP32, in blocks [n, elements of one].
 
-    Blocks that begin after the tensor's `count` elements are not read; their values are arbitrary.
+    Blocks that begin beyond the tensor's `count` elements are not read, and hold anything.
     """
     BLOCK: tl.constexpr = CODEC.block_numel if CODEC.block_numel else ROW
     codes = _codes(message, start, count, CODEC.element.form.stored_bits, FULL, BLOCK, NUMEL)

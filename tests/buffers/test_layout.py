@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidestream.buffers import BLOCK_NUMEL, flat_layout
+from sidestream.buffers import flat_layout
+from sidestream.kernels import ALIGN_NUMEL
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=8)
 WORLDS = st.integers(1, 9)
@@ -29,15 +30,15 @@ def test_blocks_straddle_neither_tensors_nor_ranks(
     shapes: list[tuple[int, ...]], world_size: int
 ) -> None:
     layout = flat_layout(shapes, world_size)
-    owner = [None] * (layout.numel // BLOCK_NUMEL)
+    owner = [None] * (layout.numel // ALIGN_NUMEL)
     for index, segment in enumerate(layout.segments):
-        for block in range(segment.start // BLOCK_NUMEL, -(-segment.stop // BLOCK_NUMEL)):
+        for block in range(segment.start // ALIGN_NUMEL, -(-segment.stop // ALIGN_NUMEL)):
             if segment.numel:
                 assert owner[block] is None
                 owner[block] = index
     for rank in range(world_size):
         start, stop = layout.shard_range(rank)
-        assert start % BLOCK_NUMEL == 0 and stop - start == layout.shard_numel
+        assert start % ALIGN_NUMEL == 0 and stop - start == layout.shard_numel
     assert layout.shard_range(world_size - 1)[1] == layout.numel
 
 
@@ -46,7 +47,7 @@ def test_padding_is_less_than_a_block_per_tensor_and_rank(
     shapes: list[tuple[int, ...]], world_size: int
 ) -> None:
     layout = flat_layout(shapes, world_size)
-    assert 0 <= layout.padding_numel < max(1, BLOCK_NUMEL * (len(shapes) + world_size))
+    assert 0 <= layout.padding_numel < max(1, ALIGN_NUMEL * (len(shapes) + world_size))
 
 
 @given(SHAPES, WORLDS)
@@ -85,7 +86,7 @@ def test_matrices_come_before_vectors_and_scalars() -> None:
 def test_more_ranks_than_elements_leaves_ranks_with_padding_alone() -> None:
     layout = flat_layout([(3,)], 4)
     assert [layout.interval(0, rank) for rank in range(4)] == [(0, 3), (3, 3), (3, 3), (3, 3)]
-    assert layout.shard_numel == BLOCK_NUMEL
+    assert layout.shard_numel == ALIGN_NUMEL
 
 
 def test_nothing_to_lay_out() -> None:

@@ -64,12 +64,13 @@ def _calls():
     yield k.dequantize_mx, {"data": mx[0], "scales": mx[1], "element": "e4m3", "row_numel": 96,
                             "dtype": torch.float32, "swizzled": False, "out": x}  # fmt: skip
     yield k.quantize_nvfp4, {"x": x, "global_amax": _ones(), **STOCHASTIC, "variant": "te",
-                             "hadamard": False, "swizzled": False}  # fmt: skip
+                             "hadamard": False, "swizzled": False,
+                             "out": nvfp4[:2]}  # fmt: skip
     yield k.dequantize_nvfp4, {"data": nvfp4[0], "scales": nvfp4[1], "global_amax": nvfp4[2],
                                "row_numel": 96, "dtype": torch.float32, "variant": "te",
-                               "swizzled": False}  # fmt: skip
-    yield k.amax_nvfp4, {"x": x, "hadamard": False}
-    yield k.hadamard16, {"x": x, "inverse": False}
+                               "swizzled": False, "out": x}  # fmt: skip
+    yield k.amax_nvfp4, {"x": x, "hadamard": False, "out": _ones()}
+    yield k.hadamard16, {"x": x, "inverse": False, "out": _ones(4, 96)}
     yield k.swizzle_scales, {"scales": mx[1]}
     yield k.unswizzle_scales, {"swizzled": k.swizzle_scales(mx[1]), "rows": 4, "columns": 3}
     yield k.pack_, {"flat": _ones(200), "tensors": tensors, "offsets": [0, 96], **into}
@@ -243,6 +244,28 @@ def test_indices_and_seeds_end_where_64_bits_do(name):
 def test_an_index_out_of_range_is_refused_without_noise_too():
     with pytest.raises(ValueError, match=r"^first_index: expected 0 to"):
         k.cast(_ones(4), "bf16", first_index=-1)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_seeds_may_be_symbols(name):
+    """One graph for all seeds, in a training that counts its steps."""
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def draw(x, first_index, seed):
+        return DRAWN[name](x, first_index, seed)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(draw, fullgraph=True, backend=counted, dynamic=True)
+    x = torch.randn(256)
+    for seed, first_index in ((5, 32), (6, 64), (-7, 48), (2**62 + 1, 2**40)):
+        found, expected = compiled(x, first_index, seed), draw(x, first_index, seed)
+        for one, other in zip(_tensors(found), _tensors(expected), strict=True):
+            assert torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("dynamic", [True, None])

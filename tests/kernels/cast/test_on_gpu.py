@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from sidestream.kernels.cast.op import DTYPES, STOCHASTIC, cast, cast_back
+from sidestream.kernels.cast.op import cast, cast_back
+from sidestream.kernels.formats.table import CASTS
 from sidestream.kernels.fp8.op import dequantize_fp8, quantize_fp8, update_fp8_scales_
 from sidestream.tests.kernels.formats import code_cases
 from sidestream.tests.kernels.oracle import assert_same as same
 
 pytestmark = pytest.mark.gpu
 
-MODES = [(to, None) for to in DTYPES] + [(to, code_cases.SEED) for to in STOCHASTIC]
+MODES = [(to, None) for to in CASTS]
+MODES += [(to, code_cases.SEED) for to, form in CASTS.items() if form.has_stochastic]
 # Each is a set of kernels of its own, so not every dtype with every element.
 FP8 = [
     (torch.float32, "e4m3", False),

@@ -3,23 +3,20 @@
 import pytest
 import torch
 
-from sidestream.kernels.cast import (
-    kernel as cast_kernels,
-)
-from sidestream.kernels.cast import (
-    op as cast_ops,
-)
-from sidestream.kernels.cast import (
-    reference as reference_cast,
-)
+from sidestream.kernels.cast import kernel as cast_kernels
+from sidestream.kernels.cast import op as cast_ops
+from sidestream.kernels.cast import reference as reference_cast
 from sidestream.kernels.formats import codes
-from sidestream.kernels.formats.table import E4M3
+from sidestream.kernels.formats.table import CASTS, E4M3
+from sidestream.kernels.launch import LaunchConfig
+from sidestream.kernels.tuned import forcing
 from sidestream.tests.kernels.formats import code_cases
 from sidestream.tests.kernels.oracle import assert_same_bits
 
 POISON = 0xAB
-FORMATS = pytest.mark.parametrize("to", cast_ops.DTYPES)
-MODES = [(to, False) for to in cast_ops.DTYPES] + [(to, True) for to in cast_ops.STOCHASTIC]
+FORMATS = pytest.mark.parametrize("to", CASTS)
+MODES = [(to, False) for to in CASTS]
+MODES += [(to, True) for to, form in CASTS.items() if form.has_stochastic]
 MODE_IDS = [f"{to}-{'stochastic' if stochastic else 'nearest'}" for to, stochastic in MODES]
 # The FP32 inputs are more than 2 blocks and a tail; first indices start and do not start a group.
 FIRST = {True: 2**33 + 7, False: 0}
@@ -33,10 +30,10 @@ def inside(shape, dtype, start=16):
 
 
 def check_cast(x, to, stochastic, first_index, start=16):
-    shape = cast_ops._packed_shape(x.shape) if to == "e2m1" else x.shape
-    out, memory = inside(shape, cast_ops.DTYPES[to], start)
-    expected, expected_memory = inside(shape, cast_ops.DTYPES[to], start)
-    arguments = (x, to, stochastic, code_cases.SEED, first_index)
+    shape = cast_ops._paired_shape(x.shape) if to == "e2m1" else x.shape
+    out, memory = inside(shape, CASTS[to].dtype, start)
+    expected, expected_memory = inside(shape, CASTS[to].dtype, start)
+    arguments = (x, to, code_cases.SEED if stochastic else None, first_index)
     cast_kernels.cast_(out, *arguments)
     reference_cast.cast_(expected, *arguments)
     if to in ("bf16", "fp16"):
@@ -68,13 +65,14 @@ def test_shapes_of_pairs(shape, stochastic):
     check_cast(x, "e2m1", stochastic, 5)
 
 
-def test_bits_do_not_depend_on_the_block(monkeypatch):
+def test_bits_do_not_depend_on_the_block():
     x = torch.randn(5000, generator=torch.Generator().manual_seed(3))
     made = []
-    for block in (256, 1024, 8192):
-        monkeypatch.setattr(cast_kernels, "block_numel", lambda name, block=block: block)
+    for block in (512, 1024, 8192):
         out = torch.full((5000,), POISON, dtype=torch.uint8)
-        cast_kernels.cast_(out, x, "e4m3", True, 3, 48)
+        with forcing("cast_", LaunchConfig(block, 4)) as forced:
+            cast_kernels.cast_(out, x, "e4m3", 3, 48)
+        assert forced.asked
         made.append(out)
     assert torch.equal(made[0], made[1])
     assert torch.equal(made[0], made[2])
@@ -85,9 +83,9 @@ def test_bits_do_not_depend_on_the_block(monkeypatch):
 @FORMATS
 def test_cast_back(to, dtype):
     if to in ("bf16", "fp16"):
-        stored = code_cases.every_bf16()[::15].to(cast_ops.DTYPES[to])
+        stored = code_cases.every_bf16()[::15].to(CASTS[to].dtype)
     else:
-        stored = torch.arange(4096 + 256).to(torch.uint8).view(cast_ops.DTYPES[to])
+        stored = torch.arange(4096 + 256).to(torch.uint8).view(CASTS[to].dtype)
     shape = (2 * len(stored),) if to == "e2m1" else stored.shape
     for source, start in ((stored, 16), (stored[1:300], 16 + dtype.itemsize)):
         shape = (2 * len(source),) if to == "e2m1" else source.shape

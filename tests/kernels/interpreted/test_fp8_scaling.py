@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sidestream.kernels.fp8 import launch as fp8_launch
+from sidestream.kernels.fp8 import kernel, two_pass
 from sidestream.kernels.fp8 import reference as reference_fp8
 from sidestream.tests.kernels.oracle import assert_same_bits
 
@@ -45,7 +45,7 @@ def poisoned(shape, dtype, start):
 
 def check(x, scaling, element, power_of_2=False, scale=None, start=16):
     results = []
-    for module in (fp8_launch, reference_fp8):
+    for module in (kernel, reference_fp8):
         dtype = reference_fp8.ELEMENTS[element].dtype
         codes, memory = poisoned(x.shape, dtype, start)
         shape = reference_fp8.scale_shape(x.shape, scaling)
@@ -62,7 +62,7 @@ def check(x, scaling, element, power_of_2=False, scale=None, start=16):
 
 def check_back(codes, scale_inv, scaling, dtype, start=16):
     results = []
-    for module in (fp8_launch, reference_fp8):
+    for module in (kernel, reference_fp8):
         out, memory = poisoned(codes.shape, dtype, start)
         module.dequantize_fp8_(out, codes, scale_inv, scaling)
         results.append((out.clone(), memory))
@@ -122,7 +122,7 @@ def test_update_scales(length, margin, algorithm):
         history[6], history[7] = 3e38, 2.0**33
     scales = torch.arange(12.0)
     expected_history, expected = history.clone(), scales.clone()
-    fp8_launch.update_fp8_scales_(history, scales, "e4m3", margin, algorithm)
+    two_pass.update_fp8_scales_(history, scales, "e4m3", margin, algorithm)
     reference_fp8.update_fp8_scales_(expected_history, expected, "e4m3", margin, algorithm)
     assert (scales[6] == 2.0**-126) == (margin > 3)
     assert_same_bits(history, expected_history)

@@ -5,9 +5,10 @@ import mmap
 import pytest
 import torch
 
+from sidestream.kernels.formats.device_table import codec_of
+from sidestream.kernels.formats.table import MXFP8, SCALE_RULES
 from sidestream.kernels.mx import kernel as mx
 from sidestream.kernels.mx import reference as reference_mx
-from sidestream.kernels.mx import tiles as mx_tiles
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.mx import cases as mx_cases
 
@@ -22,11 +23,10 @@ MAP_NORESERVE = 0x4000  # Linux: sparse memory may be larger than the machine
 @pytest.fixture
 def large_tiles(monkeypatch):
     """Fewer programs, which are what time here goes by: whole tiles of swizzled scales."""
-    monkeypatch.setattr(mx_tiles, "TILE_BLOCKS", 512)
     monkeypatch.setattr(mx, "TILE_BLOCKS", 512)
-    mx_tiles.default_config.cache_clear()
+    mx.default_config.cache_clear()
     yield
-    mx_tiles.default_config.cache_clear()
+    mx.default_config.cache_clear()
 
 
 def check(x, options, dtypes=oracle.DTYPES[1:2], margin=mx_cases.MARGIN):
@@ -117,11 +117,9 @@ def test_elements_beyond_32_bits(full):
         rows,
         row_numel,
         row_numel // 128,
+        None,
         0,
-        0,
-        ELEMENT="e4m3",
-        RULE="rceil",
-        STOCHASTIC=False,
+        CODEC=codec_of(MXFP8, SCALE_RULES["rceil"]),
         HARDWARE=False,
         SWIZZLED=True,
         FULL=full,

@@ -7,23 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sidestream.kernels.formats import swizzle
-from sidestream.kernels.nvfp4 import (
-    blocks as nvfp4_blocks,
-)
-from sidestream.kernels.nvfp4 import (
-    decode as nvfp4_decode,
-)
-from sidestream.kernels.nvfp4 import (
-    hadamard,
-    reference_hadamard,
-)
-from sidestream.kernels.nvfp4 import (
-    kernel as nvfp4,
-)
-from sidestream.kernels.nvfp4 import (
-    reference as reference_nvfp4,
-)
+from sidestream.kernels.formats import device_swizzle, swizzle
+from sidestream.kernels.nvfp4 import hadamard
+from sidestream.kernels.nvfp4 import kernel as nvfp4
+from sidestream.kernels.nvfp4 import reference as reference_nvfp4
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.nvfp4 import cases as nvfp4_cases
 
@@ -57,32 +44,32 @@ def scale_shape(x, swizzled):
     return (*x.shape[:-1], columns)
 
 
-def check(x, amax=None, *, dtype=torch.float32, **options):
+def check(x, amax=None, *, dtype=torch.float32, torchao=False, swizzled=False, **options):
     """Amax, codes and scales, and the way back, of the kernels and of the definition."""
-    cast = reference_nvfp4.Nvfp4Cast(**options)
-    fields = (cast.seed, cast.first_index, cast.torchao, cast.hadamard, cast.swizzled)
     if amax is None:
         amax = torch.tensor(math.nan)
-        reference_nvfp4.amax_(amax, x, cast.hadamard)
+        hadamard = options.get("hadamard", False)
+        reference_nvfp4.amax_nvfp4_(amax, x, hadamard)
         found = Poisoned((), torch.float32)
-        nvfp4.amax_(found.tensor, x, cast.hadamard)
+        nvfp4.amax_nvfp4_(found.tensor, x, hadamard)
         found.assert_same(amax)
 
     data_shape = (*x.shape[:-1], -(-x.shape[-1] // 2))
     data, scales = (
-        Poisoned(shape, torch.uint8) for shape in (data_shape, scale_shape(x, cast.swizzled))
+        Poisoned(shape, torch.uint8) for shape in (data_shape, scale_shape(x, swizzled))
     )
-    nvfp4.quantize_(data.tensor, scales.tensor, x, amax, *fields)
+    options |= {"torchao": torchao, "swizzled": swizzled}
+    nvfp4.quantize_nvfp4_(data.tensor, scales.tensor, x, amax, **options)
     expected_data, expected_scales = (torch.full_like(p.tensor, 1) for p in (data, scales))
-    reference_nvfp4.quantize_(expected_data, expected_scales, x, amax, *fields)
+    reference_nvfp4.quantize_nvfp4_(expected_data, expected_scales, x, amax, **options)
     scales.assert_same(expected_scales)
     data.assert_same(expected_data)
 
     out = Poisoned(x.shape, dtype)
-    arguments = (expected_data, expected_scales, amax, cast.torchao, cast.swizzled)
-    nvfp4_decode.dequantize_(out.tensor, *arguments)
+    arguments = (expected_data, expected_scales, amax, torchao, swizzled)
+    nvfp4.dequantize_nvfp4_(out.tensor, *arguments)
     expected_out = torch.full_like(out.tensor, 1.5)
-    reference_nvfp4.dequantize_(expected_out, *arguments)
+    reference_nvfp4.dequantize_nvfp4_(expected_out, *arguments)
     oracle.assert_same_bits(out.tensor, expected_out)
     out.assert_same(out.tensor.clone())
 
@@ -131,9 +118,9 @@ def test_swizzled_scales(shape):
 
 @triton.jit
 def scale_places(found, base, first_block, columns, reciprocal, BLOCKS: tl.constexpr):
-    """`nvfp4.blocks.scale_pointers` of swizzled scales, from `base` on."""
+    """`device_swizzle.scale_pointers` of swizzled scales, from `base` on."""
     first_block = first_block.to(tl.int64)
-    pointers = nvfp4_blocks.scale_pointers(
+    pointers = device_swizzle.scale_pointers(
         base, first_block, columns, reciprocal, True, False, BLOCKS
     )
     tl.store(found + tl.arange(0, BLOCKS), pointers.to(tl.int64) - base.to(tl.int64))
@@ -146,7 +133,7 @@ def test_places_of_swizzled_scales(columns):
     """At a row's end, in the last of 128 rows, and where blocks and their places need 64 bits."""
     ends = (columns, 127 * columns, 2**31, 2**33 // columns * columns, 2**39)
     lanes = torch.arange(1024)
-    reciprocal = nvfp4_blocks.reciprocal_of(columns)
+    reciprocal = device_swizzle.reciprocal_of(columns)
     across = swizzle.tiles_across(columns)
     for end in ends:
         for first in (max(end - 1000, 0), end - 1, end):
@@ -171,6 +158,6 @@ def test_hadamard(dtype, inverse):
         found = Poisoned(x.shape, dtype)
         hadamard.hadamard16_(found.tensor, x, inverse)
         expected = torch.full_like(x, 1.5)
-        reference_hadamard.hadamard16_(expected, x, inverse)
+        reference_nvfp4.hadamard16_(expected, x, inverse)
         oracle.assert_same_bits(found.tensor, expected)
         found.assert_same(found.tensor.clone())

@@ -11,7 +11,7 @@ from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.formats import code_cases
 
 SEED = code_cases.SEED
-ELEMENTS = tuple(reference_mx.ELEMENTS)
+ELEMENTS = tuple(reference_mx.elements())
 POISON = 0xAB
 MARGIN = 32  # bytes around a result, which must stay as they were; keeps it 16-byte aligned
 

@@ -7,8 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sidestream.kernels.formats import codes, swizzle
-from sidestream.kernels.formats.table import BLOCK_FORMATS, E2M1, E8M0, SCALE_RULES
-from sidestream.kernels.mx import reference as reference_mx
+from sidestream.kernels.formats.table import BLOCK_FORMATS, E2M1, E8M0, ELEMENTS, SCALE_RULES
 from sidestream.kernels.mx.op import dequantize_mx, quantize_mx
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.mx import cases as mx_cases
@@ -95,7 +94,7 @@ def test_definition_block_by_block(element, rule):
     x = oracle.values(7 * 77, torch.float32, seed=5).view(7, 77)
     data, scales = quantize_mx(x, element=element, rule=rule)
     decoded = dequantize_mx(data, scales, element=element, row_numel=77).double()
-    form = reference_mx.ELEMENTS[element]
+    form = ELEMENTS[element]
     for row in range(7):
         for column in range(3):
             block = x[row, 32 * column : 32 * column + 32]
@@ -132,7 +131,7 @@ def test_nan_and_infinity_stay_in_their_block(element, bad):
 @ELEMENT
 def test_what_was_decoded_encodes_to_itself(element):
     """RCEIL: the block's largest keeps its scale, if it is the format's largest."""
-    form = reference_mx.ELEMENTS[element]
+    form = ELEMENTS[element]
     finite = torch.arange(1 << form.bits, dtype=torch.uint8)
     values = codes.decode(finite, form)
     values = values[values.isfinite()]
@@ -148,7 +147,7 @@ def test_what_was_decoded_encodes_to_itself(element):
 @ELEMENT
 def test_every_scale_and_code_decodes_exactly(element):
     """And is rounded once: FP64 has the product, and torch rounds it to FP32, BF16 or FP16."""
-    form = reference_mx.ELEMENTS[element]
+    form = ELEMENTS[element]
     every = torch.arange(1 << form.bits, dtype=torch.uint8).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1)
     columns = -(-every.shape[1] // 32)
@@ -171,7 +170,7 @@ def test_shapes_and_swizzled_scales(element, shape):
     found = quantize_mx(x, element=element, swizzled=True)
     wide, blocks = mx_cases.shapes(shape, element, False)
     assert (tuple(data.shape), tuple(scales.shape)) == (wide, blocks)
-    assert (data.dtype, scales.dtype) == (reference_mx.ELEMENTS[element].dtype, E8M0.dtype)
+    assert (data.dtype, scales.dtype) == (ELEMENTS[element].dtype, E8M0.dtype)
     assert_same(found, (data, swizzle.swizzle_scales(scales)))
     options = {"element": element, "row_numel": shape[-1], "dtype": torch.bfloat16}
     plain = dequantize_mx(data, scales, **options)
@@ -230,7 +229,7 @@ def test_out_is_written_and_nothing_around_it():
         expected = quantize_mx(x, element=element)
         for swizzled in (False, True):
             parts = [mx_cases.poisoned(s) for s in mx_cases.shapes((8, 64), element, swizzled)]
-            dtypes = (reference_mx.ELEMENTS[element].dtype, E8M0.dtype)
+            dtypes = (ELEMENTS[element].dtype, E8M0.dtype)
             out = tuple(part.view(t) for (part, _), t in zip(parts, dtypes, strict=True))
             made = quantize_mx(x, element=element, swizzled=swizzled, out=out)
             assert made[0] is out[0]
@@ -285,7 +284,7 @@ def test_quantize_refuses(x, options, message):
         (DATA, SCALES, {"row_numel": 63}, r"row_numel: expected 64 to 64, got 63"),
         (DATA, SCALES, {"out": X[:3]}, r"out: expected shape \(4, 64\), got \(3, 64\)"),
         (DATA, SCALES, {"swizzled": True}, r"scales: expected shape \(512,\)"),
-        (DATA.flatten()[0], SCALES, {}, r"data: expected \[\.\.\., K\], got a scalar"),
+        (DATA.flatten()[0], SCALES, {}, r"data: expected at least 1 dimension, got shape \(\)"),
     ],
 )
 def test_dequantize_refuses(data, scales, options, message):

@@ -5,9 +5,8 @@ import torch
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-from sidestream.kernels.formats.table import E2M1
+from sidestream.kernels.formats.table import E2M1, ELEMENTS
 from sidestream.kernels.mx.op import quantize_mx
-from sidestream.kernels.mx.reference import ELEMENTS
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.mx import cases as mx_cases
 

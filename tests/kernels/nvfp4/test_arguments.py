@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sidestream.kernels.nvfp4.op import dequantize_nvfp4, hadamard16, quantize_nvfp4
+from sidestream.kernels.nvfp4.op import amax_nvfp4, dequantize_nvfp4, hadamard16, quantize_nvfp4
+from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.nvfp4 import cases as nvfp4_cases
 
 UNIT = torch.tensor(2688.0)
@@ -43,10 +44,114 @@ def test_no_gradient_and_kept_input():
     assert torch.equal(x.detach(), kept)
 
 
+@pytest.mark.parametrize("swizzled", [False, True], ids=["plain", "swizzled"])
+@pytest.mark.parametrize("shape", [(4, 32), (3, 37)], ids=str)
+def test_out_is_written_and_returned(shape, swizzled):
+    x = nvfp4_cases.spread(shape, torch.bfloat16)
+    expected = quantize_nvfp4(x, hadamard=True, swizzled=swizzled)
+    amax = torch.full((), 9.0)
+    assert amax_nvfp4(x, hadamard=True, out=amax) is amax
+    assert torch.equal(amax, expected[2])
+    out = tuple(torch.full_like(part.view(torch.uint8), 0xAB) for part in expected[:2])
+    out = (out[0], out[1].view(expected[1].dtype))
+    made = quantize_nvfp4(x, global_amax=amax, hadamard=True, swizzled=swizzled, out=out)
+    assert all(one is other for one, other in zip(made, (*out, amax), strict=True))
+    for one, other in zip(made[:2], expected[:2], strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    for dtype in oracle.DTYPES:
+        options = {"row_numel": shape[-1], "swizzled": swizzled}
+        wanted = dequantize_nvfp4(*expected, dtype=dtype, **options)
+        decoded = torch.full(shape, 7.0, dtype=dtype)
+        assert dequantize_nvfp4(*expected, out=decoded, **options) is decoded
+        oracle.assert_same_bits(decoded, wanted)
+    transformed = torch.full(shape, 7.0, dtype=torch.bfloat16)
+    assert hadamard16(x, out=transformed) is transformed
+    oracle.assert_same_bits(transformed, hadamard16(x))
+
+
 X = torch.ones(4, 32)
+DATA, SCALES, AMAX = quantize_nvfp4(X)
+OUT = (DATA, SCALES)
+MEMORY = torch.zeros(4 * 32 * 4, dtype=torch.uint8)  # of X, seen as FP32
+INSIDE = MEMORY.view(torch.float32).view(4, 32)
+SHARED = {
+    "codes in x": lambda: quantize_nvfp4(INSIDE, out=(MEMORY[:64].view(4, 16), SCALES)),
+    "amax in codes": lambda: quantize_nvfp4(
+        X, global_amax=MEMORY[:4].view(torch.float32)[0], out=(MEMORY[:64].view(4, 16), SCALES)
+    ),
+    "one in the other": lambda: quantize_nvfp4(
+        X, out=(MEMORY[:64].view(4, 16), MEMORY[:8].view(SCALES.dtype).view(4, 2))
+    ),
+    "decoded in codes": lambda: dequantize_nvfp4(MEMORY[:64].view(4, 16), SCALES, AMAX, out=INSIDE),
+    "decoded in the amax": lambda: dequantize_nvfp4(DATA, SCALES, INSIDE[0, 0], out=INSIDE),
+    "in place": lambda: hadamard16(INSIDE, out=INSIDE),
+    "amax in x": lambda: amax_nvfp4(INSIDE, out=INSIDE[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_memory_is_refused(name):
+    with pytest.raises(ValueError, match=r"^out(\[0\])?: expected memory apart from that of"):
+        SHARED[name]()
+
+
+BAD_OUT = {
+    "pair": (lambda: quantize_nvfp4(X, out=DATA), r"out: expected a pair, got Tensor"),
+    "codes": (lambda: quantize_nvfp4(X, out=(DATA[:3], SCALES)), r"out\[0\]: expected shape"),
+    "scales": (
+        lambda: quantize_nvfp4(X, out=(DATA, SCALES.view(torch.uint8))),
+        r"out\[1\]: expected torch\.float8_e4m3fn, got torch\.uint8",
+    ),
+    "swizzled": (
+        lambda: quantize_nvfp4(X, out=OUT, swizzled=True),
+        r"out\[1\]: expected shape \(512,\)",
+    ),
+    "device": (
+        lambda: quantize_nvfp4(X, out=(DATA.to("meta"), SCALES)),
+        r"out\[0\]: expected device cpu, got meta",
+    ),
+    "decoded": (
+        lambda: dequantize_nvfp4(DATA, SCALES, AMAX, out=X[:3].clone()),
+        r"out: expected shape \(4, 32\), got \(3, 32\)",
+    ),
+    "integers": (
+        lambda: dequantize_nvfp4(DATA, SCALES, AMAX, out=X.int()),
+        r"out: expected torch\.float32.*got torch\.int32",
+    ),
+    "transform": (
+        lambda: hadamard16(X, out=X.bfloat16()),
+        r"out: expected torch\.float32, got torch\.bfloat16",
+    ),
+    "amax": (lambda: amax_nvfp4(X, out=torch.zeros(1)), r"out: expected shape \(\), got \(1,\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OUT)
+def test_bad_out(name):
+    call, message = BAD_OUT[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_out_in_a_trace_and_without_data():
+    def step(x, data, scales, out):
+        made = quantize_nvfp4(hadamard16(x, out=out), out=(data, scales))
+        return dequantize_nvfp4(*made, out=out)
+
+    x = nvfp4_cases.spread((4, 32))
+    memory = [torch.empty_like(tensor) for tensor in (DATA, SCALES, x)]
+    expected = step(x, *(tensor.clone() for tensor in memory))
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    oracle.assert_same_bits(compiled(x, *memory), expected)
+    oracle.assert_same_bits(memory[2], expected)
+    meta = [tensor.to("meta") for tensor in (x, *memory)]
+    assert step(*meta) is meta[3]
+
+
 BAD_QUANTIZE = [
     ({"x": X.double()}, r"x: expected torch\.float32.*got torch\.float64"),
-    ({"x": torch.tensor(1.0)}, r"x: expected at least one dim"),
+    ({"x": torch.tensor(1.0)}, r"x: expected at least 1 dimension, got shape \(\)"),
     ({"x": X.t()}, r"x: expected a contiguous tensor, got .*strides"),
     ({"rounding": "up"}, r"rounding: expected one of nearest, stochastic, got 'up'"),
     ({"variant": "ao"}, r"variant: expected one of te, torchao, got 'ao'"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sidestream.kernels.nvfp4 import reference_hadamard
+from sidestream.kernels.nvfp4 import reference
 from sidestream.kernels.nvfp4.op import hadamard16
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.nvfp4 import cases as nvfp4_cases
@@ -28,7 +28,7 @@ def matrix():
 def naive(x, inverse):
     """The stated order of additions, an element at a time, on FP32 numbers."""
     values = [torch.tensor(float(v)) for v in x]
-    factors = [torch.tensor(0.25 * sign) for sign in reference_hadamard.SIGNS]
+    factors = [torch.tensor(0.25 * sign) for sign in reference.SIGNS]
     if not inverse:
         values = [v * f for v, f in zip(values, factors, strict=True)]
     for apart in (1, 2, 4, 8):

@@ -1,14 +1,11 @@
 """A new format is a row of the table and one file: a registered one goes everywhere, and leaves."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from sidestream import kernels as k
-from sidestream.kernels.launch import recorded
-from sidestream.kernels.op import launching_on_cpu
-from sidestream.tests.kernels import costs
+from sidestream.kernels.ahead.compile import compile_launch
+from sidestream.kernels.wire import cases
 from sidestream.tests.kernels.wire import toy
 
 
@@ -18,6 +15,20 @@ def test_on_the_cpu(check):
         toy.CHECKS[check]()
 
 
+def test_its_cases_are_there_and_compile_for_hopper():
+    """Nobody lists formats besides the table: gates and benchmarks have this one as well."""
+    with toy.formats():
+        found = {case.op: case for case in cases.cases() if case.format == toy.TOY.name}
+        assert set(found) == {
+            *("pack_message_", "unpack_message_", "reduce_messages_", "reduce_peer_messages_")
+        }
+        for case in found.values():
+            for launch in case.launches():
+                compiled = compile_launch(launch, "sm_90")
+                assert compiled.registers > 0
+                assert compiled.spill_bytes == 0
+
+
 def test_it_is_gone_afterwards():
     with toy.formats():
         assert k.message_layout("toy", [1]).numel == 128
@@ -25,3 +36,5 @@ def test_it_is_gone_afterwards():
         k.message_layout("toy", [1])
     with pytest.raises(ValueError, match=r"rule: expected one of rceil.* even, got 'generous'"):
         k.quantize_mx(torch.ones(32), rule="generous")
+    with pytest.raises(ValueError, match=r"to: expected one of bf16.* e8m0, got 'e3m2'"):
+        k.cast(torch.ones(32), "e3m2")

@@ -78,19 +78,19 @@ def byte_of(amax, rule):
     return max(math.frexp(2 * amax)[1] - 1 - EMAX, -127) + 127
 
 
-def packed(vector, rule):
-    """(Codes, scale bytes) of a list whose length is a multiple of the block."""
+def packed(vector, rule, numel=BLOCK):
+    """(Codes, scale bytes) of a list whose length is a multiple of the block's `numel`."""
     made, scales = [], []
-    for start in range(0, len(vector), BLOCK):
-        block = vector[start : start + BLOCK]
+    for start in range(0, len(vector), numel):
+        block = vector[start : start + numel]
         scales.append(byte_of(max(map(abs, block)), rule))
         made += [code_of(value * 2.0 ** (127 - scales[-1])) for value in block]
     return made, scales
 
 
-def unpacked(made, scales):
+def unpacked(made, scales, numel=BLOCK):
     """The list again."""
-    return [value_of(code) * 2.0 ** (scales[i // BLOCK] - 127) for i, code in enumerate(made)]
+    return [value_of(code) * 2.0 ** (scales[i // numel] - 127) for i, code in enumerate(made)]
 
 
 def tensors():
@@ -155,9 +155,25 @@ def check_cast():
     assert k.cast_back(found, "e3m2").tolist() == [value_of(code) for code in expected]
 
 
+def check_mx():
+    """A tensor's rows in MX's blocks of 32, one of them short, plain and swizzled."""
+    x = tensors()[0][:4560].view(30, 152)
+    rows = torch.nn.functional.pad(x, (0, 8)).tolist()
+    made = [packed(row, "generous", 32) for row in rows]
+    for swizzled in (False, True):
+        options = {"element": "e3m2", "swizzled": swizzled}
+        data, scales = k.quantize_mx(x, rule="generous", **options)
+        assert data.tolist() == [codes[:152] for codes, _ in made]
+        plain = k.unswizzle_scales(scales, 30, 5) if swizzled else scales
+        assert plain.view(torch.uint8).tolist() == [scale_bytes for _, scale_bytes in made]
+        expected = [unpacked(*row, 32)[:152] for row in made]
+        assert k.dequantize_mx(data, scales, **options).tolist() == expected
+
+
 CHECKS = {
     "rceil": lambda: check_messages("rceil"),
     "its own rule": lambda: check_messages("generous"),
     "stochastic": check_stochastic,
     "cast": check_cast,
+    "mx": check_mx,
 }
