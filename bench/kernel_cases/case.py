@@ -1,7 +1,7 @@
 """Who competes in a case: ours, what does the same by other means, and how each is called.
 
-    Run    a call without arguments
-    Bind   operands -> a run; views, offsets and buffers are made here, outside of the clock
+Run    a call without arguments
+Bind   operands -> a run; views, offsets and buffers are made here, outside of the clock
 """
 
 from __future__ import annotations

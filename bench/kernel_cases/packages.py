@@ -117,9 +117,7 @@ def stochastic_nvfp4() -> dict[str, Bind]:
 
 def rotated_nvfp4() -> dict[str, Bind]:
     """TransformerEngine, which rotates columns alone, and BF16 alone."""
-    rotated = _engine_nvfp4(
-        rowwise=False, columnwise=True, with_rht=True, with_post_rht_amax=True
-    )
+    rotated = _engine_nvfp4(rowwise=False, columnwise=True, with_rht=True, with_post_rht_amax=True)
     return {f"{ENGINE}, amax, columns": rotated}
 
 
