@@ -31,7 +31,7 @@ def _pytest(tmp_path, *texts, options=(), before=()):
 
 
 def _run(commands, judge=gpu_tests.judge, limit_s=60.0):
-    step = Step("tests", commands, judge, limit_s)
+    step = Step("tests", commands, judge, limit_s, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     (result,) = side_by_side(Budget(100), [step], lambda _: None)
     return result
 
