@@ -254,7 +254,8 @@ def candidates_of(case: Case, *, compiled: bool) -> dict[str, Bind]:
         return {name: bind for name, bind in found.items() if COMPILED not in name}
     # Compiled code is found again by the source it was made from, which cases share: after a few
     # sizes and dtypes of the same source torch would run it uncompiled.
-    torch.compiler.reset()
+    with quiet():
+        torch.compiler.reset()
     plain = plain_of(case)
     if plain is not None:
         found[TORCH_COMPILE] = lambda operands: torch.compile(plain(operands), dynamic=False)

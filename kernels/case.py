@@ -211,12 +211,13 @@ class Case:
         self, numel: int | None, config: LaunchConfig | None
     ) -> tuple[tuple[Launch, ...], Mapping[str, LaunchConfig]]:
         """The launches, and if `config` was forced, what tables were asked for."""
-        operands = self.operands(torch.device("cpu"), numel or self.recorded_numel)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(launching_on_cpu())
+            with recorded():  # what is in them does not matter
+                operands = self.operands(torch.device("cpu"), numel or self.recorded_numel)
             forced = None
             if config is not None:
                 forced = stack.enter_context(tuned.forcing(self.op, config))
-            stack.enter_context(launching_on_cpu())
             record = stack.enter_context(recorded())
             self.call(operands)
         return tuple(record), {} if forced is None else forced.asked

@@ -81,6 +81,7 @@ def mxfp8_back() -> dict[str, Bind]:
     """torchao's kernel."""
 
     def kernel(operands: Operands) -> Run:
+        _require_gpu()
         function = import_module(f"{_MX}.kernels").triton_mxfp8_dequant_dim0
         (data, scales), (out,) = operands.read, operands.written
         return lambda: function(data, scales, out.dtype, 32)
@@ -101,6 +102,7 @@ def nvfp4() -> dict[str, Bind]:
         return _compiled(function, operands.read[0], 16, scale(operands))
 
     def kernel(operands: Operands) -> Run:
+        _require_gpu()
         function = import_module(f"{_MX}.kernels").triton_quantize_nvfp4
         x, known = operands.read[0], scale(operands)
         return lambda: function(x, known)
@@ -123,6 +125,7 @@ def _called(module: str, name: str, *arguments: object) -> Bind:
     """A function of a package on what is read, after which come the arguments."""
 
     def bind(operands: Operands) -> Run:
+        _require_gpu()
         function = getattr(import_module(module), name)
         (x,) = operands.read
         return lambda: function(x, *arguments)
@@ -149,9 +152,13 @@ def _torchao_fp8(scaling: str, operands: Operands) -> Run:
     return _compiled(quantize, operands.read[0])
 
 
-def _engine() -> tuple[Any, Any]:
+def _require_gpu() -> None:
     if not torch.cuda.is_available():
         raise ImportError("it needs a GPU")
+
+
+def _engine() -> tuple[Any, Any]:
+    _require_gpu()
     return (
         import_module("transformer_engine.pytorch"),
         import_module("transformer_engine_torch").DType,

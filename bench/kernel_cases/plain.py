@@ -10,7 +10,8 @@ from functools import partial
 import torch
 
 from ...kernels import E2M1, E4M3, NVFP4
-from ...kernels.case import Case, Operands, offsets_of
+from ...kernels.case import Case, Operands
+from ...kernels.inputs import offsets_of
 from .case import Bind, as_bind
 from .rivals import cast_by_torch, is_noisy, largest_by_torch, norm_by_torch
 
@@ -92,15 +93,14 @@ def _quantize_mx(case: Case) -> Bind:
     return bind
 
 
-def _quantized_nvfp4(operands: Operands) -> None:
+def _quantized_nvfp4(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     """For no block of zeros."""
-    (x,), (data, scales), (amax,) = operands.read, operands.written, operands.scalars
+    (x,), (amax,) = operands.read, operands.scalars
     blocks = x.float().unflatten(-1, (-1, _NVFP4_BLOCK))
     encode = E4M3.max_finite * E2M1.max_finite / amax
     largest = blocks.abs().amax(-1, keepdim=True) / E2M1.max_finite
     scale = (largest * encode).to(NVFP4.scale_dtype)
-    data.copy_(_packed_e2m1((blocks * (encode / scale.float())).view_as(x)))
-    scales.copy_(scale.squeeze(-1))
+    return _packed_e2m1((blocks * (encode / scale.float())).view_as(x)), scale.squeeze(-1)
 
 
 def _packed_e2m1(values: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ def _packed_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 def _stepped(operands: Operands) -> None:
     (param, first, second), (grad,) = operands.updated, operands.read
-    lr, step = operands.scalars
+    lr, step, *_ = operands.scalars
     g = grad.float()
     param.mul_(1 - lr * _DECAY)
     first.lerp_(g, 1 - _BETAS[0])

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ...kernels import E2M1, hadamard16
-from ...kernels.case import Case, Operands, offsets_of
+from ...kernels.case import Case, Operands
+from ...kernels.inputs import offsets_of
 from . import packages
 from .case import Bind, Run
 
@@ -163,8 +164,9 @@ def largest_by_torch(operands: Operands) -> Run:
 
 
 def _rotated_by_torch(operands: Operands) -> Run:
-    (x,), (out,) = operands.read, operands.written
-    groups, results = x.view(-1, _GROUP), out.view(-1, _GROUP)
+    (x,) = operands.read
+    groups = x.view(-1, _GROUP)
+    results = torch.empty_like(groups)
     factor = hadamard16(torch.eye(_GROUP, device=x.device)).to(x.dtype)
     return lambda: torch.mm(groups, factor, out=results)
 
@@ -193,7 +195,7 @@ def _fused(step: Callable[[Operands, torch.Tensor], None]) -> Callable[[Case], R
 
 
 def _adamw_step(operands: Operands, grad: torch.Tensor) -> None:
-    (param, first, second), (lr, step) = operands.updated, operands.scalars
+    (param, first, second), (lr, step, *_) = operands.updated, operands.scalars
     torch._fused_adamw_(
         [param], [grad], [first], [second], [], [step], lr=lr, beta1=_BETAS[0], beta2=_BETAS[1],
         weight_decay=_DECAY, eps=_EPS, amsgrad=False, maximize=False,
@@ -201,7 +203,7 @@ def _adamw_step(operands: Operands, grad: torch.Tensor) -> None:
 
 
 def _sgd_step(operands: Operands, grad: torch.Tensor) -> None:
-    (param, buffer), (lr, _) = operands.updated, operands.scalars
+    (param, buffer), lr = operands.updated, operands.scalars[0]
     torch._fused_sgd_(
         [param], [grad], [buffer], weight_decay=0.0, momentum=_MOMENTUM, lr=lr, dampening=0.0,
         nesterov=False, maximize=False, is_first_step=False,

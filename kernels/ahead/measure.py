@@ -82,18 +82,16 @@ def measure(case: Case, target: str, config: LaunchConfig | None = None) -> Meas
     """Compile and look, unless that has been done; `config`: how all is launched, by default as the
     launchers do. An error is told with the case's name.
     """
-    launches = case.launches(config=config)
-    per_thread = case.elements_per_thread(launches[case.counted])
+    plan = _plan(case, target, config)
+    if (kept := _read(plan.key)) is not None:
+        return kept
     try:
-        key = _key(case, launches, target, per_thread)
-        if (kept := _read(key)) is not None:
-            return kept
-        compiled = [compile_launch(launch, target) for launch in launches]
-        found = _look(case, compiled, launches[case.counted].num_warps, per_thread)
+        compiled = [compile_launch(launch, target) for launch in plan.launches]
     except Exception as error:
         error.add_note(f"while compiling {case.full_name} for {target}")
         raise
-    _write(key, found)
+    found = _look(case, compiled, plan)
+    _write(plan.key, found)
     return found
 
 
@@ -101,23 +99,37 @@ def measure_all(
     tasks: Sequence[Task], num_processes: int, on_measured: Callable[[Task, Measured], None]
 ) -> tuple[Measured, ...]:
     """In the order of the tasks; `on_measured` is told of each as it is made."""
-    num_processes = min(num_processes, len(tasks) // MIN_CASES_A_PROCESS)
-    if num_processes <= 1:
-        found = []
-        for task in tasks:
-            found.append(_measured(task))
-            on_measured(task, found[-1])
-        return tuple(found)
+    found: dict[Task, Measured] = {}
+
+    def add(task: Task, measured: Measured) -> None:
+        found[task] = measured
+        on_measured(task, measured)
+
+    for task in tasks:
+        if (kept := _read(_plan(case_of(task[0], task[1]), task[2]).key)) is not None:
+            add(task, kept)
+    left = [task for task in tasks if task not in found]
+    num_processes = min(num_processes, len(left) // MIN_CASES_A_PROCESS)
+    if num_processes > 1:
+        _in_processes(left, num_processes, add)
+    else:
+        for task in left:
+            add(task, _measured(task))
+    return tuple(found[task] for task in tasks)
+
+
+def _in_processes(
+    tasks: Sequence[Task], num_processes: int, add: Callable[[Task, Measured], None]
+) -> None:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
         futures = {pool.submit(_measured, task): task for task in tasks}
         try:
             for future in concurrent.futures.as_completed(futures):
-                on_measured(futures[future], future.result())
+                add(futures[future], future.result())
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return tuple(future.result() for future in futures)
 
 
 def _measured(task: Task) -> Measured:
@@ -125,10 +137,8 @@ def _measured(task: Task) -> Measured:
     return measure(case_of(op, name), target)
 
 
-def _look(
-    case: Case, compiled: Sequence[CompiledKernel], num_warps: int, per_thread: float
-) -> Measured:
-    counted = compiled[case.counted]
+def _look(case: Case, compiled: Sequence[CompiledKernel], plan: _Plan) -> Measured:
+    counted, per_thread = compiled[case.counted], plan.elements_per_thread
     path = _path(case, counted, per_thread)
     accesses = [step.access for step in counted.instructions if step.access is not None]
     if path is not None:
@@ -139,7 +149,7 @@ def _look(
         registers=max(one.registers for one in compiled),
         spill_bytes=max(one.spill_bytes for one in compiled),
         shared_bytes=max(one.shared_bytes for one in compiled),
-        num_warps=num_warps,
+        num_warps=plan.launches[case.counted].num_warps,
         waves=int(waves[1]) if waves else None,
         load_bits=_widths(access.bits for access in accesses if access.is_load),
         store_bits=_widths(access.bits for access in accesses if not access.is_load),
@@ -162,8 +172,18 @@ def _widths(bits: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(bits), reverse=True))
 
 
-def _key(case: Case, launches: Sequence[Launch], target: str, per_thread: float) -> str:
-    """Of all that a measurement follows from."""
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is to be compiled, and the key of all that a measurement follows from."""
+
+    launches: tuple[Launch, ...]
+    elements_per_thread: float
+    key: str
+
+
+def _plan(case: Case, target: str, config: LaunchConfig | None = None) -> _Plan:
+    launches = case.launches(config=config)
+    per_thread = case.elements_per_thread(launches[case.counted])
     parts: list[object] = [
         *(triton.__version__, target, _own_source()),
         *(case.counted, getattr(case.count, "__name__", None), case.moved_bytes, per_thread),
@@ -173,7 +193,7 @@ def _key(case: Case, launches: Sequence[Launch], target: str, per_thread: float)
         signature, constants = specialised(launch, target)
         kernel = launch.kernel.cache_key
         parts.append([kernel, signature, sorted(constants.items()), launch.num_warps])
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return _Plan(launches, per_thread, hashlib.sha256(repr(parts).encode()).hexdigest())
 
 
 @functools.cache

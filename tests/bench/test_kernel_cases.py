@@ -12,6 +12,7 @@ from sidestream.bench.kernel_cases import packages, parts
 from sidestream.bench.kernel_cases.plain import plain_of
 from sidestream.bench.kernel_cases.rivals import rivals_of
 from sidestream.bench.kernel_table import candidates_of
+from sidestream.kernels import message_layout
 from sidestream.kernels.cases import cases
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ CUT = [
     "reduce bf16 to fp32 world 2 accumulate", "cast e4m3 from bf16",
     "cast bf16 from fp32 stochastic", "cast_back e4m3 to bf16", "quantize_fp8 tensor from bf16",
     "quantize_fp8 delayed from bf16", "quantize_fp8 128x128 from bf16", "quantize_mx e2m1 from bf16",
-    "update_fp8_scales max of 16", "quantize_mx e4m3 from bf16 swizzled",
+    "update_fp8_scales max of 16",
     "quantize_nvfp4 from bf16 stochastic", "amax_nvfp4 of bf16", "hadamard16 of bf16",
     "pack_message mxfp8 from bf16", "pack_message nvfp4 from bf16", "unpack_message mxfp8 to bf16",
     "reduce_messages nvfp4 to fp32 world 8", "reduce_peer_messages mxfp8 to fp32 world 8",
@@ -36,7 +37,7 @@ standard_case = pytest.mark.parametrize("case", STANDARD, ids=lambda case: case.
 
 
 def _numel(name):
-    return SQUARES_NUMEL if "128x128" in name or "swizzled" in name else ROWS_NUMEL
+    return SQUARES_NUMEL if "128x128" in name else ROWS_NUMEL
 
 
 def _short_of_the_last(case, size):
@@ -67,15 +68,13 @@ def _spoil_the_last(case, operands, results):
         offset = sum(-(-one.numel() // 128) * 128 for one in operands.read[:-1])
         results = [results[0][: offset + operands.read[-1].numel()]]
     if case.op == "pack_message_":
-        # Codes of the last tensor, 8 numbers before its end whatever a code's width.
-        results = [case_codes(case, operands, results[0])]
-    results[0].view(-1).view(torch.uint8)[-1] ^= 1
+        results = [_codes(case, operands, results[0])]
+    last = results[-1 if case.op.startswith("unpack") else 0]
+    last.view(-1).view(torch.uint8)[-1] ^= 1
 
 
-def case_codes(case, operands, message):
+def _codes(case, operands, message):
     """The codes of all tensors, without those of the gap behind the last one."""
-    from sidestream.kernels import message_layout
-
     layout = message_layout(case.format, [one.numel() for one in operands.read])
     end = layout.offsets[-1] + operands.read[-1].numel()
     return message[layout.data_at : layout.data_at + layout.data_bytes * end // layout.numel]
@@ -92,16 +91,6 @@ def test_a_fault_in_the_tail_of_what_is_timed_is_found(name, monkeypatch):
     size = sum(one.numel() for one in (*operands.read, *operands.updated))
     found = parts.fault(_short_of_the_last(case, size), operands)
     assert found == "not the bits of its definition in the tail"
-
-
-@standard_case
-@pytest.mark.parametrize("numel", [1, NUMEL])
-def test_bytes_are_those_of_the_tensors(case, numel):
-    operands = case.operands(CPU, numel)
-    returned = case.results(operands.copied()) if not operands.results() else []
-    scalars = all(one.ndim == 0 for one in returned)
-    made = operands if scalars else replace(operands, written=returned)
-    assert case.num_bytes(numel) == made.num_bytes(case.passes)
 
 
 @standard_case
@@ -141,16 +130,20 @@ def test_plain_pytorch_needs_no_other_package(case, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "ties"),
-    [("quantize_mx e4m3 from bf16", 0.0), ("quantize_mx e2m1 from bf16", 0.0),
-     ("quantize_fp8 1x128 from bf16", 0.0)],
-    ids=["mxfp8", "mxfp4", "fp8"],
-)  # fmt: skip
+    [
+        ("quantize_mx e4m3 from bf16", 0.0),
+        ("quantize_mx e2m1 from bf16", 0.0),
+        ("quantize_nvfp4 from bf16", 0.01),
+    ],
+    ids=["mxfp8", "mxfp4", "nvfp4"],
+)
 def test_plain_pytorch_quantizes_blocks_as_they_are_defined(name, ties):
+    """Where a factor is rounded elsewhere, a tie goes the other way here and there."""
     case = BY_NAME[name]
-    found, expected = case.operands(CPU, NUMEL), case.operands(CPU, NUMEL)
-    plain_of(case)(found)()
-    case.call(expected)
-    for one, other in zip(found.written, expected.written, strict=True):
+    found, operands = case.operands(CPU, NUMEL), case.operands(CPU, NUMEL)
+    returned = plain_of(case)(found)()
+    expected = case.results(operands)
+    for one, other in zip(returned or found.written, expected, strict=True):
         differ = one.view(torch.uint8) != other.view(torch.uint8)
         assert differ.float().mean() <= ties
 
@@ -190,6 +183,8 @@ def torchao(monkeypatch):
 
         return function
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     monkeypatch.setattr(
         torch, "compile", lambda function, **options: called.append("compiled") or function
     )
