@@ -3,13 +3,10 @@
 What they cost an element, the gates of the kernels that use them tell.
 """
 
-from functools import partial
-
 import pytest
 
-from sidestream.kernels.ahead import HARDWARE_FP8
-from sidestream.kernels.ahead import compile as aot
-from sidestream.tests.kernels import costs
+from sidestream.kernels.ahead.compile import HARDWARE_FP8, TARGETS
+from sidestream.tests.kernels.compiling import compile_kernel
 from sidestream.tests.kernels.formats import code_probes
 
 
@@ -17,24 +14,20 @@ def compile_probes(target):
     """What encodes, and what decodes."""
     pointers = {"values": "*fp32", "found": "*u8", "rounded": "*i16", "noise": "*i32"}
     options = {"HARDWARE": target in HARDWARE_FP8}
-    encoded = costs.compile_kernel(
+    encoded = compile_kernel(
         code_probes.encode_probe,
         {**pointers, "seed": "i64", "first": "i64"},
         options | {"BLOCK": 512},
         target,
         num_warps=4,
     )
-    decoded = costs.compile_kernel(
+    decoded = compile_kernel(
         code_probes.decode_probe, {"codes": "*u8", "found": "*fp32"}, options, target, num_warps=4
     )
     return encoded, decoded
 
 
-def compiled_ahead():
-    return [partial(compile_probes, target) for target in aot.TARGETS]
-
-
-@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_every_function_compiles(target):
     """With the hardware's conversions where there are any; E5M2's saturate as E4M3's do."""
     encoded, decoded = compile_probes(target)
