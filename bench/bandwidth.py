@@ -18,13 +18,13 @@ Run = Callable[[], object]
 COPY, TRITON_COPY = "copy", "Triton copy"
 READ, TRITON_READ = "read", "Triton read"
 BASELINES = (COPY, TRITON_COPY, READ, TRITON_READ)
-# Whole accesses of 16 bytes, and Triton knows of 16 elements that they are.
-_MULTIPLE = 16
+BLOCK_NUMEL = 4096
+"""FP32 elements that a program of the kernels moves; a GPU moves whole blocks."""
 
 
 def copies(num_bytes: int, device: torch.device, count: int) -> Mapping[str, Sequence[Run]]:
     """Ways to copy that move `num_bytes` a call, each in `count` places."""
-    half = _numel(num_bytes // 2)
+    half = _numel(num_bytes // 2, device)
     sources = [torch.ones(half, device=device) for _ in range(count)]
     targets = [torch.ones_like(source) for source in sources]
     places = list(zip(targets, sources, strict=True))
@@ -38,19 +38,20 @@ def copies(num_bytes: int, device: torch.device, count: int) -> Mapping[str, Seq
 
 def reads(num_bytes: int, device: torch.device, count: int) -> Mapping[str, Sequence[Run]]:
     """Ways to read `num_bytes` a call, each in `count` places."""
-    sources = [torch.ones(_numel(num_bytes), device=device) for _ in range(count)]
+    sources = [torch.ones(_numel(num_bytes, device), device=device) for _ in range(count)]
     found: dict[str, Sequence[Run]] = {READ: [_bound(torch.sum, source) for source in sources]}
     if device.type == "cuda":
-        from .bandwidth_kernels import num_programs, read_
+        from .bandwidth_kernels import read_
 
-        sums = torch.empty(num_programs(sources[0]), device=device)
+        sums = torch.empty(len(sources[0]) // BLOCK_NUMEL, device=device)
         found[TRITON_READ] = [_bound(read_, sums, source) for source in sources]
     return found
 
 
-def _numel(num_bytes: int) -> int:
+def _numel(num_bytes: int, device: torch.device) -> int:
     """FP32 elements of about as many bytes."""
-    return max(1, num_bytes // 4 // _MULTIPLE) * _MULTIPLE
+    multiple = BLOCK_NUMEL if device.type == "cuda" else 1
+    return max(1, round(num_bytes / torch.float32.itemsize / multiple)) * multiple
 
 
 def _bound(function: Callable[..., object], *tensors: torch.Tensor) -> Run:

@@ -1,54 +1,57 @@
 """Two kernels that do nothing but move FP32 numbers, 16 bytes an access and four of them a thread.
 
-copy   8 bytes an element
-read   4 bytes an element; each program writes the sum of its block
+    copy   8 bytes an element
+    read   4 bytes an element; each program writes the sum of its block
+
+What they move starts at a multiple of 16 bytes and is whole blocks.
 """
 
-from __future__ import annotations
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
-from typing import Any
+from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
 from ..kernels.launch import launch
+from .bandwidth import BLOCK_NUMEL
 
-BLOCK, NUM_WARPS = 4096, 8
-
-
-@triton.jit
-def copy_kernel(target: Any, source: Any, numel: Any, BLOCK: tl.constexpr) -> None:
-    """Copy a block."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < numel
-    tl.store(target + index, tl.load(source + index, mask=inside), mask=inside)
+_NUM_WARPS = 8
 
 
 @triton.jit
-def read_kernel(sums: Any, source: Any, numel: Any, BLOCK: tl.constexpr) -> None:
-    """Sum a block."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(source + index, mask=index < numel, other=0.0)
+def _lanes(BLOCK: tl.constexpr):
+    """Where the elements of this program's block lie."""
+    start = tl.multiple_of(tl.program_id(0).to(tl.int64) * BLOCK, BLOCK)
+    return start + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _copy_kernel(target, source, BLOCK: tl.constexpr):
+    lanes = _lanes(BLOCK)
+    values = tl.load(tl.multiple_of(source + lanes, 16))
+    tl.store(tl.multiple_of(target + lanes, 16), values)
+
+
+@triton.jit
+def _read_kernel(sums, source, BLOCK: tl.constexpr):
+    values = tl.load(tl.multiple_of(source + _lanes(BLOCK), 16))
     tl.store(sums + tl.program_id(0), tl.sum(values, 0))
 
 
-def num_programs(source: torch.Tensor) -> int:
-    """How many blocks there are."""
-    return -(-source.numel() // BLOCK)
-
-
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` to `target`: FP32 [n] both, on one GPU."""
-    arguments = (target, source, source.numel())
+    """Copy FP32 [n] on one GPU."""
+    programs = source.numel() // BLOCK_NUMEL
     launch(
-        copy_kernel, num_programs(source), *arguments, on=source, num_warps=NUM_WARPS, BLOCK=BLOCK
+        _copy_kernel, programs, target, source, on=source, num_warps=_NUM_WARPS, BLOCK=BLOCK_NUMEL
     )
 
 
 def read_(sums: torch.Tensor, source: torch.Tensor) -> None:
-    """Read `source`, FP32 [n], into `sums`, FP32 [num_programs(source)], on one GPU."""
-    arguments = (sums, source, source.numel())
+    """Read FP32 [n] on one GPU, and write FP32 [n / `BLOCK_NUMEL`]."""
+    programs = source.numel() // BLOCK_NUMEL
     launch(
-        read_kernel, num_programs(source), *arguments, on=source, num_warps=NUM_WARPS, BLOCK=BLOCK
+        _read_kernel, programs, sums, source, on=source, num_warps=_NUM_WARPS, BLOCK=BLOCK_NUMEL
     )

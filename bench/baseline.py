@@ -67,8 +67,8 @@ def require_comparable(asked: Sequence[tuple[str, int]], baseline: Report, path:
         (before, *_) = sorted({row.case for row in baseline.rows}) or ["no case"]
         raise ReportError(
             f"--baseline: expected a row of what is to be measured, such as {case} of {numel} "
-            f"elements, got none in {path}, which has {before} and the like; ask for the cases and "
-            f"sizes of: {baseline.command}, or measure it again where cases are called otherwise now"
+            f"elements, got none in {path}; ask for what it has, such as {before}, by: "
+            f"{baseline.command}; where cases have other names now, measure it again"
         )
 
 

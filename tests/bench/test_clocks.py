@@ -1,8 +1,10 @@
 """The clocks: what is timed lies in no cache, candidates share a rotation, graphs hold it all."""
 
 import contextlib
+import itertools
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -70,28 +72,64 @@ def test_host_time_is_that_of_one_call(monkeypatch):
     assert clocks.host_microseconds(run, clock, calls=50) == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
-def test_a_capture_may_be_refused_but_a_full_device_is_told(error, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream before")
+class FakeEvent:
+    """An event of a device on which nothing takes time."""
+
+    def __init__(self, **options):
+        pass
+
+    def record(self):
+        pass
+
+    synchronize = record
+
+    def elapsed_time(self, end):
+        return 1.0
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The clock of a GPU that is none; the streams that are made current."""
     current = []
-    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    properties = types.SimpleNamespace(L2_cache_size=1, total_memory=1)
+    for name, function in {
+        "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None),
+        "Event": FakeEvent,
+        "current_stream": lambda device: "the stream before",
+        "get_device_properties": lambda device: properties,
+        "graph": contextlib.nullcontext,
+        "set_stream": current.append,
+        "synchronize": lambda device: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(clocks.CudaClock, "captures", True)
-    clock = object.__new__(clocks.CudaClock)
-    clock._device = None
+    return clocks.clock_of(torch.device("cuda")), current
 
-    def once():
-        raise error("no")
 
-    if error is RuntimeError:
-        assert clock._captured(once, 1) is None
-        assert current == ["the stream before"]
-        assert not clock.captures, "torch may refuse whatever is captured after it"
-        return
+def _refusing(error):
+    """A call that a graph cannot hold: the third, after one to compile and two that are timed."""
+    calls = itertools.count()
+
+    def run():
+        if next(calls) == 3:
+            raise error("no")
+
+    return run
+
+
+def test_after_a_capture_that_was_refused_events_time_all(cuda):
+    clock, current = cuda
+    tickers = clock.tickers({"refuses": [_refusing(RuntimeError)], "next": [lambda: None]})
+    assert [ticker.method for ticker in tickers.values()] == ["CUDA events"] * 2
+    assert current == ["the stream before"]
+    assert tickers["next"].sample() == pytest.approx(1e-3)
+
+
+def test_a_full_device_is_no_refusal(cuda):
+    clock, _ = cuda
     with pytest.raises(torch.OutOfMemoryError):
-        clock._captured(once, 1)
+        clock.tickers({"full": [_refusing(torch.OutOfMemoryError)]})
+    assert clock.tickers({"next": [lambda: None]})["next"].method == "CUDA graph"
 
 
 @pytest.mark.gpu

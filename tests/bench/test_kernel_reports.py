@@ -164,8 +164,11 @@ def test_the_rule(row, slower):
     assert found.ratio == pytest.approx(row.median_us / 100.0)
 
 
-def test_rows_are_paired_by_case_size_and_candidate():
-    others = [replace(ROW, case="cast"), replace(ROW, numel=2048), replace(ROW, candidate="new")]
+def test_rows_are_paired_by_case_size_candidate_and_method():
+    others = [
+        replace(ROW, case="cast"), replace(ROW, numel=2048), replace(ROW, candidate="new"),
+        replace(ROW, method="CUDA events"),
+    ]  # fmt: skip
     assert baseline.compare(others, REPORT.rows) == []
     found = baseline.compare([ROW, *others, RIVAL], REPORT.rows)
     assert [one.row for one in found] == [ROW, RIVAL]

@@ -2,33 +2,37 @@
 
 import pytest
 
-from sidestream.bench.kernel_cases.selection import Selection, all_cases, select
+from sidestream.bench.kernel_cases.selection import Selection, select
+from sidestream.kernels.cases import cases, rows
 from sidestream.training.errors import UsageError
 
 
-def test_nothing_asked_is_the_standard_cases():
-    assert [case.name for case in select(Selection())] == [
-        case.name for case in all_cases() if case.standard
+def test_nothing_asked_is_the_standard_cases_some_of_every_op():
+    chosen = select(Selection())
+    assert chosen == [case for case in chosen if case.standard]
+    assert [case.full_name for case in chosen] == [
+        case.full_name for case in cases() if case.standard
     ]
+    assert {case.op for case in chosen} == {row.op for row in rows()}
 
 
 @pytest.mark.parametrize("name", ["quantize_mx", "quantize_mx_"])
 def test_ops_go_by_both_names(name):
-    cases = select(Selection(ops=(name,)))
-    assert {case.op for case in cases} == {"quantize_mx_"}
-    assert {case.dtype for case in cases} == {"bf16"}
+    found = select(Selection(ops=(name,)))
+    assert {case.op for case in found} == {"quantize_mx_"}
+    assert {case.dtype for case in found} == {"bf16"}
 
 
 def test_formats_and_dtypes_bring_what_is_not_standard():
-    cases = select(Selection(ops=("quantize_mx",), formats=("mxfp4",), dtypes=("fp32", "fp16")))
-    assert {(case.format, case.dtype) for case in cases} == {("mxfp4", "fp32"), ("mxfp4", "fp16")}
-    assert not any(case.standard for case in cases)
+    found = select(Selection(ops=("quantize_mx",), formats=("mxfp4",), dtypes=("fp32", "fp16")))
+    assert {(case.format, case.dtype) for case in found} == {("mxfp4", "fp32"), ("mxfp4", "fp16")}
+    assert not any(case.standard for case in found)
 
 
 def test_worlds_are_those_asked_for_and_leave_out_what_has_none():
-    cases = select(Selection(worlds=(3, 5)))
-    assert {case.world for case in cases} == {3, 5}
-    assert {case.op for case in cases} == {"reduce_", "reduce_messages_", "reduce_peer_messages_"}
+    found = select(Selection(worlds=(3, 5)))
+    assert {case.world for case in found} == {3, 5}
+    assert {case.op for case in found} == {"reduce_", "reduce_messages_", "reduce_peer_messages_"}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +44,7 @@ def test_worlds_are_those_asked_for_and_leave_out_what_has_none():
         (Selection(worlds=(0,)), ("--world", "1 to 1024", "got 0")),
         (
             Selection(ops=("quantize_mx",), formats=("nvfp4",)),
-            ("op quantize_mx and format nvfp4", "formats mxfp8, mxfp4", "bf16"),
+            ("op quantize_mx and format nvfp4", "mxfp8", "mxfp4", "bf16"),
         ),
         (Selection(ops=("cast",), worlds=(2,)), ("op cast and world 2", "none of them sum")),
     ],

@@ -13,10 +13,10 @@ import torch
 
 from sidestream import cli
 from sidestream.bench import kernel_table
-from sidestream.bench.kernel_cases import many_tensors
 from sidestream.bench.kernel_table import Pace
 from sidestream.bench.report import build
 from sidestream.bench.reports import read_report
+from sidestream.kernels.pack import cases as pack_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["bench", "kernels", "--device", "cpu", "--op", "reduce", "--world", "2", "--numel", "16k"]
@@ -46,8 +46,8 @@ def test_it_prints_and_writes_what_it_measured(tmp_path, capsys):
     report = read_report(tmp_path / "r.json")
     assert report.command.endswith(f"--csv {tmp_path / 'r.csv'}")
     assert {row.case for row in report.rows} == {
-        "reduce world 2 bf16 -> fp32",
-        "reduce world 2 bf16 -> fp32 accumulate",
+        "reduce bf16 to fp32 world 2",
+        "reduce bf16 to fp32 world 2 accumulate",
     }
     with (tmp_path / "r.csv").open() as file:
         assert len(list(csv.reader(file))) == 1 + len(report.rows)
@@ -60,12 +60,15 @@ def test_it_prints_and_writes_what_it_measured(tmp_path, capsys):
 
 @pytest.mark.usefixtures("_quick")
 def test_a_wrong_kernel_is_told_not_timed_and_fails(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(many_tensors, "reduce_", lambda out, parts, **options: out.fill_(1.0))
+    values = iter(range(100))  # so that no two calls agree
+    monkeypatch.setattr(
+        pack_cases, "reduce_", lambda out, parts, **options: out.fill_(next(values))
+    )
     assert cli.main([*TINY, "--json", str(tmp_path / "r.json")]) == 1
     report = read_report(tmp_path / "r.json")
     assert report.rows == ()
     assert len(report.wrong) == 2
-    assert capsys.readouterr().out.count("WRONG, so not timed: reduce world 2") == 2
+    assert capsys.readouterr().out.count("WRONG, so not timed: reduce bf16 to fp32 world 2") == 2
 
 
 def _edited(path, change):
@@ -127,9 +130,22 @@ def test_a_baseline_of_other_sizes_is_refused_before_any_work(tmp_path, monkeypa
     capsys.readouterr()
     assert cli.main([*TINY[:-1], "32k", "--baseline", str(path)]) == 2
     error = capsys.readouterr().err
-    assert "--baseline: expected a row of what is to be measured, such as reduce world 2" in error
+    assert (
+        "--baseline: expected a row of what is to be measured, such as reduce bf16 to fp32" in error
+    )
     assert "of 32768 elements, got none in" in error
     assert "--numel 16k" in error
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_baseline_whose_cases_are_called_otherwise_is_refused(tmp_path, capsys):
+    path = tmp_path / "then.json"
+    assert cli.main([*TINY, "--json", str(path)]) == 0
+    _edited(path, lambda row: row.update(case="reduce world 2 bf16 -> fp32"))
+    assert cli.main([*TINY, "--baseline", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "such as reduce world 2 bf16 -> fp32, by: " in error
+    assert "where cases have other names now, measure it again" in error
 
 
 @pytest.mark.usefixtures("_no_work")
