@@ -35,7 +35,7 @@ _ENDS = (None, 0, _NO_TESTS)
 
 def beside(*, dry_run: bool) -> list[Step]:
     """Right or wrong, in the order of need: they may run side by side."""
-    files = [file for file in _marked("gpu") if not file.startswith(TIMED_FOLDER)]
+    files = [file for file in _marked("gpu") if not file.startswith((TIMED_FOLDER, SHARED_FILE))]
     # Nothing runs on a CPU: one process skips all.
     command = _pytest("-m", "gpu", *files)
     commands = [command] if dry_run else _parts(command, num_cores())
@@ -73,9 +73,8 @@ def sanitizer(tool: str, *, dry_run: bool) -> Step:
     command = [*watching, *_pytest("-s", "-m", "sanitized", "-k", TOOLS[tool], *files)]
     # Each tensor in an allocation of its own: what is out of bounds then belongs to nobody.
     apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
-    return Step(
-        tool, _parts(command, num_cores() // len(TOOLS)), sanitized, SANITIZER_LIMIT_S, apart
-    )
+    commands = _parts(command, num_cores() // len(TOOLS))
+    return Step(tool, commands, sanitized, SANITIZER_LIMIT_S, apart)
 
 
 def _marked(marker: str) -> list[str]:

@@ -104,8 +104,8 @@ def run_ranks(
         )
     if missing := sorted(set(range(world)) - set(values)):
         raise RanksFailed(
-            f"ranks {missing} gave no result within {timeout_s:g} s; "
-            "ask for fewer steps or a longer time limit."
+            f"ranks {missing} gave no result within {timeout_s:g} s; ask for fewer steps or a "
+            "longer time limit."
         )
     return [values[rank] for rank in range(world)]
 

@@ -71,9 +71,8 @@ def place_from(environ: Mapping[str, str]) -> Place | None:
         return place
     except (KeyError, ValueError) as error:
         raise OptionsError(
-            f"expected RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them, got {error!r}; "
-            "unset RANK to let "
-            "--nproc start the ranks, or start them with torchrun"
+            f"expected RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them, got {error!r}; unset "
+            "RANK to let --nproc start the ranks, or start them with torchrun"
         ) from error
 
 
