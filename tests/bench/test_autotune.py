@@ -540,7 +540,7 @@ def test_without_a_gpu_the_other_commands_are_named(capsys):
 
 
 def test_a_dry_run_lists_candidates_and_writes_no_table(tmp_path, capsys, monkeypatch):
-    """Of the norm, of which some candidates spill."""
+    """Of the norm, of which one candidate needs too many registers."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     listing = tmp_path / "listing.json"
     assert (
@@ -552,7 +552,7 @@ def test_a_dry_run_lists_candidates_and_writes_no_table(tmp_path, capsys, monkey
     printed = capsys.readouterr().out
     assert "candidates on sm_90" in printed
     assert "l2_norm_ fp32: 3 of 4 to be timed" in printed
-    assert "65536 B 2 W" in printed and "pruned: spills" in printed
+    assert "65536 B 2 W" in printed and "pruned: occupancy" in printed
     rows = json.loads(listing.read_text())["rows"]
     assert len(rows) == 8
     assert {row["reason"] is None for row in rows} == {True, False}
