@@ -11,7 +11,8 @@ from ..ahead.count import full_path, shortest_full_path
 from ..case import DTYPES, Case, Gate, Operands, Row
 from ..formats.table import E4M3
 from ..inputs import block, block_numel
-from .op import Segments, flat_adamw_, flat_sgd_, l2_norm_
+from .norm_op import l2_norm_
+from .op import Segments, flat_adamw_, flat_sgd_
 
 LR, MOMENTUM = 1e-3, 0.9
 NONE = "none"
