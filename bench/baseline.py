@@ -1,4 +1,4 @@
-"""Owns the comparison of a report with an earlier one of the same machine; all of it is pure.
+"""The comparison of a report with an earlier one of the same machine; all of it is pure.
 
 A row of ours has become slower if all of this holds; each alone happens to the same code too:
 
@@ -6,8 +6,9 @@ A row of ours has become slower if all of this holds; each alone happens to the 
     their spreads do not touch: now its 10 % quantile is above the 90 % quantile of then
     its share of the copy's rate has fallen by as much: the machine is not slower as a whole
 
-Rivals' ratios are printed, and nobody fails for them. A baseline that no row of ours can be held
-against is refused; what one of the two lacks is listed.
+Rivals' ratios are printed, and nobody fails for them. Times that were taken by different methods
+have no ratio. A baseline that no row of ours can be held against is refused; what one of the two
+lacks is listed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RULE = (
 # What must be equal for two times to be comparable.
 _SAME_MACHINE = ("device", "threads")
 
-Key = tuple[str, int, str]
+Key = tuple[str, int, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,11 @@ def require_comparable(asked: Sequence[tuple[str, int]], baseline: Report, path:
     """
     if _ours(baseline.rows).keys().isdisjoint(asked):
         case, numel = asked[0]
+        (before, *_) = sorted({row.case for row in baseline.rows}) or ["no case"]
         raise ReportError(
             f"--baseline: expected a row of what is to be measured, such as {case} of {numel} "
-            f"elements, got none in {path}; ask for the cases and sizes of: {baseline.command}"
+            f"elements, got none in {path}, which has {before} and the like; ask for the cases and "
+            f"sizes of: {baseline.command}, or measure it again where cases are called otherwise now"
         )
 
 
@@ -87,7 +90,7 @@ def _ours(rows: Iterable[Row]) -> dict[tuple[str, int], Row]:
 
 
 def _key(row: Row) -> Key:
-    return row.case, row.numel, row.candidate
+    return row.case, row.numel, row.candidate, row.method
 
 
 def _compare(row: Row, before: Row) -> Comparison:

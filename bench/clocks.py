@@ -1,4 +1,4 @@
-"""Owns how one call of a kernel is timed on a CPU and on a GPU: cold caches, no host in between.
+"""How one call of a kernel is timed on a CPU and on a GPU: cold caches, no host in between.
 
 A call reads what lies in a cache faster than what does not, and a training step finds nothing
 there. So each candidate is given its operands many times over, in memory of their own that is more
@@ -25,7 +25,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from .kernel_cases.case import Operands, Run
+from ..kernels.case import Operands
+from .kernel_cases.case import Run
 from .reports import CPU_METHOD, EVENTS_METHOD, GRAPH_METHOD
 
 # Twice the cache: what is read again has long been replaced.

@@ -1,42 +1,52 @@
-"""Owns the measurement of kernel cases: gate first, then ours, rivals and a copy in turn.
+"""The measurement of kernel cases: gate first, then ours, rivals and a copy in turn.
 
-A case whose result is not its definition's, bit for bit, has no times. The copy moves the bytes of
-the case, half of them read and half written, in the same rounds: a candidate's share of its rate is
-the median of paired ratios, so what slows the machine slows both. All cases are gone over several
-times, each with new memory, so that neither one moment nor one placement decides.
+A case whose result is not its definition's, bit for bit, has no times: all of a small one, and the
+head, the middle and the tail of the one that is timed. The copy moves the bytes of the case, half
+of them read and half written, in the same rounds, by the fastest way there is: a candidate's share
+of its rate is the median of paired ratios, so what slows the machine slows both. Ratios are of
+times taken alike: where a rival cannot be part of a CUDA graph, ours and the copy are timed by
+launches as well. All cases are gone over several times, each with new memory, so that neither one
+moment nor one placement decides.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
+from ..kernels.case import Case, Operands
 from ..training.errors import UsageError
+from .bandwidth import BASELINES, copies, reads
 from .clocks import SAMPLE_S, Clock, Ticker, clock_of, num_rotated, rotation_of
-from .kernel_cases.case import OURS, Bind, Case, Run
-from .kernel_cases.rivals import quiet
-from .reports import KIND, SCHEMA_VERSION, Report, Row, document
+from .kernel_cases import parts
+from .kernel_cases.case import COMPILED, OURS, Bind, Run, ours
+from .kernel_cases.packages import quiet
+from .kernel_cases.plain import plain_of
+from .kernel_cases.rivals import UNCAPTURED, rivals_of
+from .reports import EVENTS_METHOD, GRAPH_METHOD, KIND, SCHEMA_VERSION, Report, Row, document
 from .timing import alternating_order, pair_ratios
 
-COPY = "copy"
-COMPILED = "torch.compile"
-# The definitions run on the CPU; what is larger is checked as far as this.
+TORCH_COMPILE = "torch.compile"
+LAUNCHED = ", launched"
+"""Behind the name of what is timed by launches too, beside what no graph may hold."""
+# The definitions run on the CPU; what is larger is looked at in parts.
 GATE_NUMEL = 256 * 1024
 # Operands, the copy's, and what ours and rivals pack into, at most: times the bytes of a case.
 _HELD = 5
 # On a GPU the elements of a Llama 3 8B block, about.
 _USUAL_NUMEL = {"cpu": 1024 * 1024, "cuda": 208 * 1024 * 1024}
+_READ_ONLY = ("amax_nvfp4_", "l2_norm_")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
     """How long is measured: up to `passes` over all cases, as many as `limit_s` has room for, but
     one; in each at least `min_rounds` samples of a candidate, and up to `max_rounds` within
-    `seconds` for each. compiled: torch.compile competes.
+    `seconds` for each. compiled: torch.compile competes, alone and as rivals' users have it.
     """
 
     passes: int
@@ -72,6 +82,22 @@ class _Job:
     methods: dict[str, str] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """For a person."""
+        return self.case.full_name
+
+    def baseline_of(self, name: str) -> str:
+        """The fastest of what only moves bytes and is timed as `name` is."""
+        alike = [
+            other
+            for other, times in self.samples.items()
+            if other.removesuffix(LAUNCHED) in BASELINES
+            and self.methods[other] == self.methods[name]
+            and len(times) == len(self.samples[name])
+        ]
+        return min(alike, key=lambda other: statistics.median(self.samples[other]))
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -103,7 +129,8 @@ def require_memory(cases: Sequence[Case], numels: Sequence[int], device: torch.d
             if needed > clock.memory_bytes:
                 raise UsageError(
                     f"--numel: expected sizes that fit into {clock.memory_bytes >> 20} MiB, got "
-                    f"{numel} elements, which take {needed >> 20} MiB for {case.name}; take less"
+                    f"{numel} elements, which take {needed >> 20} MiB for {case.full_name}; take "
+                    "less"
                 )
 
 
@@ -124,26 +151,30 @@ def measure(
     clock = clock_of(device, sample_s=pace.sample_s)
     jobs = _jobs(cases, numels)
     notes: dict[str, None] = {}
-    right, wrong = [], []
-    for index, job in enumerate(jobs):
-        tell(f"checking {index + 1} of {len(jobs)}: {job.case.name}")
+    wrong: list[str] = []
+
+    def is_right(job: _Job, look: Callable[[_Job], str | None]) -> bool:
+        """Whether there is room to look, and nothing wrong to see."""
         try:
-            fault = _fault(job, device)
+            fault = look(job)
         except torch.OutOfMemoryError:
-            notes[_unfit(job)] = None
-            continue
-        if fault is None:
+            notes[f"{job.name}: {job.numel} elements do not fit, take less"] = None
+            return False
+        if fault is not None:
+            wrong.append(f"{job.name}, {job.case.numel(job.numel)} elements: {fault}")
+        return fault is None
+
+    right = []
+    for index, job in enumerate(jobs):
+        tell(f"checking {index + 1} of {len(jobs)}: {job.name}")
+        if is_right(job, lambda job: _fault(lambda: _disagreement(job, device))):
             right.append(job)
-        else:
-            wrong.append(f"{job.case.name}, {job.case.numel(job.numel)} elements: {fault}")
     for number in _passes(pace):
-        for index, job in enumerate(right):
-            tell(f"timing, pass {number}, {index + 1} of {len(right)}: {job.case.name}")
-            try:
-                _sample(job, device, clock, pace, notes)
-            except torch.OutOfMemoryError:
-                notes[_unfit(job)] = None
-    rows = tuple(row for job in right if job.samples for row in _rows(job))
+        for index, job in enumerate(list(right)):
+            tell(f"timing, pass {number}, {index + 1} of {len(right)}: {job.name}")
+            if not is_right(job, lambda job: _sample(job, device, clock, pace, notes)):
+                right.remove(job)
+    rows = tuple(row for job in jobs if job.samples for row in _rows(job))
     return Measured(rows, tuple(wrong), tuple(notes))
 
 
@@ -158,10 +189,6 @@ def _jobs(cases: Sequence[Case], numels: Sequence[int]) -> list[_Job]:
     return found
 
 
-def _unfit(job: _Job) -> str:
-    return f"{job.case.name}: {job.numel} elements do not fit, take less"
-
-
 def _passes(pace: Pace) -> Iterator[int]:
     """1, 2, ... while another pass, as long as the last one, ends in time."""
     start = began = time.monotonic()
@@ -173,29 +200,74 @@ def _passes(pace: Pace) -> Iterator[int]:
         began = now
 
 
-def _fault(job: _Job, device: torch.device) -> str | None:
-    """What is wrong with the results, if anything is."""
+def _disagreement(job: _Job, device: torch.device) -> str | None:
+    """What is wrong at a size of which all can be looked at."""
+    agrees = job.case.agrees(device, min(job.numel, GATE_NUMEL))
+    return None if agrees else "not the bits of its definition"
+
+
+def _fault(look: Callable[[], str | None]) -> str | None:
+    """What `look` finds, or how ours failed while it looked."""
     try:
-        agrees = job.case.agrees(device, min(job.numel, GATE_NUMEL))
+        return look()
     except torch.OutOfMemoryError:
         raise  # says nothing of the kernel
     except Exception as error:  # noqa: BLE001 - a kernel that cannot run is as wrong as any
         return f"{type(error).__name__}: {error}"
-    return None if agrees else "not the bits of its definition"
 
 
 def _sample(
     job: _Job, device: torch.device, clock: Clock, pace: Pace, notes: dict[str, None]
-) -> None:
-    """One pass over one case."""
+) -> str | None:
+    """One pass over one case; what is wrong with its result, if anything is."""
     case = job.case
-    num_bytes = case.num_bytes(job.numel)
     first = case.operands(device, job.numel)
+    if not job.samples and case.numel(job.numel) > GATE_NUMEL:
+        fault = _fault(lambda: parts.fault(case, first))
+        if fault is not None:
+            return fault
     rotation = rotation_of(first, clock.cache_bytes)
     job.rotated = len(rotation)
     job.cold = job.rotated * first.footprint_bytes > clock.cache_bytes
-    runs: dict[str, list[Run]] = {COPY: _copies(num_bytes, device, job.rotated)}
-    for name, bind in _candidates(case, pace).items():
+    moving = reads if case.op in _READ_ONLY else copies
+    runs = dict(moving(case.num_bytes(job.numel), device, job.rotated))
+    runs |= _bound(candidates_of(case, compiled=pace.compiled), rotation, job, notes)
+    tickers = clock.tickers(runs, uncaptured=UNCAPTURED)
+    methods = {name: ticker.method for name, ticker in tickers.items()}
+    if EVENTS_METHOD in methods.values():
+        again = {
+            name + LAUNCHED: runs[name]
+            for name, method in methods.items()
+            if method == GRAPH_METHOD and name in (*BASELINES, OURS)
+        }
+        tickers |= clock.tickers(again, uncaptured=again)
+    job.methods = {name: ticker.method for name, ticker in tickers.items()}
+    for name, times in _in_turn(tickers, pace).items():
+        job.samples.setdefault(name, []).extend(times)
+    return None
+
+
+def candidates_of(case: Case, *, compiled: bool) -> dict[str, Bind]:
+    """Ours first, then the rivals; with `compiled` those as well that torch.compile makes."""
+    found = {OURS: ours(case), **rivals_of(case)}
+    if not compiled:
+        return {name: bind for name, bind in found.items() if COMPILED not in name}
+    # Compiled code is found again by the source it was made from, which cases share: after a few
+    # sizes and dtypes of the same source torch would run it uncompiled.
+    with quiet():
+        torch.compiler.reset()
+    plain = plain_of(case)
+    if plain is not None:
+        found[TORCH_COMPILE] = lambda operands: torch.compile(plain(operands), dynamic=False)
+    return found
+
+
+def _bound(
+    candidates: Mapping[str, Bind], rotation: Sequence[Operands], job: _Job, notes: dict[str, None]
+) -> dict[str, Sequence[Run]]:
+    """The candidates' calls on all operands, of those that can make them."""
+    found: dict[str, Sequence[Run]] = {}
+    for name, bind in candidates.items():
         try:
             with quiet():
                 calls = [bind(operands) for operands in rotation]
@@ -204,13 +276,10 @@ def _sample(
             # A rival may fail in any way.
             if name == OURS:
                 raise
-            notes[_note(name, case.name, error)] = None
+            notes[_note(name, job.name, error)] = None
         else:
-            runs[name] = calls
-    tickers = clock.tickers(runs, uncaptured=case.uncaptured)
-    job.methods = {name: ticker.method for name, ticker in tickers.items()}
-    for name, times in _in_turn(tickers, pace).items():
-        job.samples.setdefault(name, []).extend(times)
+            found[name] = calls
+    return found
 
 
 def _note(name: str, case: str, error: Exception) -> str:
@@ -218,31 +287,6 @@ def _note(name: str, case: str, error: Exception) -> str:
     if isinstance(error, ImportError):  # of all cases alike
         return f"{name} is left out: {reason}"
     return f"{name} is left out of {case}: {type(error).__name__}: {reason}"
-
-
-def _candidates(case: Case, pace: Pace) -> dict[str, Bind]:
-    found = case.candidates
-    if pace.compiled and case.plain is not None:
-        found[COMPILED] = _compiled(case.plain)
-    return found
-
-
-def _compiled(plain: Bind) -> Bind:
-    # Compiled code is found again by the source it was made from, which cases share: after a few
-    # sizes and dtypes of the same source torch would run it uncompiled.
-    torch.compiler.reset()
-    return lambda operands: torch.compile(plain(operands), dynamic=False)
-
-
-def _copies(num_bytes: int, device: torch.device, count: int) -> list[Run]:
-    """Copies that move `num_bytes` each, in as many places."""
-
-    def one() -> Run:
-        source = torch.ones(max(1, num_bytes // 8), device=device)
-        target = source.clone()
-        return lambda: target.copy_(source)
-
-    return [one() for _ in range(count)]
 
 
 def _in_turn(tickers: dict[str, Ticker], pace: Pace) -> dict[str, list[float]]:
@@ -261,17 +305,18 @@ def _in_turn(tickers: dict[str, Ticker], pace: Pace) -> dict[str, list[float]]:
 
 def _rows(job: _Job) -> list[Row]:
     case, num_bytes = job.case, job.case.num_bytes(job.numel)
-    copies = job.samples[COPY]
-    copy_rate = num_bytes / statistics.median(copies)
+    num_samples = len(job.samples[OURS])
     rows = []
     for name, times in job.samples.items():
-        if name == COPY or len(times) != len(copies):
+        if name.removesuffix(LAUNCHED) in BASELINES or len(times) != num_samples:
             continue
+        baseline = job.baseline_of(name)
+        copied = job.samples[baseline]
         median, low, high = spread(times)
-        ours = name == OURS and case.target is not None
+        target = case.copy_share if name == OURS else None
         rows.append(
             Row(
-                case=case.name,
+                case=job.name,
                 op=case.op,
                 format=case.format,
                 dtype=case.dtype,
@@ -284,12 +329,13 @@ def _rows(job: _Job) -> list[Row]:
                 high_us=high * 1e6,
                 num_samples=len(times),
                 gb_per_s=num_bytes / median / 1e9,
-                copy_gb_per_s=copy_rate / 1e9,
-                percent_of_copy=100.0 * statistics.median(pair_ratios(copies, times)),
-                target_percent=100.0 * case.target if ours and case.target else None,
+                copy_gb_per_s=num_bytes / statistics.median(copied) / 1e9,
+                percent_of_copy=100.0 * statistics.median(pair_ratios(copied, times)),
+                target_percent=None if target is None else 100.0 * target,
                 method=job.methods[name],
                 rotated=job.rotated,
                 cold=job.cold,
+                baseline=baseline.removesuffix(LAUNCHED),
             )
         )
     return rows

@@ -31,7 +31,7 @@ KIND = "kernels"
 _MEASURED = (
     "median_us", "low_us", "high_us", "gb_per_s", "copy_gb_per_s", "percent_of_copy", "numel",
 )  # fmt: skip
-_WORDS = ("case", "op", "format", "dtype", "candidate", "method")
+_WORDS = ("case", "op", "format", "dtype", "candidate", "method", "baseline")
 _MOST = 1e30  # more than any of these can be, and still a float
 # What is read of a machine; GPUs have more.
 _MACHINE_FIELDS = ("device", "threads", "torch", "triton", "commit")
@@ -48,9 +48,10 @@ class Row:
 
     num_bytes: what any implementation must move, by the op's cost model. median_us, low_us,
     high_us: of the samples, the last two their 10 % and 90 % quantiles. percent_of_copy: its rate
-    by that of a copy of as many bytes, timed in turn with it, which is copy_gb_per_s. method: the
-    clock. rotated: over how many sets of operands it went; cold: whether all of them are more than
-    the last cache holds. target_percent: what percent_of_copy is to be on a GPU, of ours alone.
+    by that of a copy of as many bytes, timed in turn with it and alike, which is copy_gb_per_s.
+    method: the clock. rotated: over how many sets of operands it went; cold: whether all of them
+    are more than the last cache holds. target_percent: what percent_of_copy is to be on a GPU, of
+    ours alone. baseline: what made the copy, or where nearly nothing is written only read.
     """
 
     case: str
@@ -72,6 +73,7 @@ class Row:
     method: str
     rotated: int
     cold: bool
+    baseline: str = "copy"
 
     @property
     def target(self) -> float | None:
@@ -187,24 +189,28 @@ def _mapping(name: str, value: object) -> dict[str, Any]:
     return value
 
 
-def format_table(report: Report) -> str:
-    """The printed table, what was wrong and what was left out."""
+def format_table(report: Report, peak_gb_per_s: float | None = None) -> str:
+    """The printed table, what was wrong and what was left out; with a column more where the data
+    sheet's rate of the memory is known.
+    """
     machine = report.machine
     threads = f", threads: {machine['threads']}" if machine["threads"] else ""
+    peak = "" if peak_gb_per_s is None else f"; % peak: of the data sheet's {peak_gb_per_s:g} GB/s"
     lines = [
         f"kernels on {machine['device']}{threads}, torch {machine['torch']}, "
         f"triton {machine['triton']}, commit {machine['commit']}",
-        "us a call: median [10 %, 90 %] of the samples; % copy: of the rate of a copy of as many "
-        "bytes",
+        "us a call: median [10 %, 90 %] of the samples; % copy: of the rate of the fastest copy of "
+        f"as many bytes, of a read for what writes next to nothing{peak}",
         f"{'case':<40} {'elements':>10} {'candidate':<23} {'us':>9} {'spread':>19} {'GB/s':>8} "
-        f"{'copy':>8} {'% copy':>7} {'target':>7}",
+        f"{'copy':>8} {'% copy':>7} {'target':>7}" + (f" {'% peak':>7}" if peak else ""),
     ]
     for row in report.rows:
         target = "" if row.target is None else f"{row.target:.0f}"
+        share = f" {100.0 * row.gb_per_s / peak_gb_per_s:7.1f}" if peak_gb_per_s else ""
         lines.append(
             f"{row.case:<40} {row.numel:>10} {row.candidate:<23} {row.median_us:9.1f} "
             f"{f'[{row.low_us:.1f}, {row.high_us:.1f}]':>19} {row.gb_per_s:8.2f} "
-            f"{row.copy_gb_per_s:8.2f} {row.percent_of_copy:7.1f} {target:>7}"
+            f"{row.copy_gb_per_s:8.2f} {row.percent_of_copy:7.1f} {target:>7}{share}"
         )
     lines += [f"note: {note}" for note in [*report.notes, *remarks(report.rows)]]
     lines += [f"WRONG, so not timed: {fault}" for fault in report.wrong]
@@ -224,7 +230,8 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         remarks.append(f"too small to leave the cache between calls: {'; '.join(warm)}")
     if hosts:
         remarks.append(
-            f"not to be captured in a CUDA graph, host's time included: {'; '.join(hosts)}"
+            "not in a CUDA graph, host's time included, and beside a copy that is launched alike: "
+            + "; ".join(hosts)
         )
     return remarks
 

@@ -1,4 +1,4 @@
-"""Owns the search for the fastest of some candidates, with a clock that is noisy; pure.
+"""The search for the fastest of some candidates, with a clock that is noisy; pure.
 
     prune    what the compiler says rules a candidate out, at no run
     gate     a candidate whose result is wrong is never timed
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 from ..kernels import LaunchConfig
 from .timing import alternating_order, pair_ratios
-from .tunables import size_of
 
 MIN_ROUNDS, MAX_ROUNDS = 8, 40
 HALVED_AFTER = (4, 8, 16)
@@ -146,6 +145,11 @@ def _better(trials: list[Trial]) -> list[Trial]:
         else:
             trial.fate = SLOWER
     return kept
+
+
+def size_of(config: LaunchConfig) -> tuple[int, int]:
+    """What candidates are ordered by."""
+    return config.block_bytes, config.num_warps
 
 
 def _choice(trials: Sequence[Trial]) -> LaunchConfig:

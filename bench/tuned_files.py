@@ -1,4 +1,4 @@
-"""Owns the writing of tuned tables: into which file, beside what stands there, and all at once.
+"""The writing of tuned tables: into which file, beside what stands there, and all at once.
 
     {"schema_version": 1, "kind": "tuned", "date": ..., "command": ..., "machine": {...},
      "device": ..., "triton": ...,
@@ -27,8 +27,7 @@ from ..training.paths import require_writable_file, require_writable_folder
 from . import reports
 from .kernel_table import spread
 from .sweep import Sweep, Trial
-from .tunables import Tunable
-from .tuning import Look, Resources, reason
+from .tuning import Look, Resources, Tunable, reason
 
 USER, PACKAGE = "user", "package"
 OPTION = "--to"
@@ -87,11 +86,11 @@ def entry_of(
     assert found.chosen is not None
     return {
         "op": tunable.op,
-        "case": tunable.case,
+        "case": tunable.key,
         **_numbers(found.chosen),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "measured": tunable.measured,
-        "numel": tunable.benchmark.numel(numel),
+        "measured": tunable.case.full_name,
+        "numel": tunable.case.numel(numel),
         "default": _numbers(tunable.default),
         "candidates": [_candidate(trial, looks.get(trial.config)) for trial in found.trials],
     }
@@ -137,13 +136,13 @@ def as_listing(
         "rows": [
             {
                 "op": one.op,
-                "case": one.case,
+                "case": one.key,
                 **_numbers(config),
                 **(asdict(look) if isinstance(look, Resources) else {}),
                 "reason": reason(look),
             }
             for one in tunables
-            for config, look in looks[one.op, one.case].items()
+            for config, look in looks[one.op, one.key].items()
         ],
     }
 

@@ -1,10 +1,13 @@
-"""Owns what the search for launch configurations asks of the compiler and of a GPU.
+"""What can be tuned, and what the search asks of the compiler and of a GPU.
 
+    Tunable     a case of the benchmark under the name that its launcher looks for in a table
+    candidates  warps, and blocks of 1, 2 or 4 accesses of 16 bytes a thread; the default first
     look        compiles a candidate ahead of time: registers, spills, occupancy; needs no GPU
     Workbench   one tunable on a GPU: whether a candidate is right, and how long a call takes
 
-What a kernel changes in place is changed on copies: the gate makes its operands anew for every
-candidate, and the clock's are nobody else's.
+For kernels that are bound by memory the optimum is flat: bytes in flight decide, and warps times
+accesses are those. Candidates of which the same is launched are one, such as blocks of all sizes
+where the result has blocks of its own.
 """
 
 from __future__ import annotations
@@ -12,29 +15,99 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from ..kernels import LaunchConfig, tuned
-from ..kernels.ahead import Configuration
-from ..kernels.ahead import compile as aot
-from .ahead.machines import amd_occupancy, occupancy
-from .ahead.measuring import MIN_CASES_A_PROCESS
+from ..kernels.ahead.compile import TARGETS
+from ..kernels.ahead.measure import MIN_CASES_A_PROCESS, Measured, measure
+from ..kernels.case import Case, Operands
+from ..kernels.cases import case_of, cases
+from ..kernels.launch import ACCESS_BYTES, THREADS_PER_WARP
+from .ahead.machines import AMD_WAVES, occupancy
 from .clocks import Clock, Ticker, rotation_of
-from .kernel_cases.case import Operands, made, same
+from .kernel_cases.case import ours
 from .kernel_table import GATE_NUMEL
-from .sweep import NotTimedError
-from .tunables import Tunable, tunable
+from .op_names import ops_named
+from .sweep import NotTimedError, size_of
 
 T = TypeVar("T")
 
-
+WARPS = (2, 4, 8, 16)
+ACCESSES = (1, 2, 4)
 # Resident warps by the most there can be, below which a candidate is not tried. With two accesses
 # of 16 bytes in flight a thread, a quarter of 64 warps is 16 KiB, which 3 TB/s at 0.7 us need.
 MIN_OCCUPANCY = 0.25
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """What a table may have an entry for. case: measures it; key: its name there."""
+
+    case: Case
+    key: str
+    default: LaunchConfig
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+        return self.case.op
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        return f"{self.op} {self.key}"
+
+    def candidates(self) -> tuple[LaunchConfig, ...]:
+        """The default, then all others that a table may hold, small blocks first."""
+        legal = (config for config in _grid(self.op) if tuned.illegal(self.op, config) is None)
+        nearest = sorted(legal, key=lambda config: config.block_bytes != self.default.block_bytes)
+        found: dict[object, LaunchConfig] = {}
+        for config in (self.default, *nearest):
+            launched = tuple(
+                (one.kernel, one.programs, one.num_warps, tuple(one.constants.items()))
+                for one in self.case.launches(config=config)
+            )
+            found.setdefault(launched, config)
+        return (self.default, *sorted(set(found.values()) - {self.default}, key=size_of))
+
+
+def _grid(op: str) -> Iterator[LaunchConfig]:
+    limits = tuned.LIMITS[op]
+    for num_warps in WARPS:
+        if limits.min_block_bytes == limits.max_block_bytes:
+            yield LaunchConfig(limits.min_block_bytes, num_warps)
+            continue
+        for accesses in ACCESSES:
+            yield LaunchConfig(num_warps * THREADS_PER_WARP * ACCESS_BYTES * accesses, num_warps)
+
+
+@functools.cache
+def tunables() -> tuple[Tunable, ...]:
+    """One for each name that the launchers of the standard cases look for, of BF16 if it can be."""
+    found: dict[tuple[str, str], Tunable] = {}
+    standard = [case for case in cases() if case.standard]
+    for case in sorted(standard, key=lambda case: case.dtype != "bf16"):
+        for key, default in case.tuned().items():
+            found.setdefault((case.op, key), Tunable(case, key, default))
+    order = list(tuned.LIMITS)
+    return tuple(sorted(found.values(), key=lambda one: order.index(one.op)))
+
+
+def select(ops: Iterable[str] | None) -> list[Tunable]:
+    """The tunables of the ops called `ops`; None is all.
+
+    Raises:
+        UsageError: an op that is not known, or has nothing to tune.
+    """
+    found = tunables()
+    if ops is None:
+        return list(found)
+    wanted = ops_named(ops, (one.op for one in found))
+    return [one for one in found if one.op in wanted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +131,12 @@ class Resources:
         return None
 
 
-def resources_of(configuration: Configuration, target: str) -> Resources:
-    """Of a kernel compiled for one of `ahead.compile.TARGETS`."""
-    compiled = configuration.compile(target)
-    if aot.TARGETS[target].backend == "cuda":
-        share: float | None = occupancy(
-            target, compiled.registers, compiled.shared_bytes, configuration.num_warps
-        )
-    else:
-        share = amd_occupancy(compiled.assembly)
-    return Resources(compiled.registers, compiled.spill_bytes, compiled.shared_bytes, share)
+def resources_of(measured: Measured, target: str) -> Resources:
+    """Of what was compiled for `target`."""
+    share = None if measured.waves is None else measured.waves / AMD_WAVES
+    if TARGETS[target].backend == "cuda":
+        share = occupancy(target, measured.registers, measured.shared_bytes, measured.num_warps)
+    return Resources(measured.registers, measured.spill_bytes, measured.shared_bytes, share)
 
 
 def target_of(device: torch.device) -> str:
@@ -75,21 +144,21 @@ def target_of(device: torch.device) -> str:
     if torch.version.hip:
         return "gfx942"
     major, minor = torch.cuda.get_device_capability(device)
-    known = [int(name[3:]) for name in aot.TARGETS if name.startswith("sm_")]
+    known = [int(name[3:]) for name in TARGETS if name.startswith("sm_")]
     return f"sm_{max((arch for arch in known if arch <= 10 * major + minor), default=min(known))}"
 
 
 Look = Resources | str
 """What was found of a candidate, or that it does not compile."""
 Task = tuple[str, str, LaunchConfig, str]
-"""Op, case, candidate and target."""
+"""Op, name of the case, candidate and target."""
 
 
 def look(task: Task) -> Look:
-    """Compile a candidate."""
-    op, case, config, target = task
+    """Compile a candidate, unless that has been done before."""
+    op, name, config, target = task
     try:
-        return resources_of(tunable(op, case).compiled(config), target)
+        return resources_of(measure(case_of(op, name), target, config), target)
     except Exception as error:  # noqa: BLE001 - compilers refuse in many ways
         return f"not compiled: {_root(error)}"
 
@@ -111,25 +180,23 @@ def look_at_all(
     Python's parser, by which Triton reads kernels, is not for two threads.
     """
     num_processes = min(num_processes, len(tasks) // MIN_CASES_A_PROCESS)
-    found: dict[Task, Look] = {}
     if num_processes <= 1:
-        for task in tasks:
-            if is_over():
-                break
-            found[task] = look(task)
-            on_look(task)
-        return found
+        return _taken(zip(tasks, map(look, tasks), strict=True), on_look, is_over)
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context)
     try:
-        futures = {task: pool.submit(look, task) for task in tasks}
-        for task, future in futures.items():
-            if is_over():
-                break
-            found[task] = future.result()
-            on_look(task)
+        return _taken(zip(tasks, pool.map(look, tasks), strict=True), on_look, is_over)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _taken(
+    looks: Iterator[tuple[Task, Look]], on_look: Callable[[Task], None], is_over: Callable[[], bool]
+) -> dict[Task, Look]:
+    found: dict[Task, Look] = {}
+    while not is_over() and (one := next(looks, None)) is not None:
+        found[one[0]] = one[1]
+        on_look(one[0])
     return found
 
 
@@ -139,11 +206,14 @@ def reason(found: Look | None) -> str | None:
 
 
 class Workbench:
-    """One tunable on `device`, with about `numel` elements."""
+    """One tunable on `device`, with about `numel` elements.
+
+    What a kernel changes in place is changed on operands of the gate's own, made anew for every
+    candidate, and on the clock's.
+    """
 
     def __init__(self, tunable: Tunable, numel: int, device: torch.device, clock: Clock) -> None:
         self._tunable = tunable
-        self._case = tunable.benchmark
         self._numel = numel
         self._device = device
         self._clock = clock
@@ -151,44 +221,37 @@ class Workbench:
 
     def fault(self, config: LaunchConfig) -> str | None:
         """What is wrong with the candidate's result; None where every bit is right."""
-        operands, expected = self._expected
-        mine = operands.copied(self._device)
+        case, numel = self._tunable.case, min(self._numel, GATE_NUMEL)
         try:
-            found = self._forced(config, lambda: made(self._case.ours(mine)(), mine))
+            agrees = self._forced(config, lambda: case.agrees(self._device, numel))
         except Exception as error:  # noqa: BLE001 - a kernel that cannot run is as wrong as any
             return f"{type(error).__name__}: {error}".partition("\n")[0]
-        return None if same(found, expected) else "wrong result"
-
-    @functools.cached_property
-    def _expected(self) -> tuple[Operands, list[torch.Tensor]]:
-        """The operands on the CPU as they are before a call, and what the definition makes."""
-        operands = self._case.operands(torch.device("cpu"), min(self._numel, GATE_NUMEL))
-        changed = operands.copied()
-        return operands, made(self._case.definition(changed), changed)
+        return None if agrees else "wrong result"
 
     def sample(self, config: LaunchConfig) -> float:
         """Seconds of one call.
 
         Raises:
-            NotTimedError: the memory of the device is full.
+            NotTimedError: the memory of the device is full, or it is not timed as others were.
         """
         try:
             if config not in self._tickers:
                 rotated = self._rotated  # made by launches like any other
-                self._tickers[config] = self._forced(config, lambda: self._ticker(rotated))
+                runs = {self._tunable.name: [ours(self._tunable.case)(one) for one in rotated]}
+                made = self._forced(config, lambda: self._clock.tickers(runs))
+                self._tickers[config] = made[self._tunable.name]
+            ticker, first = self._tickers[config], next(iter(self._tickers.values()))
+            if ticker.method != first.method:
+                raise NotTimedError(f"timed by {ticker.method}, others by {first.method}")
             # A graph that is replayed asks for nothing.
             with tuned.forcing(self._tunable.op, config):
-                return self._tickers[config].sample()
+                return ticker.sample()
         except torch.OutOfMemoryError:
             raise NotTimedError("out of memory") from None
 
-    def _ticker(self, rotated: Sequence[Operands]) -> Ticker:
-        calls = [self._case.ours(operands) for operands in rotated]
-        return self._clock.tickers({self._tunable.name: calls})[self._tunable.name]
-
     @functools.cached_property
     def _rotated(self) -> list[Operands]:
-        first = self._case.operands(self._device, self._numel)
+        first = self._tunable.case.operands(self._device, self._numel)
         return rotation_of(first, self._clock.cache_bytes)
 
     def _forced(self, config: LaunchConfig, work: Callable[[], T]) -> T:
@@ -196,9 +259,9 @@ class Workbench:
         tunable = self._tunable
         with tuned.forcing(tunable.op, config) as forced:
             result = work()
-        if forced.asked != {tunable.case: tunable.default}:
+        if forced.asked != {tunable.key: tunable.default}:
             raise RuntimeError(
                 f"{tunable.name}: expected launches of that case, by default {tunable.default}, "
-                f"got {forced.asked}; correct bench/tunables.py"
+                f"got {forced.asked}; correct `tunables`"
             )
         return result

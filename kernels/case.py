@@ -132,12 +132,12 @@ class Case:
 
     name: unique within the op. format, dtype, world: what options select it by. make: the tensors,
     on a device. call: the public function on them; returns its results, or None where it leaves
-    them in the operands. num_bytes: the cost model of the size asked for, `passes` times over what
-    is read. count: finds the path of full tiles, None where there is none. counted: which of its
-    launches is counted, the others being small, or an earlier pass. recorded_numel: a size of whole
-    tiles, so that nothing else is compiled where the launcher leaves it out. copy_share: the part
-    of a copy's rate that it is to reach on a GPU. standard: measured where nobody asks for formats
-    or dtypes.
+    them in the operands; of a matrix with noise it takes a `first_index` too. num_bytes: the cost
+    model of the size asked for, `passes` times over what is read. count: finds the path of full
+    tiles, None where there is none. counted: which of its launches is counted, the others being
+    small, or an earlier pass. recorded_numel: a size of whole tiles, so that nothing else is
+    compiled where the launcher leaves it out. copy_share: the part of a copy's rate that it is to
+    reach on a GPU. standard: measured where nobody asks for formats or dtypes.
     """
 
     op: str
@@ -145,7 +145,7 @@ class Case:
     format: str
     dtype: str
     make: Callable[[torch.device, int], Operands]
-    call: Callable[[Operands], object]
+    call: Callable[..., object]
     numel: Callable[[int], int]
     num_bytes: Callable[[int], int]
     world: int | None = None
@@ -173,9 +173,9 @@ class Case:
             torch.manual_seed(SEED)
             return self.make(device, numel)
 
-    def results(self, operands: Operands) -> list[torch.Tensor]:
+    def results(self, operands: Operands, **options: int) -> list[torch.Tensor]:
         """What one call makes."""
-        returned = self.call(operands)
+        returned = self.call(operands, **options)
         if returned is None:
             return operands.results()
         return list(returned) if isinstance(returned, tuple) else [returned]  # type: ignore[list-item]

@@ -53,12 +53,16 @@ MULTIPROCESSORS: Mapping[str, Multiprocessor] = {
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A product: what decides how fast it can move an element and work on it."""
+    """A product: what decides how fast it can move an element and work on it.
+
+    memory_gb_s: of its data sheet. copy_gb_s: what a copy reaches.
+    """
 
     name: str
     target: str
     multiprocessors: int
     clock_ghz: float
+    memory_gb_s: float
     copy_gb_s: float
 
 
@@ -78,7 +82,8 @@ class Prediction:
 def _by_data_sheet(
     name: str, target: str, multiprocessors: int, clock_ghz: float, memory_gb_s: float
 ) -> Gpu:
-    return Gpu(name, target, multiprocessors, clock_ghz, COPY_SHARE * memory_gb_s)
+    copy_gb_s = COPY_SHARE * memory_gb_s
+    return Gpu(name, target, multiprocessors, clock_ghz, memory_gb_s, copy_gb_s)
 
 
 GPUS: tuple[Gpu, ...] = (
@@ -86,8 +91,8 @@ GPUS: tuple[Gpu, ...] = (
     _by_data_sheet("L40S", "sm_89", 142, 2.520, 864),
     _by_data_sheet("RTX4090", "sm_89", 128, 2.520, 1008),
     # The clock of the budgets in the tests: below the 1.98 GHz that the data sheet's rate needs.
-    Gpu("H100", "sm_90", 132, 1.755, 3000),
-    Gpu("H200", "sm_90", 132, 1.755, 4300),
+    Gpu("H100", "sm_90", 132, 1.755, 3350, 3000),
+    Gpu("H200", "sm_90", 132, 1.755, 4800, 4300),
     _by_data_sheet("B200", "sm_100", 148, 1.965, 8000),
     _by_data_sheet("RTX5090", "sm_120", 170, 2.407, 1792),
 )

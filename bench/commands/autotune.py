@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from ...kernels import LaunchConfig
     from ..sweep import Sweep
-    from ..tunables import Tunable
-    from ..tuning import Look, Task
+    from ..tuning import Look, Task, Tunable
 
 _BUDGET_S = 300.0
 _ARCH = "sm_90"
@@ -85,9 +84,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: an op that is not known, no GPU, or no place to write to; nothing was done.
     """
-    from .. import tunables
+    from .. import tuning
 
-    chosen = tunables.select(options.op)
+    chosen = tuning.select(options.op)
     if options.json is not None:
         require_writable_file(str(options.json), "--json")
     if options.dry_run:
@@ -103,9 +102,10 @@ def _list(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
     looks = _looks(chosen, target, options.jobs, lambda: False)
     print(f"candidates on {target}; B: bytes of a block, W: warps; the first one is the default")
     for tunable in chosen:
-        kept = [reason(look) for look in looks[tunable.op, tunable.case].values()].count(None)
-        print(f"{tunable.name}: {kept} of {len(tunable.candidates())} to be timed")
-        for config, look in looks[tunable.op, tunable.case].items():
+        own = looks[tunable.op, tunable.key]
+        kept = [reason(look) for look in own.values()].count(None)
+        print(f"{tunable.name}: {kept} of {len(own)} to be timed")
+        for config, look in own.items():
             print(f"  {_config_text(config):<14} {_look_text(look)}")
     if options.json is not None:
         write(options.json, as_listing(chosen, looks, target))
@@ -121,7 +121,7 @@ def _tune(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
     if options.arch is not None:
         raise UsageError(f"expected --arch with --dry-run alone, got {options.arch}; leave it out")
     device = _gpu()
-    require_memory([tunable.benchmark for tunable in chosen], [options.numel], device)
+    require_memory([tunable.case for tunable in chosen], [options.numel], device)
     name = tuned.device_name(device)
     assert name is not None
     path = tuned_files.destination(options.to, name)
@@ -135,7 +135,7 @@ def _tune(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
     entries: list[dict[str, Any]] = []
     wrong = 0
     for index, tunable in enumerate(chosen):
-        own = looks[tunable.op, tunable.case]
+        own = looks[tunable.op, tunable.key]
         budget = (end - time.monotonic()) / (len(chosen) - index)
         found = _sweep(tunable, own, options.numel, device, max(budget, 0.0))
         print(_result_text(tunable, found), flush=True)
@@ -190,18 +190,20 @@ def _looks(
     from ..progress import shown
     from ..tuning import look_at_all
 
-    tasks: list[Task] = [
-        (tunable.op, tunable.case, config, target)
+    keys: dict[Task, tuple[str, str]] = {
+        (tunable.op, tunable.case.name, config, target): (tunable.op, tunable.key)
         for tunable in chosen
         for config in tunable.candidates()
-    ]
-    looks: dict[tuple[str, str], Looks] = {(one.op, one.case): {} for one in chosen}
-    with shown(len(tasks), "compiled") as step:
-        found = look_at_all(
-            tasks, jobs, lambda task: step(f"{task[0]} {task[1]} {_config_text(task[2])}"), is_over
-        )
-    for (op, case, config, _), look in found.items():
-        looks[op, case][config] = look
+    }
+
+    def told(task: Task) -> None:
+        step(f"{' '.join(keys[task])} {_config_text(task[2])}")
+
+    looks: dict[tuple[str, str], Looks] = {(one.op, one.key): {} for one in chosen}
+    with shown(len(keys), "compiled") as step:
+        found = look_at_all(list(keys), jobs, told, is_over)
+    for task, look in found.items():
+        looks[keys[task]][task[2]] = look
     return looks
 
 

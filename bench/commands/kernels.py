@@ -80,6 +80,7 @@ def run(options: argparse.Namespace) -> int:
     from ..machine import describe
     from ..progress import line
     from ..report.build import write_page
+    from ..report.roofline import gpu_of
     from ..reports import format_table
 
     device = device_named(options.device)
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     earlier = None
     if options.baseline is not None:
         earlier = baseline.read_baseline(Path(options.baseline), describe(device))
-        asked = [(case.name, case.numel(numel)) for case in cases for numel in numels]
+        asked = [(case.full_name, case.numel(numel)) for case in cases for numel in numels]
         baseline.require_comparable(asked, earlier, options.baseline)
     kernel_table.require_memory(cases, numels, device)
     pace = kernel_table.pace_of(device, compiled=options.compile)
@@ -104,7 +105,8 @@ def run(options: argparse.Namespace) -> int:
         measured = kernel_table.measure(cases, numels, device, pace, tell)
     command = shlex.join(["sidestream", *options.arguments])
     report = kernel_table.report_of(measured, device, pace, command)
-    print(format_table(report))
+    gpu = gpu_of(str(report.machine["device"]))
+    print(format_table(report, None if gpu is None else gpu.memory_gb_s))
     _write(options, report)
     if earlier is not None:
         print(baseline.format_comparison(report.rows, earlier))

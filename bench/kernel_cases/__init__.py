@@ -1,1 +1,1 @@
-"""The cases of the kernel benchmark and how some of them are chosen: see `case` and `selection`."""
+"""What the benchmark adds to the kernels' cases: who competes, which are chosen, and the gate."""

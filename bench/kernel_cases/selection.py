@@ -1,4 +1,4 @@
-"""Owns which cases are measured, and at which sizes: what was asked for, checked against the list.
+"""Which cases are measured: what was asked for, checked against the table of all.
 
 Nothing asked for: the standard cases. Formats or dtypes asked for: all that have them, also those
 that are left out otherwise. Worlds asked for: the sums over so many ranks, and nothing else.
@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...kernels import registry
+from ...kernels.case import Case
+from ...kernels.cases import cases as all_cases
 from ...training.errors import UsageError
 from ..op_names import ops_named
-from . import blocks, casts, many_tensors, messages, optimizers
-from .case import Case
 
-REDUCE_WORLDS = (2, 8)
-MESSAGE_WORLDS = (8,)
 MAX_WORLD = 1024
 
 
@@ -28,19 +25,6 @@ class Selection:
     formats: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     worlds: tuple[int, ...] | None = None
-
-
-def all_cases(worlds: Sequence[int] | None = None) -> list[Case]:
-    """Every case there is, in the order of the registry."""
-    order = [row.op for row in registry.ROWS]
-    cases = (
-        *many_tensors.cases(worlds or REDUCE_WORLDS),
-        *casts.cases(),
-        *blocks.cases(),
-        *messages.cases(worlds or MESSAGE_WORLDS),
-        *optimizers.cases(),
-    )
-    return sorted(cases, key=lambda case: order.index(case.op))
 
 
 def select(selection: Selection) -> list[Case]:
@@ -55,7 +39,7 @@ def select(selection: Selection) -> list[Case]:
     cases = all_cases(selection.worlds)
     ops = None
     if selection.ops is not None:
-        ops = ops_named(selection.ops, (row.op for row in registry.ROWS))
+        ops = ops_named(selection.ops, (case.op for case in cases))
     _check("--format", selection.formats, [case.format for case in cases])
     _check("--dtype", selection.dtypes, [case.dtype for case in cases])
     wide = selection.formats is not None or selection.dtypes is not None

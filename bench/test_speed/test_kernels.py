@@ -17,8 +17,10 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from sidestream.bench.clocks import clock_of, rotation_of
 from sidestream.bench.commands.kernels import device_named
 from sidestream.bench.commands.parsing import size
-from sidestream.bench.kernel_cases.rivals import quiet
+from sidestream.bench.kernel_cases import parts
+from sidestream.bench.kernel_cases.packages import quiet
 from sidestream.bench.kernel_cases.selection import Selection, select
+from sidestream.bench.kernel_table import candidates_of
 from sidestream.training.errors import UsageError
 
 
@@ -33,23 +35,25 @@ def _settings() -> tuple[torch.device, int]:
 
 DEVICE, NUMEL = _settings()
 ROUNDS = 15
-CASES = {case.name: case for case in select(Selection())}
+CASES = {case.full_name: case for case in select(Selection())}
+CANDIDATES = {name: candidates_of(case, compiled=False) for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize(
     ("name", "candidate"),
-    [(name, candidate) for name, case in CASES.items() for candidate in case.candidates],
+    [(name, candidate) for name, found in CANDIDATES.items() for candidate in found],
     ids=str,
 )
 def test_speed(benchmark: BenchmarkFixture, name: str, candidate: str) -> None:
     """One call at a time, each on other memory than the one before."""
     case = CASES[name]
     assert case.agrees(DEVICE, min(NUMEL, 64 * 1024)), "not the bits of its definition"
-    clock = clock_of(DEVICE)
-    rotation = rotation_of(case.operands(DEVICE, NUMEL), clock.cache_bytes)
+    clock, operands = clock_of(DEVICE), case.operands(DEVICE, NUMEL)
+    assert parts.fault(case, operands) is None
+    rotation = rotation_of(operands, clock.cache_bytes)
     try:
         with quiet():
-            runs = [case.candidates[candidate](operands) for operands in rotation]
+            runs = [CANDIDATES[name][candidate](operands) for operands in rotation]
     except ImportError as error:
         pytest.skip(f"{candidate}: {error}")
     turns = itertools.cycle(runs)
@@ -58,6 +62,6 @@ def test_speed(benchmark: BenchmarkFixture, name: str, candidate: str) -> None:
         next(turns)()
         clock.synchronize()
 
-    benchmark.group = f"{case.name}, {case.numel(NUMEL)} elements"
+    benchmark.group = f"{name}, {case.numel(NUMEL)} elements"
     benchmark.extra_info.update(op=case.op, num_bytes=case.num_bytes(NUMEL), device=str(DEVICE))
     benchmark.pedantic(call, rounds=ROUNDS, warmup_rounds=min(len(runs), 3))

@@ -76,9 +76,9 @@ def _cast_case(dtype: str, form: str, *, stochastic: bool) -> Case:
     name = f"{form} from {dtype}" + STOCHASTIC * stochastic
     moved = DTYPES[dtype].itemsize + _width(form)
 
-    def call(operands: Operands) -> None:
+    def call(operands: Operands, **index: int) -> None:
         (x,), (out,) = operands.read, operands.written
-        cast(x, form, out=out, **(NOISE if stochastic else {}))
+        cast(x, form, out=out, **(NOISE if stochastic else {}), **index)
 
     return Case(
         op="cast_",

@@ -132,8 +132,9 @@ def _quantize_case(dtype: str, words: str) -> Case:
     name = f"from {dtype} {words}".rstrip()
     moved = DTYPES[dtype].itemsize + _bytes()
 
-    def quantized(x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return quantize_nvfp4(x, global_amax=amax, **_options(words))[:2]
+    def call(operands: Operands, **index: int) -> tuple[torch.Tensor, ...]:
+        (x,), (amax,) = operands.read, operands.scalars
+        return quantize_nvfp4(x, global_amax=amax, **_options(words), **index)[:2]
 
     def make(device: torch.device, numel: int) -> Operands:
         x = matrix(device, numel, DTYPES[dtype])
@@ -145,7 +146,7 @@ def _quantize_case(dtype: str, words: str) -> Case:
         format=NVFP4.name,
         dtype=dtype,
         make=make,
-        call=lambda operands: quantized(operands.read[0], operands.scalars[0]),
+        call=call,
         numel=matrix_numel,
         num_bytes=lambda numel: round(matrix_numel(numel) * moved),
         gate=_QUANTIZE_GATES.get(name),

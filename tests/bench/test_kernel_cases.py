@@ -1,74 +1,101 @@
-"""Every case of the kernel benchmark: bytes are the tensors', the gate is green and can be red."""
+"""What the benchmark adds to the kernels' cases: a gate of parts that can be red, and rivals."""
 
 import sys
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 
 from sidestream.bench.clocks import rotation_of
-from sidestream.bench.kernel_cases.case import OURS, block_numel, block_shapes, made
-from sidestream.bench.kernel_cases.selection import all_cases
-from sidestream.kernels import registry
+from sidestream.bench.kernel_cases import packages, parts
+from sidestream.bench.kernel_cases.plain import plain_of
+from sidestream.bench.kernel_cases.rivals import rivals_of
+from sidestream.bench.kernel_table import candidates_of
+from sidestream.kernels import message_layout
+from sidestream.kernels.cases import cases
 
 CPU = torch.device("cpu")
-CASES = all_cases()
-STANDARD = [case for case in CASES if case.standard]
+STANDARD = [case for case in cases() if case.standard]
+BY_NAME = {case.full_name: case for case in cases()}
 NUMEL = 20_000
-PLAIN_BLOCKS = [
-    case for case in CASES if case.plain and case.op in ("quantize_mx_", "quantize_nvfp4_")
-]
+# A hundred rows, of which a part is one; of 128 x 128 blocks there must be two.
+ROWS_NUMEL, SQUARES_NUMEL = 100 * 4096, 2 * 128 * 4096
+CUT = [
+    "pack bf16 to fp32", "pack bf16 to fp32 accumulate", "unpack bf16 to bf16",
+    "reduce bf16 to fp32 world 2 accumulate", "cast e4m3 from bf16",
+    "cast bf16 from fp32 stochastic", "cast_back e4m3 to bf16", "quantize_fp8 tensor from bf16",
+    "quantize_fp8 delayed from bf16", "quantize_fp8 128x128 from bf16", "quantize_mx e2m1 from bf16",
+    "update_fp8_scales max of 16",
+    "quantize_nvfp4 from bf16 stochastic", "amax_nvfp4 of bf16", "hadamard16 of bf16",
+    "pack_message mxfp8 from bf16", "pack_message nvfp4 from bf16", "unpack_message mxfp8 to bf16",
+    "reduce_messages nvfp4 to fp32 world 8", "reduce_peer_messages mxfp8 to fp32 world 8",
+    "flat_adamw bf16 to bf16", "l2_norm of bf16",
+]  # fmt: skip
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-standard_case = pytest.mark.parametrize("case", STANDARD, ids=lambda case: case.name)
-
-# What docs/kernels.md says that an op moves, in bytes an element, of large sizes.
-BYTES_AN_ELEMENT = {
-    "pack bf16 -> fp32": 2 + 4,
-    "pack bf16 -> fp32 accumulate": 2 + 2 * 4,
-    "unpack bf16 -> bf16": 2 + 2,
-    "reduce world 8 bf16 -> fp32": (8 * 2 + 4) / 8,
-    "reduce world 2 bf16 -> fp32 accumulate": (2 * 2 + 2 * 4) / 2,
-    "cast bf16 -> e2m1": 2 + 0.5,
-    "cast fp32 -> bf16 SR": 4 + 2,
-    "cast_back e4m3 -> bf16": 1 + 2,
-    "quantize_fp8 tensor bf16": 2 * 2 + 1,
-    "quantize_fp8 1x128 bf16": 2 + 1 + 4 / 128,
-    "quantize_fp8 128x128 bf16": 2 + 1 + 4 / 128**2,
-    "quantize_fp8 delayed bf16": 2 + 1,
-    "dequantize_fp8 row fp32": 1 + 4 / 4096 + 4,
-    "update_fp8_scales of 16": 8,
-    "quantize_mx e4m3 bf16": 2 + 1 + 1 / 32,
-    "dequantize_mx e2m1 bf16": 0.5 + 1 / 32 + 2,
-    "amax_nvfp4 bf16": 2,
-    "quantize_nvfp4 bf16 hadamard": 2 + 0.5 + 1 / 16,
-    "dequantize_nvfp4 fp32": 0.5 + 1 / 16 + 4,
-    "hadamard16 fp16": 2 + 2,
-    "pack_message bf16 -> mxfp4": 2 + 0.5 + 1 / 32,
-    "unpack_message nvfp4 -> fp32": 0.5 + 1 / 16 + 4 / 1024 + 4,
-    "reduce_messages world 8 mxfp8": (8 * (1 + 1 / 32) + 4) / 8,
-    "adamw bf16 -> bf16": 24 + 2 + 2,
-    "adamw fp32 -> none": 24 + 4,
-    "sgd momentum bf16 -> bf16": 16 + 2 + 2,
-    "l2_norm bf16": 2,
-}
+standard_case = pytest.mark.parametrize("case", STANDARD, ids=lambda case: case.full_name)
 
 
-def test_names_tell_cases_apart_and_every_op_has_a_standard_case():
-    assert len({case.name for case in CASES}) == len(CASES)
-    assert {case.op for case in STANDARD} == {row.op for row in registry.ROWS}
+def _numel(name):
+    return SQUARES_NUMEL if "128x128" in name else ROWS_NUMEL
 
 
-@every_case
-@pytest.mark.parametrize("numel", [1, NUMEL])
-def test_bytes_are_those_of_the_tensors(case, numel):
-    operands = case.operands(CPU, numel)
-    assert case.num_bytes(numel) == operands.num_bytes(case.passes)
+def _short_of_the_last(case, size):
+    """The case with a call that does not see the last number, or leaves its result wrong, where as
+    much is read as at full size.
+    """
+
+    def call(operands, **options):
+        if sum(one.numel() for one in (*operands.read, *operands.updated)) < size:
+            return case.call(operands, **options)
+        if parts.is_decided_by_all(case):
+            last = operands.read[-1].view(-1)[-1:]
+            kept = last.clone()
+            last.zero_()
+            results = case.results(operands, **options)
+            last.copy_(kept)
+            return tuple(results)
+        results = case.results(operands, **options)
+        _spoil_the_last(case, operands, results)
+        return tuple(results)
+
+    return replace(case, call=call)
 
 
-@every_case
+def _spoil_the_last(case, operands, results):
+    """Behind the last number of a flat buffer, or of a message's codes, there is none of it."""
+    if case.op == "pack_":
+        offset = sum(-(-one.numel() // 128) * 128 for one in operands.read[:-1])
+        results = [results[0][: offset + operands.read[-1].numel()]]
+    if case.op == "pack_message_":
+        results = [_codes(case, operands, results[0])]
+    last = results[-1 if case.op.startswith("unpack") else 0]
+    last.view(-1).view(torch.uint8)[-1] ^= 1
+
+
+def _codes(case, operands, message):
+    """The codes of all tensors, without those of the gap behind the last one."""
+    layout = message_layout(case.format, [one.numel() for one in operands.read])
+    end = layout.offsets[-1] + operands.read[-1].numel()
+    return message[layout.data_at : layout.data_at + layout.data_bytes * end // layout.numel]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_fault_in_the_tail_of_what_is_timed_is_found(name, monkeypatch):
+    monkeypatch.setattr(parts, "PART_NUMEL", 4096)
+    case = BY_NAME[name]
+    operands = case.operands(CPU, _numel(name))
+    before = operands.copied()
+    assert parts.fault(case, operands) is None
+    assert all(map(torch.equal, operands.read, before.read))
+    size = sum(one.numel() for one in (*operands.read, *operands.updated))
+    found = parts.fault(_short_of_the_last(case, size), operands)
+    assert found == "not the bits of its definition in the tail"
+
+
+@standard_case
 def test_rotated_operands_lie_in_twice_the_cache(case):
-    cache_bytes = 256 * 1024
+    cache_bytes = 64 * 1024
     rotation = rotation_of(case.operands(CPU, NUMEL), cache_bytes)
     memories = {
         tensor.data_ptr(): tensor.nbytes
@@ -78,38 +105,10 @@ def test_rotated_operands_lie_in_twice_the_cache(case):
     assert sum(memories.values()) >= 2 * cache_bytes
 
 
-def test_bytes_are_what_the_registry_says():
-    cases = {case.name: case for case in CASES}
-    for name, expected in BYTES_AN_ELEMENT.items():
-        numel = 2**24
-        found = cases[name].num_bytes(numel) / cases[name].numel(numel)
-        assert found == pytest.approx(expected, rel=1e-3), name
-
-
-@every_case
-def test_gate_is_green(case):
-    assert case.agrees(CPU, NUMEL)
-
-
-@standard_case
-def test_one_wrong_bit_makes_the_gate_red(case):
-    def spoilt(operands):
-        call = case.ours(operands)
-
-        def run():
-            found = made(call(), operands)
-            found[-1].view(-1).view(torch.uint8)[-1] ^= 1
-            return tuple(found)
-
-        return run
-
-    assert not replace(case, ours=spoilt).agrees(CPU, 1)
-
-
 @standard_case
 def test_rivals_run_again_and_again(case):
     operands = case.operands(CPU, NUMEL)
-    for name, bind in case.rivals.items():
+    for name, bind in candidates_of(case, compiled=False).items():
         try:
             run = bind(operands)
         except ImportError:
@@ -124,61 +123,147 @@ def test_plain_pytorch_needs_no_other_package(case, monkeypatch):
     """One that imports such a package raises."""
     for package in ("torchao", "transformer_engine"):
         monkeypatch.setitem(sys.modules, package, None)
-    if case.plain is not None:
-        case.plain(case.operands(CPU, NUMEL))()
+    plain = plain_of(case)
+    if plain is not None:
+        plain(case.operands(CPU, NUMEL))()
 
 
-@pytest.mark.parametrize("case", PLAIN_BLOCKS, ids=lambda case: case.name)
-def test_plain_pytorch_quantizes_blocks_as_they_are_defined(case):
-    """NVFP4's factor is rounded elsewhere, so that here and there a tie goes the other way."""
-    found, expected = case.operands(CPU, NUMEL), case.operands(CPU, NUMEL)
-    case.plain(found)()
-    case.definition(expected)
-    (data, scales), (defined_data, defined_scales) = (
-        [tensor.view(torch.uint8) for tensor in one.written] for one in (found, expected)
-    )
-    assert torch.equal(scales, defined_scales)
-    assert (data != defined_data).float().mean() <= (0.01 if "nvfp4" in case.name else 0.0)
-
-
-def test_a_rival_that_does_more_than_ours_says_so():
-    rivals = {name for case in CASES if case.op == "l2_norm_" for name in case.rivals}
-    assert rivals == {"_foreach_norm", "clip_grad_norm_, scales"}
+@pytest.mark.parametrize(
+    ("name", "ties"),
+    [
+        ("quantize_mx e4m3 from bf16", 0.0),
+        ("quantize_mx e2m1 from bf16", 0.0),
+        ("quantize_nvfp4 from bf16", 0.01),
+    ],
+    ids=["mxfp8", "mxfp4", "nvfp4"],
+)
+def test_plain_pytorch_quantizes_blocks_as_they_are_defined(name, ties):
+    """Where a factor is rounded elsewhere, a tie goes the other way here and there."""
+    case = BY_NAME[name]
+    found, operands = case.operands(CPU, NUMEL), case.operands(CPU, NUMEL)
+    returned = plain_of(case)(found)()
+    expected = case.results(operands)
+    for one, other in zip(returned or found.written, expected, strict=True):
+        differ = one.view(torch.uint8) != other.view(torch.uint8)
+        assert differ.float().mean() <= ties
 
 
 @pytest.mark.parametrize("name", ["torch.cat", "_foreach_copy_", "_chunk_cat"])
 def test_rivals_of_pack_make_the_same_numbers(name):
     """They are bound to other memory than ours, so what they leave there is looked for."""
-    (case,) = [case for case in CASES if case.name == "pack bf16 -> fp32"]
-    operands = case.operands(CPU, NUMEL)
-    returned = case.rivals[name](operands)()
-    found = operands.written if name == "_foreach_copy_" else [returned]
+    case = BY_NAME["pack bf16 to fp32"]
+    operands = case.operands(CPU, 100_000)
+    returned = rivals_of(case)[name](operands)()
+    found = returned if name == "_foreach_copy_" else [returned]
     packed = torch.cat([tensor.reshape(-1) for tensor in found])
     assert torch.equal(packed, torch.cat([one.reshape(-1).float() for one in operands.read]))
 
 
-def test_the_same_operands_come_at_every_call_and_nobody_s_numbers_change():
-    case = STANDARD[0]
-    torch.manual_seed(7)
-    expected = torch.randn(3)
-    torch.manual_seed(7)
-    one, two = case.operands(CPU, NUMEL), case.operands(CPU, NUMEL)
-    assert torch.equal(torch.randn(3), expected)
-    assert all(map(torch.equal, one.read, two.read))
+# Packages that are not installed here, by fakes that tell how they are called.
 
 
-def test_copies_share_no_memory():
-    operands = STANDARD[0].operands(CPU, NUMEL)
-    copy = operands.copied()
-    assert all(map(torch.equal, copy.read, operands.read))
-    assert {one.data_ptr() for one in copy.read}.isdisjoint(one.data_ptr() for one in operands.read)
+def _module(monkeypatch, name, **functions):
+    parent = ""
+    for part in name.split("."):
+        parent = f"{parent}.{part}".lstrip(".")
+        if parent not in sys.modules:
+            monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    for function, value in functions.items():
+        monkeypatch.setattr(sys.modules[name], function, value, raising=False)
 
 
-@pytest.mark.parametrize("numel", [100_000, 1_000_000, 218_112_000])
-def test_a_block_has_about_as_many_elements(numel):
-    assert block_numel(numel) == pytest.approx(numel, rel=0.1)
-    assert block_shapes(218_112_000)[0] == (4096, 4096)
+@pytest.fixture
+def torchao(monkeypatch):
+    """Records what is called, by name; `torch.compile` is told of, and does nothing."""
+    called = []
+
+    def recorded(name):
+        def function(*arguments):
+            called.append((name, arguments))
+
+        return function
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: called.append("compiled") or function
+    )
+    formats = "torchao.prototype.mx_formats"
+    _module(monkeypatch, f"{formats}.mx_tensor", to_mx=recorded("to_mx"))
+    kernels = ("triton_to_mxfp8_dim0", "triton_quantize_nvfp4", "triton_mxfp8_dequant_dim0")
+    _module(monkeypatch, f"{formats}.kernels", **{name: recorded(name) for name in kernels})
+    _module(
+        monkeypatch,
+        f"{formats}.nvfp4_tensor",
+        nvfp4_quantize=recorded("nvfp4_quantize"),
+        per_tensor_amax_to_scale=lambda amax: amax / 2688,
+    )
+    return called
 
 
-def test_ours_comes_first():
-    assert all(next(iter(case.candidates)) == OURS for case in CASES)
+@pytest.mark.parametrize(
+    ("name", "rival", "expected"),
+    [
+        ("quantize_mx e4m3 from bf16", packages.TORCHAO, ["compiled", "to_mx"]),
+        ("quantize_mx e4m3 from bf16", packages.TORCHAO_TRITON, ["triton_to_mxfp8_dim0"]),
+        ("quantize_mx e2m1 from bf16", packages.TORCHAO, ["compiled", "to_mx"]),
+        ("dequantize_mx e4m3 to bf16", packages.TORCHAO_TRITON, ["triton_mxfp8_dequant_dim0"]),
+        ("quantize_nvfp4 from bf16", packages.TORCHAO, ["compiled", "nvfp4_quantize"]),
+        ("quantize_nvfp4 from bf16", packages.TORCHAO_TRITON, ["triton_quantize_nvfp4"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_torchao_runs_as_its_users_run_it(name, rival, expected, torchao):
+    case = BY_NAME[name]
+    operands = case.operands(CPU, NUMEL)
+    run = candidates_of(case, compiled=True)[rival](operands)
+    run()
+    assert [one if one == "compiled" else one[0] for one in torchao] == expected
+    assert torchao[-1][1][0] is operands.read[0]
+
+
+def test_what_is_compiled_competes_where_that_is_asked_for():
+    case = BY_NAME["quantize_mx e4m3 from bf16"]
+    alone = candidates_of(case, compiled=False)
+    assert next(iter(alone)) == "sidestream"
+    more = candidates_of(case, compiled=True)
+    assert set(more) - set(alone) == {packages.TORCHAO, "torch.compile"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("quantize_nvfp4 from bf16", {"rowwise": True, "columnwise": False}),
+        (
+            "quantize_nvfp4 from bf16 stochastic",
+            {"rowwise": True, "columnwise": False, "stochastic_rounding": True},
+        ),
+        (
+            "quantize_nvfp4 from bf16 hadamard",
+            {"rowwise": False, "columnwise": True, "with_rht": True, "with_post_rht_amax": True},
+        ),
+    ],
+    ids=["nearest", "stochastic", "hadamard"],
+)
+def test_transformer_engine_has_rows_where_it_has_quantisers(name, options, monkeypatch):
+    made = []
+
+    class Quantizer:
+        def __init__(self, **given):
+            made.append(given)
+
+        def make_empty(self, shape, *, dtype, device):
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        def update_quantized(self, x, out):
+            made.append((x, out))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _module(monkeypatch, "transformer_engine.pytorch", NVFP4Quantizer=Quantizer)
+    _module(monkeypatch, "transformer_engine_torch", DType=None)
+    case = BY_NAME[name]
+    operands = case.operands(CPU, NUMEL)
+    (bind,) = (bind for rival, bind in rivals_of(case).items() if packages.ENGINE in rival)
+    bind(operands)()
+    assert made[0] == options
+    assert made[1][0] is operands.read[0]

@@ -1,0 +1,245 @@
+"""Whether what is timed is right at its full size: its head, its middle and its tail.
+
+The definition would take minutes for all of it, so parts are cut out of the operands before a call
+of ours, and the definition, the same call on a CPU, makes the results of the parts.
+
+    rows      of a matrix or a shard: as many blocks of every tensor
+    tensors   many beside a flat buffer or a message: the first one's head, a middle one's middle,
+              the last one's tail, and their place in the other
+    ranks     sums: the same elements of every rank
+    planted   where all elements decide, as for a norm, a maximum or the scale of a whole tensor: a
+              number that outweighs all others lies in the part, which then decides alone
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ...kernels.case import Case, Operands, same
+from ...kernels.inputs import SQUARE_ROWS, STOCHASTIC, offsets_of
+from ...kernels.wire.layout import (
+    DEFAULT_ROW_NUMEL,
+    MessageLayout,
+    layout_of_numel,
+    message_layout,
+    write_header,
+)
+
+PART_NUMEL = 64 * 1024
+PLACES: Mapping[str, float] = {"head": 0.0, "middle": 0.5, "tail": 1.0}
+# Its square is more than 2^53 times that of the largest normal number; infinity in FP16.
+_PLANTED = 2.0**40
+_DECIDED_BY_ALL = ("amax_nvfp4_", "l2_norm_")
+_SCALED_BY_ALL = (("quantize_fp8_", "fp8_tensor"), ("quantize_fp8_", "fp8_delayed"))
+_SECTIONS = (
+    ("data_at", "scales_at"),
+    ("scales_at", "row_scales_at"),
+    ("row_scales_at", "num_bytes"),
+)
+_MANY = 1 << 20  # elements of whose sections none needs padding
+
+CPU = torch.device("cpu")
+
+
+def fault(case: Case, operands: Operands) -> str | None:
+    """What is wrong with a result of ours, if anything is; what is read stays as it was."""
+    if not is_decided_by_all(case):
+        return _fault(case, operands, PLACES)
+    for place in PLACES:
+        with _planted(_cut(case, operands, PLACES[place]).read, PLACES[place]):
+            found = _fault(case, operands, {place: PLACES[place]})
+        if found is not None:
+            return found
+    return None
+
+
+def _fault(case: Case, operands: Operands, places: Mapping[str, float]) -> str | None:
+    """After one call."""
+    parts = {name: _cut(case, operands, place).copied(CPU) for name, place in places.items()}
+    results = case.results(operands)
+    whole = Operands(read=operands.read or operands.updated, written=results)
+    for name, place in places.items():
+        found = _cut(case, whole, place).written
+        if not same(found, case.results(parts[name], **_index(case, operands, place))):
+            return f"not the bits of its definition in the {name}"
+    return None
+
+
+def _cut(case: Case, operands: Operands, place: float) -> Operands:
+    """The part at `place`, from 0 to 1, in memory of the operands but for messages."""
+    return _CUTS.get(case.op, _rows)(case, operands, place)
+
+
+def is_decided_by_all(case: Case) -> bool:
+    """Whether every element of the result depends on all that is read."""
+    return case.op in _DECIDED_BY_ALL or (case.op, case.format) in _SCALED_BY_ALL
+
+
+@contextlib.contextmanager
+def _planted(read: Sequence[torch.Tensor], place: float) -> Iterator[None]:
+    """Within the block the number lies at `place` of the part that is read."""
+    flat = read[0].view(-1)
+    at = round(place * (flat.numel() - 1))
+    before = flat[at].clone()
+    flat[at] = _PLANTED * (1.0 + place)  # above what a record of the largest holds already
+    yield
+    flat[at] = before
+
+
+def _index(case: Case, operands: Operands, place: float) -> dict[str, int]:
+    """Where the part begins, for the noise that its elements get."""
+    if not case.name.endswith(STOCHASTIC) or case.op in _CUTS:
+        return {}
+    part = _cut(case, operands, place).read[0]
+    return {"first_index": part.storage_offset() - operands.read[0].storage_offset()}
+
+
+class _Piece(NamedTuple):
+    """Elements `start` to `stop` of a tensor of several."""
+
+    index: int
+    start: int
+    stop: int
+
+
+def _piece(tensors: Sequence[torch.Tensor], place: float, align: int = 1) -> _Piece:
+    """What lies at `place`, from 0 to 1, of all tensors; it starts at a multiple of `align`."""
+    index = round(place * (len(tensors) - 1))
+    numel = tensors[index].numel()
+    count = min(PART_NUMEL, numel)
+    start = round(place * (numel - count)) // align * align
+    stop = start + count
+    return _Piece(index, start, stop if numel - stop >= align else numel)
+
+
+def _rows(case: Case, operands: Operands, place: float) -> Operands:
+    """Whole blocks, of 128 rows where there are as many; what has no rows is left whole."""
+    first = (*operands.read, *operands.updated)[0]
+    blocks = len(first) // SQUARE_ROWS if len(first) % SQUARE_ROWS == 0 else len(first)
+    count = min(blocks, -(-PART_NUMEL * blocks // first.numel()))
+    start = round(place * (blocks - count))
+
+    def cut(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            tensor[start * len(tensor) // blocks : (start + count) * len(tensor) // blocks]
+            if tensor.ndim and len(tensor) % blocks == 0
+            else tensor
+            for tensor in tensors
+        ]
+
+    return Operands(
+        read=cut(operands.read),
+        written=cut(operands.written),
+        updated=cut(operands.updated),
+        scalars=cut(operands.scalars),
+    )
+
+
+def _tensors(case: Case, operands: Operands, place: float) -> Operands:
+    """Of tensors whose result is scalars."""
+    del case
+    return replace(operands, read=[_part(operands.read, _piece(operands.read, place))])
+
+
+def _part(tensors: Sequence[torch.Tensor], piece: _Piece) -> torch.Tensor:
+    return tensors[piece.index].view(-1)[piece.start : piece.stop]
+
+
+def _packed(case: Case, operands: Operands, place: float) -> Operands:
+    """Of tensors and what they are packed into."""
+    piece = _piece(operands.read, place)
+    start = offsets_of(operands.read)[0][piece.index] + piece.start
+
+    def cut(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [flat[start : start + piece.stop - piece.start] for flat in flats]
+
+    return Operands(
+        read=[_part(operands.read, piece)],
+        written=cut(operands.written),
+        updated=cut(operands.updated),
+    )
+
+
+def _unpacked(case: Case, operands: Operands, place: float) -> Operands:
+    """The other way round."""
+    tensors = operands.results()
+    piece = _piece(tensors, place)
+    start = offsets_of(tensors)[0][piece.index] + piece.start
+    (flat,) = operands.read
+    kind = "updated" if operands.updated else "written"
+    return Operands(
+        read=[flat[start : start + piece.stop - piece.start]], **{kind: [_part(tensors, piece)]}
+    )
+
+
+def _packed_message(case: Case, operands: Operands, place: float) -> Operands:
+    piece = _piece(operands.read, place, DEFAULT_ROW_NUMEL)
+    (message,) = operands.written
+    return Operands(
+        read=[_part(operands.read, piece)],
+        written=[_message_of(case.format, operands.read, piece, message)],
+    )
+
+
+def _unpacked_message(case: Case, operands: Operands, place: float) -> Operands:
+    piece = _piece(operands.written, place, DEFAULT_ROW_NUMEL)
+    (message,) = operands.read
+    return Operands(
+        read=[_message_of(case.format, operands.written, piece, message)],
+        written=[_part(operands.written, piece)],
+    )
+
+
+def _summed_messages(case: Case, operands: Operands, place: float) -> Operands:
+    (messages,) = operands.read
+    piece = _piece(operands.written, place, DEFAULT_ROW_NUMEL)
+    parts = [_message_of(case.format, operands.written, piece, one) for one in messages]
+    return Operands(read=[torch.stack(parts)], written=[_part(operands.written, piece)])
+
+
+def _summed(case: Case, operands: Operands, place: float) -> Operands:
+    (parts,) = operands.read
+    piece = _piece(operands.results(), place)
+    kind = "updated" if operands.updated else "written"
+    return Operands(
+        read=[parts[:, piece.start : piece.stop]], **{kind: [_part(operands.results(), piece)]}
+    )
+
+
+def _message_of(
+    form: str, tensors: Sequence[torch.Tensor], piece: _Piece, message: torch.Tensor
+) -> torch.Tensor:
+    """The message that the piece alone would make, out of that of all tensors."""
+    whole = message_layout(form, [tensor.numel() for tensor in tensors])
+    part = message_layout(form, [piece.stop - piece.start])
+    first = whole.offsets[piece.index] + piece.start
+    found = message.new_zeros(part.num_bytes)
+    write_header(found, part)
+    for begin, end in _SECTIONS:
+        source = getattr(whole, begin) + _section_bytes(form, begin, end, first)
+        target, size = getattr(part, begin), _section_bytes(form, begin, end, part.numel)
+        found[target : target + size] = message[source : source + size]
+    return found
+
+
+def _section_bytes(form: str, begin: str, end: str, numel: int) -> int:
+    """Of so many elements, without what pads the section."""
+    many: MessageLayout = layout_of_numel(form, _MANY)
+    return (getattr(many, end) - getattr(many, begin)) * numel // _MANY
+
+
+_CUTS: Mapping[str, Callable[[Case, Operands, float], Operands]] = {
+    "pack_": _packed,
+    "unpack_": _unpacked,
+    "reduce_": _summed,
+    "pack_message_": _packed_message,
+    "unpack_message_": _unpacked_message,
+    "reduce_messages_": _summed_messages,
+    "reduce_peer_messages_": _summed_messages,
+    "l2_norm_": _tensors,
+}
