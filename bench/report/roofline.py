@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ..ahead.machines import GPUS, Gpu, predict
+from ..bandwidth import COPY, TRITON_COPY
 from ..reports import CPU_METHOD, Report, Row
 from .series import groups_of
 
@@ -149,9 +150,12 @@ def _issue_gb_s(gpu: Gpu, per_byte: float) -> float:
 
 
 def _copy_gb_s(rows: Sequence[Row]) -> float:
-    """The highest rate of a copy out of memory, or of any, where all stayed in the cache."""
-    cold = [row.copy_gb_per_s for row in rows if row.cold]
-    return max(cold or [row.copy_gb_per_s for row in rows])
+    """The highest rate of a copy out of memory, or of any, where all stayed in the cache; of reads
+    where nothing was copied.
+    """
+    copies = [row for row in rows if row.baseline in (COPY, TRITON_COPY)] or rows
+    cold = [row for row in copies if row.cold]
+    return max(row.copy_gb_per_s for row in cold or copies)
 
 
 def spread_out(positions: Sequence[float], gap: float, most: float) -> list[float]:

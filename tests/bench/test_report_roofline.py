@@ -82,6 +82,8 @@ def test_the_copy_s_roof_is_out_of_memory_where_any_was():
     cached = replace(first, copy_gb_per_s=1e6, cold=False)
     report = report_of("hadamard16_", rows=(cached, *others))
     assert roofline_made_up(report).copy_gb_s < 1e4
+    read = replace(first, copy_gb_per_s=1e6, baseline="read")
+    assert roofline_made_up(report_of("hadamard16_", rows=(read, *others))).copy_gb_s < 1e4
     warm = report_of("hadamard16_", rows=(cached, replace(cached, copy_gb_per_s=9e5)))
     assert roofline_made_up(warm).copy_gb_s == 1e6
 
