@@ -3,13 +3,13 @@
 import pytest
 
 from sidestream.bench.op_names import ops_named
-from sidestream.kernels import registry
+from sidestream.kernels.cases import rows
 from sidestream.training.errors import UsageError
 
-OPS = [row.op for row in registry.ROWS]
+OPS = [row.op for row in rows()]
 
 
-@pytest.mark.parametrize("row", registry.ROWS, ids=lambda row: row.op)
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.op)
 def test_every_op_goes_by_its_name_its_function_and_without_the_underscore(row):
     names = {row.op, row.function, row.op.removesuffix("_")}
     assert [ops_named([name], OPS) for name in names] == [{row.op}] * len(names)

@@ -1,27 +1,31 @@
-"""Owns what the tests of kernels share: the processes that run beside them, and the table."""
+"""What the tests of kernels share: the processes that run beside them."""
 
 import contextlib
 from collections.abc import Callable
 
 import pytest
 
-from sidestream.tests.kernels import compile_ahead, costs, interpreter
+from sidestream.tests.kernels import compiling, interpreter
 
 _beside = contextlib.ExitStack()
 _interpreted: list[Callable[[], tuple[int, str]]] = []
-# They wait for what runs beside, or look back at what all others measured.
-_LAST = ("test_interpreted.py", "test_registry.py")
+
+
+def _module(item: pytest.Item) -> pytest.Module:
+    module = item.getparent(pytest.Module)
+    assert module is not None
+    return module
 
 
 def _turn(item: pytest.Item) -> int:
-    module = item.getparent(pytest.Module)
-    assert module is not None
-    return 2 if module.path.name in _LAST else int(hasattr(module.obj, "compiled_ahead"))
+    """What compiles comes late, and what waits for the interpreter last."""
+    module = _module(item)
+    return 2 if module.path.name == "test_interpreted.py" else int(hasattr(module.obj, "TASKS"))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what is compiled ahead after all other tests, in whose time most of it is compiled."""
+    """Put what is compiled beside after all other tests, in whose time most of it is compiled."""
     items.sort(key=_turn)
 
 
@@ -29,14 +33,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin what takes a core while other tests wait: the interpreter's run, and compilations."""
     if session.config.option.collectonly:
         return
-    modules = dict.fromkeys(item.getparent(pytest.Module) for item in session.items)
-    names = [
-        f"sidestream.{module.obj.__name__}"
-        for module in modules
-        if hasattr(module.obj, "compiled_ahead")
-    ]
-    if names:
-        _beside.enter_context(compile_ahead.running(names))
+    modules = dict.fromkeys(map(_module, session.items))
+    tasks = [task for module in modules for task in getattr(module.obj, "TASKS", ())]
+    if tasks:
+        _beside.enter_context(compiling.beside(tasks))
     if any(module.path.name == "test_interpreted.py" for module in modules):
         _interpreted.append(_beside.enter_context(interpreter.running()))
 
@@ -50,11 +50,3 @@ def pytest_sessionfinish() -> None:
 def interpreted() -> Callable[[], tuple[int, str]]:
     """The run of `interpreted/`."""
     return _interpreted[0]
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the compiled kernels cost, beside what they may."""
-    lines = costs.table_lines()
-    if lines:
-        terminalreporter.section("kernels compiled for sm_90")
-        terminalreporter.write_line("\n".join(lines))
