@@ -44,12 +44,12 @@ _GATED_STEPS = (("bf16", "bf16"), ("bf16", NONE), ("fp32", "bf16"), ("bf16", E4M
 _STEP_GATES = {"flat_adamw_": Gate(110.0, 128), "flat_sgd_": Gate(45.0, 128)}
 # Of the second launch; of the first, which finds the largest magnitude.
 _NORM_GATES = {
-    "of fp32": Gate(10.5, 128),
-    "of bf16": Gate(11.0, 128),
-    "of fp16": Gate(11.0, 128),
-    "of fp32 largest": Gate(2.85, 128),
-    "of bf16 largest": Gate(3.3, 128),
-    "of fp16 largest": Gate(3.3, 128),
+    "of fp32": Gate(12.0, 128),
+    "of bf16": Gate(12.0, 128),
+    "of fp16": Gate(12.0, 128),
+    "of fp32 largest": Gate(3.75, 128),
+    "of bf16 largest": Gate(4.0, 128),
+    "of fp16 largest": Gate(4.0, 128),
 }
 _LARGEST = " largest"
 # Every option that makes work: what the gates hold.
