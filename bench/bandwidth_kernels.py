@@ -52,6 +52,4 @@ def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
 def read_(sums: torch.Tensor, source: torch.Tensor) -> None:
     """Read FP32 [n] on one GPU, and write FP32 [n / `BLOCK_NUMEL`]."""
     programs = source.numel() // BLOCK_NUMEL
-    launch(
-        _read_kernel, programs, sums, source, on=source, num_warps=_NUM_WARPS, BLOCK=BLOCK_NUMEL
-    )
+    launch(_read_kernel, programs, sums, source, on=source, num_warps=_NUM_WARPS, BLOCK=BLOCK_NUMEL)

@@ -108,15 +108,15 @@ def format_comparison(rows: Sequence[Row], baseline: Report) -> str:
     """The ratios, ours and rivals', what of ours has none, and what became of the rule."""
     found = compare(rows, baseline.rows)
     lines = [f"\nbeside {baseline.command} of {baseline.date}, medians: now by then"]
-    lines.append(f"{'case':<40} {'elements':>10} {'candidate':<24} {'ratio':>7}")
+    lines.append(f"{'case':<44} {'elements':>10} {'candidate':<24} {'ratio':>7}")
     for one in found:
         row, verdict = one.row, "  SLOWER" if one.slower else ""
         lines.append(
-            f"{row.case:<40} {row.numel:>10} {row.candidate:<24} {one.ratio:7.3f}{verdict}"
+            f"{row.case:<44} {row.numel:>10} {row.candidate:<24} {one.ratio:7.3f}{verdict}"
         )
     now, then = _ours(rows), _ours(baseline.rows)
     for word, only in (("now", now.keys() - then.keys()), ("then", then.keys() - now.keys())):
-        lines += [f"{case:<40} {numel:>10} only {word}" for case, numel in sorted(only)]
+        lines += [f"{case:<44} {numel:>10} only {word}" for case, numel in sorted(only)]
     slower = sum(one.slower for one in found)
     lines.append(f"{slower} of {len(found)} rows slower ({RULE})")
     return "\n".join(lines)

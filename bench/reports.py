@@ -196,14 +196,14 @@ def format_table(report: Report, peak_gb_per_s: float | None = None) -> str:
         f"triton {machine['triton']}, commit {machine['commit']}",
         "us a call: median [10 %, 90 %] of the samples; % copy: of the rate of the fastest copy of "
         f"as many bytes, of a read for what writes next to nothing{peak}",
-        f"{'case':<40} {'elements':>10} {'candidate':<23} {'us':>9} {'spread':>19} {'GB/s':>8} "
+        f"{'case':<44} {'elements':>10} {'candidate':<23} {'us':>9} {'spread':>19} {'GB/s':>8} "
         f"{'copy':>8} {'% copy':>7} {'target':>7}" + (f" {'% peak':>7}" if peak else ""),
     ]
     for row in report.rows:
         target = "" if row.target is None else f"{row.target:.0f}"
         share = f" {100.0 * row.gb_per_s / peak_gb_per_s:7.1f}" if peak_gb_per_s else ""
         lines.append(
-            f"{row.case:<40} {row.numel:>10} {row.candidate:<23} {row.median_us:9.1f} "
+            f"{row.case:<44} {row.numel:>10} {row.candidate:<23} {row.median_us:9.1f} "
             f"{f'[{row.low_us:.1f}, {row.high_us:.1f}]':>19} {row.gb_per_s:8.2f} "
             f"{row.copy_gb_per_s:8.2f} {row.percent_of_copy:7.1f} {target:>7}{share}"
         )

@@ -2,8 +2,7 @@
 
     prune    what the compiler says rules a candidate out, at no run
     gate     a candidate whose result is wrong is never timed
-    rounds   all that are left, once a round, each round in the reverse order of the one before;
-             after 4, 8 and 16 of them the slower half goes, unless it is close to the best
+    rounds   all that are left, once a round, each round in the reverse order of the one before
     choice   among those within 1 % of the best the default, else the smallest block
 
 A candidate's score is the median of its ratios to the default in the same rounds, so that what
@@ -18,14 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..kernels import LaunchConfig
-from .timing import alternating_order, pair_ratios
+from .timing import pair_ratios
 
 MIN_ROUNDS, MAX_ROUNDS = 8, 40
-HALVED_AFTER = (4, 8, 16)
-CLOSE = 1.03
 TIE = 1.01
 
-TIMED, SLOWER, NO_TIME = "timed", "slower", "no time"
+TIMED, NO_TIME = "timed", "no time"
 
 
 class NotTimedError(Exception):
@@ -34,7 +31,7 @@ class NotTimedError(Exception):
 
 @dataclass
 class Trial:
-    """What became of one candidate: timed to the end, slower, no time, or why it was ruled out.
+    """What became of one candidate: timed, no time, or why it was ruled out.
 
     samples: seconds. score: the median of the ratios to the default; below 1 is faster.
     """
@@ -114,37 +111,19 @@ def _time(
     deadline: float,
 ) -> None:
     default = trials[0]
-    for number in range(1, MAX_ROUNDS + 1):
-        # Two rounds of the alternating order are forwards and back: the last one is this one's.
-        order = list(alternating_order(trials, 1 + number % 2))[-len(trials) :]
-        for trial in order:
+    for number in range(MAX_ROUNDS):
+        for trial in trials[::-1] if number % 2 else trials:
             try:
                 trial.samples.append(sample(trial.config))
             except NotTimedError as error:
                 trial.fate = str(error)
-        if default.fate != TIMED:
-            return
         trials = [one for one in trials if one.fate == TIMED]
-        for trial in trials:
-            ratios = pair_ratios(trial.samples, default.samples)
-            trial.score = statistics.median(ratios)
-        if number in HALVED_AFTER:
-            trials = _better(trials)
-        if len(trials) == 1 or (number >= MIN_ROUNDS and now() >= deadline):
+        if default.fate != TIMED or len(trials) == 1:
             return
-
-
-def _better(trials: list[Trial]) -> list[Trial]:
-    """The faster half, what is close to the best, and the default."""
-    scores = [one.score for one in trials if one.score is not None]
-    limit = max(statistics.median_low(scores), min(scores) * CLOSE)
-    kept = []
-    for index, trial in enumerate(trials):
-        if index == 0 or (trial.score is not None and trial.score <= limit):
-            kept.append(trial)
-        else:
-            trial.fate = SLOWER
-    return kept
+        for trial in trials:
+            trial.score = statistics.median(pair_ratios(trial.samples, default.samples))
+        if number + 1 >= MIN_ROUNDS and now() >= deadline:
+            return
 
 
 def size_of(config: LaunchConfig) -> tuple[int, int]:

@@ -96,13 +96,13 @@ def _index(case: Case, operands: Operands, place: float) -> dict[str, int]:
     if not case.name.endswith(STOCHASTIC) or case.op in _CUTS:
         return {}
     part = _cut(case, operands, place).read[0]
-    return {"first_index": part.storage_offset() - operands.read[0].storage_offset()}
+    return {"first_index": int(part.storage_offset() - operands.read[0].storage_offset())}
 
 
 class _Piece(NamedTuple):
     """Elements `start` to `stop` of a tensor of several."""
 
-    index: int
+    tensor: int
     start: int
     stop: int
 
@@ -147,13 +147,13 @@ def _tensors(case: Case, operands: Operands, place: float) -> Operands:
 
 
 def _part(tensors: Sequence[torch.Tensor], piece: _Piece) -> torch.Tensor:
-    return tensors[piece.index].view(-1)[piece.start : piece.stop]
+    return tensors[piece.tensor].view(-1)[piece.start : piece.stop]
 
 
 def _packed(case: Case, operands: Operands, place: float) -> Operands:
     """Of tensors and what they are packed into."""
     piece = _piece(operands.read, place)
-    start = offsets_of(operands.read)[0][piece.index] + piece.start
+    start = offsets_of(operands.read)[0][piece.tensor] + piece.start
 
     def cut(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [flat[start : start + piece.stop - piece.start] for flat in flats]
@@ -169,7 +169,7 @@ def _unpacked(case: Case, operands: Operands, place: float) -> Operands:
     """The other way round."""
     tensors = operands.results()
     piece = _piece(tensors, place)
-    start = offsets_of(tensors)[0][piece.index] + piece.start
+    start = offsets_of(tensors)[0][piece.tensor] + piece.start
     (flat,) = operands.read
     kind = "updated" if operands.updated else "written"
     return Operands(
@@ -217,7 +217,7 @@ def _message_of(
     """The message that the piece alone would make, out of that of all tensors."""
     whole = message_layout(form, [tensor.numel() for tensor in tensors])
     part = message_layout(form, [piece.stop - piece.start])
-    first = whole.offsets[piece.index] + piece.start
+    first = whole.offsets[piece.tensor] + piece.start
     found = message.new_zeros(part.num_bytes)
     write_header(found, part)
     for begin, end in _SECTIONS:

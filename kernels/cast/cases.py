@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -76,7 +77,7 @@ def _cast_case(dtype: str, form: str, *, stochastic: bool) -> Case:
     name = f"{form} from {dtype}" + STOCHASTIC * stochastic
     moved = DTYPES[dtype].itemsize + _width(form)
 
-    def call(operands: Operands, **index: int) -> None:
+    def call(operands: Operands, **index: Any) -> None:
         (x,), (out,) = operands.read, operands.written
         cast(x, form, out=out, **(NOISE if stochastic else {}), **index)
 

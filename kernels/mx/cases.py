@@ -88,7 +88,7 @@ def _quantize_case(dtype: str, element: str, *, stochastic: bool, swizzled: bool
     name = f"{element} from {dtype}" + STOCHASTIC * stochastic + SWIZZLED * swizzled
     moved = DTYPES[dtype].itemsize + _bytes_of(element)
 
-    def call(operands: Operands, **index: int) -> None:
+    def call(operands: Operands, **index: Any) -> None:
         (x,), (data, scales) = operands.read, operands.written
         noise = (NOISE if stochastic else {}) | index
         quantize_mx(x, element=element, swizzled=swizzled, out=(data, scales), **noise)

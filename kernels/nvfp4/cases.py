@@ -132,7 +132,7 @@ def _quantize_case(dtype: str, words: str) -> Case:
     name = f"from {dtype} {words}".rstrip()
     moved = DTYPES[dtype].itemsize + _bytes()
 
-    def call(operands: Operands, **index: int) -> tuple[torch.Tensor, ...]:
+    def call(operands: Operands, **index: Any) -> tuple[torch.Tensor, ...]:
         (x,), (amax,) = operands.read, operands.scalars
         return quantize_nvfp4(x, global_amax=amax, **_options(words), **index)[:2]
 

@@ -9,9 +9,9 @@ import torch
 
 from sidestream.bench.clocks import rotation_of
 from sidestream.bench.kernel_cases import packages, parts
+from sidestream.bench.kernel_cases.candidates import candidates_of
 from sidestream.bench.kernel_cases.plain import plain_of
 from sidestream.bench.kernel_cases.rivals import rivals_of
-from sidestream.bench.kernel_table import candidates_of
 from sidestream.kernels import message_layout
 from sidestream.kernels.cases import cases
 
@@ -25,8 +25,8 @@ CUT = [
     "pack bf16 to fp32", "pack bf16 to fp32 accumulate", "unpack bf16 to bf16",
     "reduce bf16 to fp32 world 2 accumulate", "cast e4m3 from bf16",
     "cast bf16 from fp32 stochastic", "cast_back e4m3 to bf16", "quantize_fp8 tensor from bf16",
-    "quantize_fp8 delayed from bf16", "quantize_fp8 128x128 from bf16", "quantize_mx e2m1 from bf16",
-    "update_fp8_scales max of 16",
+    "quantize_fp8 delayed from bf16", "quantize_fp8 128x128 from bf16",
+    "quantize_mx e2m1 from bf16", "update_fp8_scales max of 16",
     "quantize_nvfp4 from bf16 stochastic", "amax_nvfp4 of bf16", "hadamard16 of bf16",
     "pack_message mxfp8 from bf16", "pack_message nvfp4 from bf16", "unpack_message mxfp8 to bf16",
     "reduce_messages nvfp4 to fp32 world 8", "reduce_peer_messages mxfp8 to fp32 world 8",
