@@ -30,7 +30,7 @@ LIMIT_S = 90.0
 FIRST_OPS = ("pack_", "unpack_", "reduce_", "flat_adamw_", "flat_sgd_", "l2_norm_")
 # torch.compile would take minutes.
 PACE = replace(kernel_table.GPU_PACE, compiled=False)
-DRY_NUMEL = 64 * 1024
+DRY_NUMEL = 16 * 1024
 DRY_PACE = kernel_table.Pace(passes=1, min_rounds=1, max_rounds=1, seconds=0.0, sample_s=0.0)
 
 

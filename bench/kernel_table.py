@@ -23,14 +23,13 @@ from ..training.errors import UsageError
 from .bandwidth import BASELINES, copies, reads
 from .clocks import SAMPLE_S, Clock, Ticker, clock_of, num_rotated, rotation_of
 from .kernel_cases import parts
-from .kernel_cases.case import COMPILED, OURS, Bind, Run, ours
+from .kernel_cases.candidates import candidates_of
+from .kernel_cases.case import OURS, Bind, Run
 from .kernel_cases.packages import quiet
-from .kernel_cases.plain import plain_of
-from .kernel_cases.rivals import UNCAPTURED, rivals_of
+from .kernel_cases.rivals import UNCAPTURED
 from .reports import EVENTS_METHOD, GRAPH_METHOD, KIND, SCHEMA_VERSION, Report, Row, document
 from .timing import alternating_order, pair_ratios
 
-TORCH_COMPILE = "torch.compile"
 LAUNCHED = ", launched"
 """Behind the name of what is timed by launches too, beside what no graph may hold."""
 # The definitions run on the CPU; what is larger is looked at in parts.
@@ -245,21 +244,6 @@ def _sample(
     for name, times in _in_turn(tickers, pace).items():
         job.samples.setdefault(name, []).extend(times)
     return None
-
-
-def candidates_of(case: Case, *, compiled: bool) -> dict[str, Bind]:
-    """Ours first, then the rivals; with `compiled` those as well that torch.compile makes."""
-    found = {OURS: ours(case), **rivals_of(case)}
-    if not compiled:
-        return {name: bind for name, bind in found.items() if COMPILED not in name}
-    # Compiled code is found again by the source it was made from, which cases share: after a few
-    # sizes and dtypes of the same source torch would run it uncompiled.
-    with quiet():
-        torch.compiler.reset()
-    plain = plain_of(case)
-    if plain is not None:
-        found[TORCH_COMPILE] = lambda operands: torch.compile(plain(operands), dynamic=False)
-    return found
 
 
 def _bound(

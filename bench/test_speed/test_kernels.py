@@ -18,9 +18,9 @@ from sidestream.bench.clocks import clock_of, rotation_of
 from sidestream.bench.commands.kernels import device_named
 from sidestream.bench.commands.parsing import size
 from sidestream.bench.kernel_cases import parts
+from sidestream.bench.kernel_cases.candidates import candidates_of
 from sidestream.bench.kernel_cases.packages import quiet
 from sidestream.bench.kernel_cases.selection import Selection, select
-from sidestream.bench.kernel_table import candidates_of
 from sidestream.training.errors import UsageError
 
 

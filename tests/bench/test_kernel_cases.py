@@ -9,9 +9,9 @@ import torch
 
 from sidestream.bench.clocks import rotation_of
 from sidestream.bench.kernel_cases import packages, parts
+from sidestream.bench.kernel_cases.candidates import candidates_of
 from sidestream.bench.kernel_cases.plain import plain_of
 from sidestream.bench.kernel_cases.rivals import rivals_of
-from sidestream.bench.kernel_table import candidates_of
 from sidestream.kernels import message_layout
 from sidestream.kernels.cases import cases
 

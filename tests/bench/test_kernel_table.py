@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sidestream.bench import clocks, kernel_table
-from sidestream.bench.kernel_cases import parts
+from sidestream.bench.kernel_cases import candidates, parts
 from sidestream.bench.kernel_cases.case import OURS
 from sidestream.bench.kernel_cases.selection import Selection, select
 from sidestream.bench.kernel_table import Pace, measure, report_of
@@ -186,7 +186,7 @@ def _raises(error):
 
 def test_rivals_that_fail_are_left_out_and_told_and_missing_ones_once(monkeypatch):
     rivals = {"absent": _raises(ImportError("no x")), "broken": _raises(OSError("y\nz"))}
-    monkeypatch.setattr(kernel_table, "rivals_of", lambda case: rivals)
+    monkeypatch.setattr(candidates, "rivals_of", lambda case: rivals)
     measured = measure(_cases(CAST, "cast e2m1 from bf16"), [NUMEL], CPU, replace(TINY, passes=2))
     assert [row.candidate for row in measured.rows] == [OURS, OURS]
     assert measured.notes == (
