@@ -12,13 +12,14 @@ from sidestream.tests.kernels.compiling import compile_kernel
 from sidestream.tests.kernels.formats import code_probes
 
 
-def compile_probes(target, element):
-    """What encodes, and what decodes."""
+@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=lambda row: row.name)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_function_compiles(target, element):
+    """With the hardware's conversions where there are any; E5M2's saturate as E4M3's do."""
     options = {"HARDWARE": target in HARDWARE_FP8, "ELEMENT": element_of(element)}
-    pointers = {"values": "*fp32", "found": "*u8", "noise": "*i32"}
     encoded = compile_kernel(
         code_probes.encode_probe,
-        {**pointers, "seed": "i64", "first": "i64"},
+        {"values": "*fp32", "found": "*u8", "noise": "*i32", "seed": "i64", "first": "i64"},
         options | {"BLOCK": 512},
         target,
         num_warps=4,
@@ -26,14 +27,6 @@ def compile_probes(target, element):
     decoded = compile_kernel(
         code_probes.decode_probe, {"codes": "*u8", "found": "*fp32"}, options, target, num_warps=4
     )
-    return encoded, decoded
-
-
-@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=lambda row: row.name)
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_function_compiles(target, element):
-    """With the hardware's conversions where there are any; E5M2's saturate as E4M3's do."""
-    encoded, decoded = compile_probes(target, element)
     assert encoded.spill_bytes == decoded.spill_bytes == 0
     converted = f"F2FP.SATFINITE.{element.name.upper()}.F32" in encoded.assembly
     assert converted == (target in HARDWARE_FP8 and element in (E4M3, E5M2))
