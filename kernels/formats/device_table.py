@@ -1,7 +1,7 @@
 """The rows of the table of formats as kernels take them: one compile-time constant each.
 
 A kernel has an argument `CODEC: tl.constexpr` or `ELEMENT: tl.constexpr`, and inside it what these
-objects have: `CODEC.form.block_numel` is a number, `CODEC.scaled(...)` a call of a JIT function.
+objects have: `CODEC.block_numel` is a number, `CODEC.scaled(...)` a call of a JIT function.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Element(Constant):
 class Codec(Constant):
     """A message format with a rule for its scales: JIT functions of `table.Codec`'s contract.
 
-    block_numel: elements that share a scale, 0 where those of a row do, or none; scale: the type of
-    blocks' own scales, as they are stored. has_rows: rows have FP32 scales. rule: a JIT function of
-    amax and Element where scales are E8M0, a bool, whether they are powers of two, where they are
-    FP32. scaled, factors: `None` where elements have no scales.
+    element: the `element_constant`. block_numel: elements that share a scale, 0 where those of a
+    row do, or none; scale: the type of blocks' own scales, as they are stored. has_rows: rows have
+    FP32 scales. rule: a JIT function of amax and Element where scales are E8M0, a bool, whether
+    they are powers of two, where they are FP32. scaled, factors: `None` without scales.
     """
 
-    element: Element
+    element: Any
     block_numel: int = 0
     scale: tl.dtype | None = None
     has_rows: bool = False
@@ -105,10 +105,10 @@ def element_of(form: ElementFormat | WireFormat) -> Element:
     return Element(form, _TRITON_DTYPES.get(form.dtype), **vars(conversions))
 
 
-def element_constant(form: ElementFormat) -> Any:
-    """The `Element` for a global of a module, where only a constexpr is seen when compiling.
+def element_constant(form: ElementFormat | WireFormat) -> Any:
+    """The `Element` as JIT functions see it in a global of their module, or in another constant.
 
-    Triton's interpreter would not look into that.
+    Triton 3.6 passes on no other object from there; its interpreter does not look into a constexpr.
     """
     element = element_of(form)
     return element if INTERPRETED.value else tl.constexpr(element)
@@ -118,9 +118,9 @@ def element_constant(form: ElementFormat) -> Any:
 def codec_of(form: MessageFormat, rule: ScaleRule | bool | None = None) -> Codec:
     """The one `Codec` of a row and what `rule_of` says."""
     if form.codec is None:
-        return Codec(element_of(form.element))
+        return Codec(element_constant(form.element))
     return Codec(
-        element_of(form.element),
+        element_constant(form.element),
         block_numel=form.block_numel or 0,
         scale=tl.float32 if form.scale_dtype is torch.float32 else tl.uint8,
         has_rows=form.has_rows,

@@ -209,11 +209,13 @@ class Codec:
 
     ``device``: a module with the same as JIT functions, where n blocks make rows of ROW elements
 
-        scaled(x, CODEC, ROW, HARDWARE) -> (x times that, scales [n] or None, row scales or None)
+        scaled(x, CODEC, ROW, HARDWARE) -> (x times that, scales [n], row scales)
         factors(scales, row_scales, CODEC, HARDWARE) -> FP32 of the shape of either
 
     x is FP32 [n, elements of a block], or with ``in_halves`` two of them, [n, half of a block], so
-    that a thread has all of a block. `CODEC` is the `device_table.Codec`. One module may be both.
+    that a thread has all of a block. Of the two kinds of scales, one that the format has not may be
+    anything that is returned, and is None where it is passed. `CODEC` is the `device_table.Codec`.
+    One module may be both.
     """
 
     definition: str

@@ -34,14 +34,10 @@ def inverse_of(scale) -> tl.tensor:
 
 @triton.jit
 def scaled(x, CODEC: tl.constexpr, ROW: tl.constexpr, HARDWARE: tl.constexpr) -> tuple:
-    """FP32 [blocks, elements of one] -> (what is to be encoded, block scales or None, or rows')."""
+    """FP32 [blocks, elements of one] -> (what is to be encoded, what is stored [blocks], twice)."""
     scale = scale_of(device.amax(x, 1), CODEC.element, CODEC.rule)
-    x = x * scale[:, None]
     stored = inverse_of(scale)
-    if CODEC.has_rows:
-        return x, None, stored
-    else:
-        return x, stored, None
+    return x * scale[:, None], stored, stored
 
 
 @triton.jit

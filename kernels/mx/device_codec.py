@@ -13,9 +13,9 @@ from ..formats import device_codes as device
 
 @triton.jit
 def scaled(x, CODEC: tl.constexpr, ROW: tl.constexpr, HARDWARE: tl.constexpr) -> tuple:
-    """FP32 [blocks, elements of one] -> (what is to be encoded, the scale bytes [blocks], None)."""
+    """FP32 [blocks, elements of one] -> (what is to be encoded, scale bytes [blocks], twice)."""
     scale_bytes = CODEC.rule(device.amax(x, 1), CODEC.element)
-    return x * device.reciprocal_e8m0(scale_bytes)[:, None], scale_bytes, None
+    return x * device.reciprocal_e8m0(scale_bytes)[:, None], scale_bytes, scale_bytes
 
 
 @triton.jit

@@ -242,15 +242,15 @@ def _dequantize_kernel(
     elif MASKED:
         PIECE: tl.constexpr = BLOCKS // _PIECES
         for piece in range(0, BLOCKS, PIECE):
-            row, column = _block_places(first + piece, width, SWIZZLED, PIECE)
+            at = first + piece
+            row, column = _block_places(at, width, SWIZZLED, PIECE)
             begins = (row < rows) & (column * 32 < row_numel)
             row_bytes = (row_numel + PER_BYTE - 1) // PER_BYTE
             places, in_row = _places_in_rows(row, column, row_bytes, 32 // PER_BYTE)
             code = tl.load(data + places, mask=begins[:, None] & in_row, other=0)
             if PER_BYTE > 1:
                 code = device.unpack_nibbles(code)
-            scales_at = scales + first + piece + tl.arange(0, PIECE)
-            scale_bytes = tl.load(scales_at, mask=begins, other=0)
+            scale_bytes = tl.load(scales + at + tl.arange(0, PIECE), mask=begins, other=0)
             factors = CODEC.factors(scale_bytes, None, CODEC, HARDWARE)
             value = device.value_of(code, ELEMENT, HARDWARE) * factors[:, None]
             index, in_row = _places_in_rows(row, column, row_numel, 32)

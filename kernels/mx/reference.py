@@ -27,23 +27,19 @@ byte 0. Noise is that of an element's index in the whole tensor, `first_index` p
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
-from torch.nn.functional import pad
 
 from ..formats import swizzle
 from ..formats.codes import loaded, stored
 from ..formats.noise import noise_bits
+from ..formats.rows import blocks_of, pieces_of, width_of
 from ..formats.table import ELEMENTS, MXFP8, SCALE_RULES, BlockFormat, ElementFormat, ScaleRule
 from .codec import factors_of, scales_of
 
 BLOCK_NUMEL = 32
 
 assert MXFP8.block_numel == BLOCK_NUMEL
-
-# Conversions need some ten times an element's bytes, so rows are worked on in pieces.
-_CHUNK_NUMEL = 128 * 1024
 
 
 def elements() -> dict[str, ElementFormat]:
@@ -74,14 +70,14 @@ def quantize_mx_(
     data: the bytes of rows [..., K]. scales: bytes, one a block [..., ceil(K / 32)], or swizzled
     ones, 1-D.
     """
-    form, width = form_of(ELEMENTS[element]), _width(x.shape[-1])
+    form, width = form_of(ELEMENTS[element]), width_of(x.shape[-1], BLOCK_NUMEL)
     rows = x.view(-1, width)
     made_data = data.view(torch.uint8).view(len(rows), form.data_bytes(width))
     plain = scales.view(torch.uint8)
     if swizzled:
         plain = plain.new_empty(*x.shape[:-1], form.num_blocks(x.shape[-1]))
     by_row = plain.view(len(rows), form.num_blocks(width))
-    for piece in _pieces(len(rows), width):
+    for piece in pieces_of(len(rows), width):
         values, noise = rows[piece].float(), None
         if seed is not None:
             first = first_index + piece.start * width
@@ -104,12 +100,12 @@ def dequantize_mx_(
     if swizzled:
         num_rows, num_blocks = out.shape[:-1].numel(), form.num_blocks(row_numel)
         scale_bytes = swizzle.unswizzle_scales(scale_bytes, num_rows, num_blocks)
-    width = _width(row_numel)
+    width = width_of(row_numel, BLOCK_NUMEL)
     rows = out.view(-1, width)
     scale_bytes = scale_bytes.view(len(rows), form.num_blocks(width))
     data_bytes = data.view(torch.uint8).view(len(rows), form.data_bytes(width))
-    for piece in _pieces(len(rows), width):
-        blocks = _blocks(loaded(data_bytes[piece], form.element, width))
+    for piece in pieces_of(len(rows), width):
+        blocks = blocks_of(loaded(data_bytes[piece], form.element, width), BLOCK_NUMEL)
         blocks = blocks * factors_of(scale_bytes[piece]).unsqueeze(-1)
         rows[piece] = blocks.flatten(-2)[:, :width]
 
@@ -118,23 +114,7 @@ def _quantized_rows(
     values: torch.Tensor, form: BlockFormat, rule: ScaleRule, noise: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 [r, K] -> bytes [r, those of a row] of codes, and [r, blocks] of scales."""
-    blocks = _blocks(values)
+    blocks = blocks_of(values, BLOCK_NUMEL)
     multipliers, scale_bytes, _ = scales_of(blocks, form, rule)
     scaled = (blocks * multipliers.unsqueeze(-1)).flatten(-2)[:, : values.shape[1]]
     return stored(scaled.contiguous(), form.element, noise), scale_bytes
-
-
-def _width(row_numel: int) -> int:
-    """The length of rows to work on: whole blocks are rows of their own, so no row is too long."""
-    return row_numel if row_numel % BLOCK_NUMEL else BLOCK_NUMEL
-
-
-def _blocks(rows: torch.Tensor) -> torch.Tensor:
-    """[r, K] -> [r, blocks, 32], zeros for the elements that a short block lacks."""
-    return pad(rows, (0, -rows.shape[1] % BLOCK_NUMEL)).unflatten(-1, (-1, BLOCK_NUMEL))
-
-
-def _pieces(num_rows: int, width: int) -> Iterator[slice]:
-    step = max(1, _CHUNK_NUMEL * torch.get_num_threads() // width)
-    for start in range(0, num_rows, step):
-        yield slice(start, start + step)

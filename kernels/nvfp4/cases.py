@@ -32,7 +32,7 @@ _DEQUANTIZE = Row(
 _HADAMARD = Row(
     "hadamard16_", "hadamard16", "fp32, bf16, fp16", "source + result",
     "fp32 sums in a fixed order, then nearest even, once",
-    "bit-exact: `nvfp4.reference_hadamard`; its matrix in FP64",
+    "bit-exact: `nvfp4.reference`; its matrix in FP64",
     "NVIDIA, NVFP4 pretraining, 2025", 0.88,
 )  # fmt: skip
 

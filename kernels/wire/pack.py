@@ -155,9 +155,9 @@ def _pack_part(
         x = (x, values_of(address, kind, begin, places, count, scale, SIXTEENS, FULL, WIDTH))
     if CODEC.scaled is not None:
         x, scales, row_scales = CODEC.scaled(x, CODEC, ROW, HARDWARE)
-        if scales is not None:
+        if CODEC.block_numel:
             _store_scales(scales, message, scales_at, start, extent, FULL, BLOCK)
-        if row_scales is not None:
+        if CODEC.has_rows:
             _store_scales(row_scales, message, rows_at, start, extent, FULL, ROW)
     if CODEC.in_halves:
         low_bits = None

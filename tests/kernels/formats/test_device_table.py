@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from sidestream.kernels.formats.device_table import codec_of, element_of
+from sidestream.kernels.formats.device_table import codec_of, element_constant, element_of
 from sidestream.kernels.formats.table import E2M1, E4M3, MXFP8, SCALE_RULES, rule_of
 
 
@@ -38,9 +38,9 @@ PAIRS = {
     ],
     "rule": [codec_of(MXFP8, SCALE_RULES[rule]) for rule in ("rceil", "even")],
     "number": [CODEC, dataclasses.replace(CODEC, block_numel=16)],
-    "element": [CODEC, dataclasses.replace(CODEC, element=element_of(E2M1))],
+    "element": [CODEC, dataclasses.replace(CODEC, element=element_constant(E2M1))],
     "element's number": [
-        dataclasses.replace(CODEC, element=element_of(form))
+        dataclasses.replace(CODEC, element=element_constant(form))
         for form in (E3M2, dataclasses.replace(E3M2, max_code=0x7D))
     ],
 }
@@ -70,6 +70,6 @@ def test_a_row_has_one_object():
     assert codec_of(MXFP8, SCALE_RULES["rceil"]) is CODEC
     assert codec_of(MXFP8, rule_of(MXFP8, "rceil", False)) is CODEC
     assert copy.deepcopy(CODEC) is CODEC
-    assert element_of(MXFP8.element) is CODEC.element
-    assert CODEC.element.dtype is tl.float8e4nv
+    assert element_of(MXFP8.element) is CODEC.element.value
+    assert element_of(E4M3).dtype is tl.float8e4nv
     assert element_of(dataclasses.replace(E3M2, dtype=torch.uint8)).dtype is None
