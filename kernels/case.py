@@ -132,10 +132,10 @@ class Case:
 
     name: unique within the op. format, dtype, world: what options select it by. make: the tensors,
     on a device. call: the public function on them; returns its results, or None where it leaves
-    them in the operands; of a matrix with noise it takes a `first_index` too. num_bytes: the cost
-    model of the size asked for, `passes` times over what is read. count: finds the path of full
-    tiles, None where there is none. counted: which of its launches is counted, the others being
-    small, or an earlier pass. recorded_numel: a size of whole tiles, so that nothing else is
+    them in the operands; with noise it takes the `first_index` of one tensor too. num_bytes: the
+    cost model of the size asked for, `passes` times over what is read. count: finds the path of
+    full tiles, None where there is none. counted: which of its launches is counted, the others
+    being small, or an earlier pass. recorded_numel: a size of whole tiles, so that nothing else is
     compiled where the launcher leaves it out. copy_share: the part of a copy's rate that it is to
     reach on a GPU. standard: measured where nobody asks for formats or dtypes.
     """

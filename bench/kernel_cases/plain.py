@@ -13,7 +13,14 @@ from ...kernels import E2M1, E4M3, NVFP4
 from ...kernels.case import Case, Operands
 from ...kernels.inputs import offsets_of
 from .case import Bind, as_bind
-from .rivals import cast_by_torch, is_noisy, largest_by_torch, norm_by_torch
+from .rivals import (
+    cast_by_torch,
+    is_cast_by_torch,
+    is_noisy,
+    is_of_ours,
+    largest_by_torch,
+    norm_by_torch,
+)
 
 _MX_BLOCK, _NVFP4_BLOCK = 32, 16
 _BETAS, _EPS, _DECAY = (0.9, 0.999), 1e-8, 1e-2
@@ -21,8 +28,7 @@ _BETAS, _EPS, _DECAY = (0.9, 0.999), 1e-8, 1e-2
 
 def plain_of(case: Case) -> Bind | None:
     """The formulation of a case; None where nobody would write one, or not in a few lines."""
-    words = case.name.split()
-    if is_noisy(case) or "hadamard" in words or "scaled" in words or case.op not in _PLAIN:
+    if is_noisy(case) or is_of_ours(case) or "hadamard" in case.name or case.op not in _PLAIN:
         return None
     return _PLAIN[case.op](case)
 
@@ -73,8 +79,11 @@ def _quantize_fp8(case: Case) -> Bind | None:
     return None if scaling == "delayed" else as_bind(partial(_quantized_fp8, scaling))
 
 
-def _quantize_mx(case: Case) -> Bind:
-    element = E2M1 if case.format == "mxfp4" else E4M3
+def _quantize_mx(case: Case) -> Bind | None:
+    element = {one.name: one for one in (E2M1, E4M3)}.get(case.name.split()[0])
+    if element is None:
+        return None
+    largest_finite = element.max_finite
 
     def bind(operands: Operands) -> Callable[[], None]:
         (x,), (data, scales) = operands.read, operands.written
@@ -82,7 +91,7 @@ def _quantize_mx(case: Case) -> Bind:
 
         def run() -> None:
             blocks = x.float().unflatten(-1, (-1, _MX_BLOCK))
-            largest = blocks.abs().amax(-1, keepdim=True) / element.max_finite
+            largest = blocks.abs().amax(-1, keepdim=True) / largest_finite
             exponent = largest.log2().ceil().clamp(-127.0, 127.0)
             scaled = (blocks * torch.exp2(-exponent)).view_as(x)
             data.copy_(_packed_e2m1(scaled) if element is E2M1 else scaled)
@@ -129,7 +138,7 @@ _PLAIN: Mapping[str, Callable[[Case], Bind | None]] = {
     "pack_": _pack,
     "unpack_": lambda case: as_bind(_unpacked),
     "reduce_": _reduce,
-    "cast_": lambda case: None if case.format == E2M1.name else cast_by_torch,
+    "cast_": lambda case: cast_by_torch if is_cast_by_torch(case) else None,
     "quantize_fp8_": _quantize_fp8,
     "quantize_mx_": _quantize_mx,
     "amax_nvfp4_": lambda case: largest_by_torch,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ...kernels import E2M1, hadamard16
+from ...kernels import hadamard16
 from ...kernels.case import Case, Operands
 from ...kernels.inputs import offsets_of
 from . import packages
@@ -29,14 +29,22 @@ _NEVER = 1e30  # a norm to clip at
 _LR, _BETAS, _EPS, _DECAY, _MOMENTUM = 1e-3, (0.9, 0.999), 1e-8, 1e-2, 0.9
 _GROUP = 16
 _SCALINGS = {f"fp8_{scaling}": scaling for scaling in ("tensor", "row", "1x128", "128x128")}
-_ELEMENTS = {"mxfp8": "e4m3", "mxfp4": "e2m1"}
+# What torch casts to and from.
+_CAST_BY_TORCH = ("bf16", "fp16", "e4m3", "e5m2")
+# Words of cases that nobody else has: what they make is scaled, laid out or cut otherwise.
+_OF_OURS = frozenset(("scaled", "swizzled", "inverse", "torchao", "uneven", "all"))
 
 
 def rivals_of(case: Case) -> Rivals:
     """By the names that rows bear; each may raise when it is bound."""
-    if " scaled" in case.name or case.op not in _RIVALS:
+    if is_of_ours(case) or case.op not in _RIVALS:
         return _NONE
     return _RIVALS[case.op](case)
+
+
+def is_of_ours(case: Case) -> bool:
+    """Whether nobody else does quite that."""
+    return not _OF_OURS.isdisjoint(case.name.split())
 
 
 def is_noisy(case: Case) -> bool:
@@ -136,7 +144,12 @@ def cast_by_torch(operands: Operands) -> Run:
 
 
 def _cast(case: Case) -> Rivals:
-    return {} if is_noisy(case) or case.format == E2M1.name else {"Tensor.copy_": cast_by_torch}
+    return {"Tensor.copy_": cast_by_torch} if is_cast_by_torch(case) else {}
+
+
+def is_cast_by_torch(case: Case) -> bool:
+    """Whether torch rounds to the format, and so."""
+    return case.format in _CAST_BY_TORCH and not is_noisy(case)
 
 
 def _quantize_fp8(case: Case) -> Rivals:
@@ -144,11 +157,12 @@ def _quantize_fp8(case: Case) -> Rivals:
 
 
 def _quantize_mx(case: Case) -> Rivals:
-    return {} if is_noisy(case) else packages.mx(_ELEMENTS[case.format])
+    element = case.name.split()[0]
+    return packages.mx(element) if element in ("e4m3", "e2m1") and not is_noisy(case) else {}
 
 
 def _dequantize_mx(case: Case) -> Rivals:
-    return packages.mxfp8_back() if case.format == "mxfp8" and case.dtype != "fp16" else {}
+    return packages.mxfp8_back() if case.name in ("e4m3 to bf16", "e4m3 to fp32") else {}
 
 
 def _quantize_nvfp4(case: Case) -> Rivals:

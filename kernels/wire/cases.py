@@ -136,9 +136,12 @@ def _pack_case(dtype: str, form: str, *, stochastic: bool) -> Case:
         tensors = block(device, numel, DTYPES[dtype])
         return Operands(read=tensors, written=[torch.zeros_like(_message(tensors, form))])
 
-    def call(operands: Operands) -> None:
+    def call(operands: Operands, first_index: int | None = None) -> None:
         (message,) = operands.written
-        pack_message_(message, operands.read, form, **(NOISE if stochastic else {}))
+        noise = dict(NOISE) if stochastic else {}
+        if first_index is not None:
+            noise["first_indices"] = [first_index]
+        pack_message_(message, operands.read, form, **noise)
 
     return Case(
         op="pack_message_",

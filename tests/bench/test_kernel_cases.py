@@ -22,16 +22,29 @@ NUMEL = 20_000
 # A hundred rows, of which a part is one; of 128 x 128 blocks there must be two.
 ROWS_NUMEL, SQUARES_NUMEL = 100 * 4096, 2 * 128 * 4096
 CUT = [
-    "pack bf16 to fp32", "pack bf16 to fp32 accumulate", "unpack bf16 to bf16",
-    "reduce bf16 to fp32 world 2 accumulate", "cast e4m3 from bf16",
-    "cast bf16 from fp32 stochastic", "cast_back e4m3 to bf16", "quantize_fp8 tensor from bf16",
-    "quantize_fp8 delayed from bf16", "quantize_fp8 128x128 from bf16",
-    "quantize_mx e2m1 from bf16", "update_fp8_scales max of 16",
-    "quantize_nvfp4 from bf16 stochastic", "amax_nvfp4 of bf16", "hadamard16 of bf16",
-    "pack_message mxfp8 from bf16", "pack_message nvfp4 from bf16", "unpack_message mxfp8 to bf16",
-    "reduce_messages nvfp4 to fp32 world 8", "reduce_peer_messages mxfp8 to fp32 world 8",
-    "flat_adamw bf16 to bf16", "l2_norm of bf16",
-]  # fmt: skip
+    "pack bf16 to fp32",
+    "pack bf16 to fp32 accumulate",
+    "unpack bf16 to bf16",
+    "reduce bf16 to fp32 world 2 accumulate",
+    "cast e4m3 from bf16",
+    "cast bf16 from fp32 stochastic",
+    "cast_back e4m3 to bf16",
+    "quantize_fp8 tensor from bf16",
+    "quantize_fp8 delayed from bf16",
+    "quantize_fp8 128x128 from bf16",
+    "quantize_mx e2m1 from bf16",
+    "update_fp8_scales max of 16",
+    "quantize_nvfp4 from bf16 stochastic",
+    "amax_nvfp4 of bf16",
+    "hadamard16 of bf16",
+    "pack_message mxfp8 from bf16 stochastic",
+    "pack_message nvfp4 from bf16",
+    "unpack_message mxfp8 to bf16",
+    "reduce_messages nvfp4 to fp32 world 8",
+    "reduce_peer_messages mxfp8 to fp32 world 8",
+    "flat_adamw bf16 to bf16",
+    "l2_norm of bf16",
+]
 
 standard_case = pytest.mark.parametrize("case", STANDARD, ids=lambda case: case.full_name)
 
@@ -116,6 +129,15 @@ def test_rivals_run_again_and_again(case):
         else:
             run()
             run()
+
+
+def test_what_only_we_make_has_no_rivals():
+    """And every case is asked for them."""
+    rivals = {name: candidates_of(case, compiled=False) for name, case in BY_NAME.items()}
+    alone = ("quantize_mx e4m3 from bf16 swizzled", "quantize_mx e5m2 from bf16",
+             "cast e8m0 from bf16", "pack bf16 to bf16 scaled")  # fmt: skip
+    assert all(set(rivals[name]) == {"sidestream"} for name in alone)
+    assert all(plain_of(BY_NAME[name]) is None for name in alone)
 
 
 @standard_case
