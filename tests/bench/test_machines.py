@@ -95,8 +95,3 @@ def test_an_h100_has_the_budgets_that_the_gates_are_made_of(
     assert found.bound == ("bytes" if instructions < budget else "instructions"), name
     assert found.issued == pytest.approx(instructions / budget, rel=0.01)
     assert found.share == pytest.approx(min(1, budget / instructions), rel=0.01)
-
-
-def test_the_compiler_of_amd_says_its_occupancy():
-    assert machines.amd_occupancy("; NumVgprs: 70\n; Occupancy: 6\n") == 0.75
-    assert machines.amd_occupancy("nothing of the kind") is None

@@ -73,7 +73,7 @@ def test_within_its_gate_and_wide_on_hopper(case):
         assert found.instructions is None
         return
     # All but the scales; and the first of two passes, which reads alone, is another kernel's.
-    wide = 0.93 if case.passes == 1 else 0.93 - 2 / 5
+    wide = 0.9 if case.passes == 1 else 0.9 - 2 / 5
     assert found.wide_bytes >= wide * case.moved_bytes
     assert found.instructions > 1
 
@@ -97,14 +97,14 @@ def test_no_32_bit_product_counts_elements(op, name):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_arithmetic_is_ieee_s(target):
-    """No approximate division or root, no contraction: fused operations are the division's own."""
+    """No approximate division or root of FP32, no contraction: a division's own are fused."""
     for op, name in (
         ("quantize_fp8_", "1x128 from bf16"),
         ("flat_adamw_", "bf16 to bf16 all options"),
     ):
         text = compiled(op, name, target).intermediate
         assert "precise_divf" in text
-        assert "arith.divf" not in text
+        assert not re.search(r"(arith\.divf|math\.sqrt) [^\n]*: f32", text)
         assert "math.fma" not in text
 
 
