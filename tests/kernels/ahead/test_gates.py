@@ -97,7 +97,7 @@ def test_no_32_bit_product_counts_elements(op, name):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_arithmetic_is_ieee_s(target):
-    """No approximate division or root of FP32, no contraction: what is fused is a division's own."""
+    """No approximate division or root of FP32, no contraction: a division's own are fused."""
     for op, name in (
         ("quantize_fp8_", "1x128 from bf16"),
         ("flat_adamw_", "bf16 to bf16 all options"),
