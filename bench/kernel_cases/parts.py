@@ -125,13 +125,14 @@ def _piece(tensors: Sequence[torch.Tensor], place: float, align: int = 1) -> _Pi
 
 
 def _rows(case: Case, operands: Operands, place: float) -> Operands:
-    """Whole blocks, of 128 rows where there are as many; what has no rows is left whole, and all is
-    where fewer rows have the scales of as many.
+    """As many rows of every tensor, 128 at a time where scales are of as many; a number that is
+    alone is left whole, and so is all where fewer rows share a scale.
     """
     first = (*operands.read, *operands.updated)[0]
-    blocks = len(first) // SQUARE_ROWS if len(first) % SQUARE_ROWS == 0 else len(first)
-    if _SWIZZLED in case.name and len(first) % SQUARE_ROWS:
-        blocks = 1
+    tensors = (*operands.read, *operands.written, *operands.updated)
+    blocks = len(first)
+    if _SWIZZLED in case.name or any(len(one) % blocks for one in tensors if one.ndim):
+        blocks = blocks // SQUARE_ROWS if blocks % SQUARE_ROWS == 0 else 1
     count = min(blocks, -(-PART_NUMEL * blocks // first.numel()))
     start = round(place * (blocks - count))
 
