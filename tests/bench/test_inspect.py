@@ -163,7 +163,7 @@ def test_what_changed_since_a_commit_is_printed(tmp_path, capsys, monkeypatch):
         for layer in (".", "kernels", "buffers", "sharding", "training", "bench")
         for path in (ROOT / layer).glob("*.py" if layer == "." else "**/*.py")
     }
-    old = sources["kernels/nvfp4/hadamard.py"].replace("BLOCK_NUMEL = 4096", "BLOCK_NUMEL = 2048")
+    old = sources["kernels/nvfp4/hadamard.py"].replace("TILE_NUMEL = 4096", "TILE_NUMEL = 2048")
     assert old != sources["kernels/nvfp4/hadamard.py"]
     repository = _repository(tmp_path, sources | {"kernels/nvfp4/hadamard.py": old})
     monkeypatch.setattr(checkout, "ROOT", repository)
