@@ -1,10 +1,12 @@
 """Integers and memory: where tensors lie in flat buffers, and where that memory comes from."""
 
+from ..kernels import ALIGN_NUMEL as BLOCK_NUMEL
 from .flat_buffer import FlatBuffer
 from .layout import FlatLayout, Segment, flat_layout
 from .pool import BufferPool
 
 __all__ = [
+    "BLOCK_NUMEL",
     "BufferPool",
     "FlatBuffer",
     "FlatLayout",
