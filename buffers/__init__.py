@@ -1,6 +1,6 @@
 """Integers and memory: where tensors lie in flat buffers, and where that memory comes from."""
 
-from ..kernels import ALIGN_NUMEL as BLOCK_NUMEL
+from ..kernels import ALIGN_NUMEL as BLOCK_NUMEL  # what users of buffers call it
 from .flat_buffer import FlatBuffer
 from .layout import FlatLayout, Segment, flat_layout
 from .pool import BufferPool
