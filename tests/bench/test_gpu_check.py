@@ -157,12 +157,11 @@ def test_kernels_that_time_does_not_reach_are_named(check, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("ends", "verdict"),
     [
-        ({"a": "ok"}, "all right"),
         ({"a": "ok", "b": "not run", "c": "not run"}, "all right, but 2 steps not run: b, c"),
         ({"a": "failed", "b": "ok", "c": "failed"}, "FAILED: a, c"),
         ({"a": "failed", "b": "not run"}, "FAILED: a; 1 step not run: b"),
     ],
-    ids=["right", "not-run", "failed", "both"],
+    ids=["not-run", "failed", "both"],
 )
 def test_verdicts(ends, verdict):
     results = [Result(status, "", name=name) for name, status in ends.items()]

@@ -6,7 +6,6 @@ import torch
 from sidestream.bench.models import (
     STEP_TIME_CONFIG,
     TENSORS_A_BLOCK,
-    Block,
     DecoderConfig,
     build_batch,
     build_decoder,
@@ -16,38 +15,14 @@ from sidestream.bench.models import (
 SMALL = DecoderConfig(layers=2, width=16, heads=2, hidden=32, vocabulary=32, sequence=8, batch=2)
 
 
-def test_a_block_is_seven_matrices_and_two_vectors():
-    shapes = [parameter.shape for parameter in Block(SMALL).parameters()]
-    assert len(shapes) == TENSORS_A_BLOCK == 9
-    assert sorted(len(shape) for shape in shapes) == [1, 1, 2, 2, 2, 2, 2, 2, 2]
-
-
 @pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(SMALL, id="small"),
-        pytest.param(host_cost_config(50), id="host-cost"),
-        pytest.param(STEP_TIME_CONFIG, id="step-time"),
-    ],
+    "config", [host_cost_config(50), STEP_TIME_CONFIG], ids=["host-cost", "step-time"]
 )
 def test_size_is_as_the_config_says(config):
     with torch.device("meta"):
         model = build_decoder(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == config.numel
     assert len(list(model.parameters())) == config.layers * TENSORS_A_BLOCK + 3
-
-
-def test_step_time_model_has_25_to_26_million_parameters():
-    assert 25_000_000 <= STEP_TIME_CONFIG.numel <= 26_000_000
-    assert (STEP_TIME_CONFIG.layers, STEP_TIME_CONFIG.width) == (8, 512)
-    assert (STEP_TIME_CONFIG.sequence, STEP_TIME_CONFIG.batch) == (128, 4)
-
-
-def test_host_cost_tensors_are_tiny():
-    assert (
-        max(parameter.numel() for parameter in build_decoder(host_cost_config(1)).parameters())
-        <= 512
-    )
 
 
 def test_every_parameter_gets_a_gradient_and_the_loss_starts_near_chance():

@@ -12,7 +12,7 @@ from sidestream import cli
 from sidestream.bench import kernel_table
 from sidestream.bench.kernel_table import Pace
 from sidestream.bench.report import build
-from sidestream.bench.reports import read_report, write_text
+from sidestream.bench.reports import read_report, write_json
 from sidestream.kernels.ahead import measure
 from sidestream.tests.bench.report_samples import (
     COMMAND,
@@ -134,10 +134,13 @@ def test_many_sizes_are_curves_and_one_is_a_bar():
     cases = list(dict.fromkeys(row.case for row in report.rows))
     curves = _labels(report)
     assert [label.partition(", GB/s by elements")[0] for label in curves] == cases
-    one = report_of("pack_", numels=SIZES[:1])
-    (label,) = _labels(one)
-    assert label.startswith("% of a copy's rate")
-    assert all(f"{row.candidate} {row.percent_of_copy:.0f}" in label for row in one.rows)
+    one = report_of("pack_", numels=SIZES[-1:])
+    (figure,) = _figures(page_of(one))
+    assert figure.get("aria-label").startswith("% of a copy's rate")
+    words = _words(figure)
+    assert f"{cases[0]}, 64M" in words
+    assert words.index("sidestream") < words.index("torch.compile")
+    assert {f"{row.percent_of_copy:.0f} %" for row in one.rows} <= set(words)
     # What fitted at one size alone is a bar beside the others' curves.
     small = report.rows[0].numel
     rows = [row for row in report.rows if row.case != cases[0] or row.numel == small]
@@ -146,28 +149,18 @@ def test_many_sizes_are_curves_and_one_is_a_bar():
     assert last.startswith(f"% of a copy's rate: {cases[0]} sidestream")
 
 
-@pytest.mark.parametrize(("factor", "logarithmic"), [(1, False), (2, False), (50, True)])
+@pytest.mark.parametrize(("factor", "logarithmic"), [(2, False), (50, True)])
 def test_rates_that_would_lie_on_the_axis_have_a_logarithmic_one(factor, logarithmic):
     report = report_of("hadamard16_")
     slow = tuple(replace(row, gb_per_s=row.gb_per_s / factor) for row in report.rows)
     marks = set(_words(_figures(page_of(replace(report, rows=slow)))[0]))
-    assert ("0" in marks) != logarithmic
-    assert ({"10", "100"} <= marks) == logarithmic
+    assert ("0" in marks, {"10", "100"} <= marks) == (not logarithmic, logarithmic)
 
 
-@pytest.mark.parametrize("numels", [SIZES[:1], SIZES], ids=["bars", "curves"])
-def test_a_size_measured_twice_is_drawn_as_it_was_first(numels):
-    once = report_of("hadamard16_", numels=numels)
+def test_a_size_measured_twice_is_drawn_as_it_was_first():
+    once = report_of("hadamard16_")
     again = tuple(replace(row, gb_per_s=1.0, percent_of_copy=1.0) for row in once.rows)
     assert _labels(replace(once, rows=once.rows + again)) == _labels(once)
-
-
-def test_bars_say_whose_they_are_and_how_long():
-    report = report_of("hadamard16_", numels=SIZES[-1:])
-    words = _words(_figures(page_of(report))[0])
-    assert f"{report.rows[0].case}, 64M" in words
-    assert words.index("sidestream") < words.index("torch.compile")
-    assert {f"{row.percent_of_copy:.0f} %" for row in report.rows} <= set(words)
 
 
 def test_a_cpu_s_report_has_no_targets_and_a_predicted_roofline():
@@ -226,14 +219,12 @@ def _made_by(command, folder):
 def test_the_command_makes_the_page_of_a_file(tmp_path, capsys):
     """With points that are what the compiler made for the GPU of the report."""
     report = report_of("hadamard16_", device="NVIDIA A100-SXM4-80GB")
-    write_text(tmp_path / "r.json", report.as_json())
+    write_json(tmp_path / "r.json", report.content())
     text = _made_by(["bench", "report", str(tmp_path / "r.json")], tmp_path)
     assert "of bf16 sm_80" in capsys.readouterr().err
     assert _labels(report) == [svg.get("aria-label") for svg in _figures(text)]
     (roofline,) = _figures(text, roofline=True)
-    found = re.findall(r"hadamard16 (of .*?) ([\d.]+)", roofline.get("aria-label"))
-    assert "of bf16" in dict(found)
-    assert all(0.5 < float(per_byte) < 20 for _, per_byte in found)
+    assert "hadamard16 of bf16 " in roofline.get("aria-label")
 
 
 def test_bench_kernels_makes_the_page_of_its_report(tmp_path, monkeypatch):
@@ -278,21 +269,15 @@ def command(request, tmp_path, monkeypatch):
     """Arguments of both commands that make a page, neither of which is to get to work."""
     monkeypatch.setattr(kernel_table, "measure", _refuse)
     monkeypatch.setattr(measure, "measure_all", _refuse)
-    write_text(tmp_path / "r.json", report_of("hadamard16_").as_json())
+    write_json(tmp_path / "r.json", report_of("hadamard16_").content())
     return COMMAND if request.param == "kernels" else ("bench", "report", str(tmp_path / "r.json"))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("nowhere/r.html", "make the folder"), ("", "folder"), ("r.json/r.html", "make the folder")],
-    ids=["no folder", "folder", "in a file"],
-)
-def test_a_page_that_cannot_be_written_is_refused(command, name, words, tmp_path, capsys):
-    path = str(tmp_path / name)
+def test_a_page_that_cannot_be_written_is_refused(command, tmp_path, capsys):
+    path = str(tmp_path / "nowhere" / "r.html")
     assert cli.main([*command, "--html", path]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("sidestream: error: ")
-    assert all(word in error for word in ("--html", path, words)), error
+    assert all(word in error for word in ("--html", path, "make the folder")), error
 
 
 def test_without_matplotlib_it_says_what_to_install(command, tmp_path, monkeypatch, capsys):
@@ -300,11 +285,4 @@ def test_without_matplotlib_it_says_what_to_install(command, tmp_path, monkeypat
     assert cli.main([*command, "--html", str(tmp_path / "r.html")]) == 2
     error = capsys.readouterr().err
     assert "--html: expected matplotlib, got none; pip install 'sidestream[report]'" in error
-    assert not (tmp_path / "r.html").exists()
-
-
-def test_the_page_of_what_is_no_report_is_refused(tmp_path, capsys):
-    path = tmp_path / "missing.json"
-    assert cli.main(["bench", "report", str(path), "--html", str(tmp_path / "r.html")]) == 2
-    assert "No such file" in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()

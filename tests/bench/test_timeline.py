@@ -65,17 +65,16 @@ def test_operations_on_a_cpu_have_their_lane(name, lane):
 
 
 @pytest.mark.parametrize(
-    ("start", "lane"),
+    ("start", "message", "lane"),
     [
-        ("sidestream::start gradient exchange of unit 'a'", "exchange"),
-        ("sidestream::start gather of unit 'a'", "gather"),
-        ("sidestream::complete gradient exchange of unit 'a'", "gather"),
-        (f"{MESSAGE_RANGE}exchange", "exchange"),
-        (f"{MESSAGE_RANGE}gather", "gather"),
+        ("sidestream::start gradient exchange of unit 'a'", "gloo:send", "exchange"),
+        ("sidestream::start gather of unit 'a'", "gloo:recv", "gather"),
+        ("sidestream::complete gradient exchange of unit 'a'", "gloo:send", "gather"),
+        (f"{MESSAGE_RANGE}exchange", "gloo:recv", "exchange"),
+        (f"{MESSAGE_RANGE}gather", "gloo:send", "gather"),
     ],
 )
-@pytest.mark.parametrize("message", ["gloo:send", "gloo:recv"])
-def test_a_message_belongs_to_the_range_that_starts_it(message, start, lane):
+def test_a_message_belongs_to_the_range_that_starts_it(start, message, lane):
     timeline = read_timeline([*STEPS, _event(start, 3, 4), _event(message, 3.5, 8)])
     assert (3.5, 8) in _pairs(timeline, lane)
 
