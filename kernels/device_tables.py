@@ -59,3 +59,9 @@ def pointer_of(address, code: tl.constexpr) -> tl.tensor:
         return address.to(tl.pointer_type(tl.bfloat16))
     else:
         return address.to(tl.pointer_type(tl.float16))
+
+
+@triton.constexpr_function
+def numel_of(dtype: tl.dtype, num_bytes: int) -> int:
+    """Elements of this dtype in so many bytes."""
+    return num_bytes * 8 // dtype.primitive_bitwidth

@@ -17,27 +17,39 @@ from .wide import wide_lanes
 
 @triton.jit
 def for_tile(PART: tl.constexpr, arguments, count, aligned, TILE: tl.constexpr) -> None:
-    """Calls the JIT function PART(arguments, first, count, FULL, NUMEL) for all of a tile.
+    """Calls the JIT function PART(arguments, place, FULL, NUMEL) for all of a tile.
 
-    Once, FULL, with TILE elements from `first` 0 on, or for four masked pieces, whose other shape
-    keeps the compiler from giving both paths one layout. count: elements from the tile's first on.
+    Once, FULL, with TILE elements, or for four masked pieces, whose other shape keeps the compiler
+    from giving both paths one layout. count: how many there are from the tile's first on. place:
+    (first of the piece, count). Of `arguments` constants stay constants where they are given in the
+    call, and made a constexpr by PART; what is assigned before becomes a tensor.
     """
     if aligned != 0 and count >= TILE:
-        PART(arguments, 0, count, True, TILE)
+        PART(arguments, (0, count), True, TILE)
     else:
         for first in range(0, covered(count, TILE), TILE // 4):
-            PART(arguments, first, count, False, TILE // 4)
+            PART(arguments, (first, count), False, TILE // 4)
 
 
 @triton.jit
-def elements(base, first, count, FULL: tl.constexpr, NUMEL: tl.constexpr) -> tuple:
-    """(Pointers to NUMEL elements from `base` + `first` on, mask of those below `count`).
+def load(base, place, FULL: tl.constexpr, NUMEL: tl.constexpr) -> tl.tensor:
+    """NUMEL elements of the tile at `base`; zeros where a masked piece has none.
 
-    FULL: `first` is 0, no mask, and aligned by 16 bytes, which the sums do not show: hence the
-    hint, which must sit on the sum it is about.
+    FULL: all from `base` on, aligned by 16 bytes, which the sum does not show: hence the hint,
+    which must sit on the sum it is about.
     """
     if FULL:
-        return tl.multiple_of(base + wide_lanes(NUMEL), 16), None
+        return tl.load(tl.multiple_of(base + wide_lanes(NUMEL), 16))
     else:
-        lanes = first + tl.arange(0, NUMEL)
-        return base + lanes, lanes < count
+        lanes = place[0] + tl.arange(0, NUMEL)
+        return tl.load(base + lanes, mask=lanes < place[1], other=0.0)
+
+
+@triton.jit
+def store(base, values, place, FULL: tl.constexpr, NUMEL: tl.constexpr) -> None:
+    """`values` to where `load` has them from."""
+    if FULL:
+        tl.store(tl.multiple_of(base + wide_lanes(NUMEL), 16), values)
+    else:
+        lanes = place[0] + tl.arange(0, NUMEL)
+        tl.store(base + lanes, values, mask=lanes < place[1])

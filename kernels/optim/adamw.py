@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from ..paths import elements, for_tile
+from ..paths import for_tile, load, store
 from . import tiles as flat_tiles
 from .reference import LERP_SWITCH, Shared
 from .tiles import decay_of, gradient, may_not_step, power_of, rate_of, store_computed, tile_of
@@ -50,21 +50,21 @@ def _update(p, g, m, v, scalars, hyper, NEAR: tl.constexpr):
 
 
 @triton.jit
-def _step_part(arguments, first, count, FULL: tl.constexpr, NUMEL: tl.constexpr):
-    shards, outputs, factor, scalars, hyper, MAXIMIZE, NEAR, HARDWARE = arguments
-    param, mask = elements(shards[0], first, count, FULL, NUMEL)
-    grad, _ = elements(shards[1], first, count, FULL, NUMEL)
-    exp_avg, _ = elements(shards[2], first, count, FULL, NUMEL)
-    exp_avg_sq, _ = elements(shards[3], first, count, FULL, NUMEL)
-    g = gradient(grad, mask, factor, MAXIMIZE)
-    p = tl.load(param, mask=mask)
-    m = tl.load(exp_avg, mask=mask)
-    v = tl.load(exp_avg_sq, mask=mask)
+def _step_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    shards, outputs, factor, scalars, hyper = arguments[:5]
+    MAXIMIZE: tl.constexpr = arguments[5]
+    NEAR: tl.constexpr = arguments[6]
+    HARDWARE: tl.constexpr = arguments[7]
+    param, grad, exp_avg, exp_avg_sq = shards
+    g = gradient(load(grad, place, FULL, NUMEL), factor, MAXIMIZE)
+    p = load(param, place, FULL, NUMEL)
+    m = load(exp_avg, place, FULL, NUMEL)
+    v = load(exp_avg_sq, place, FULL, NUMEL)
     p, m, v = _update(p, g, m, v, scalars, hyper, NEAR)
-    tl.store(param, p, mask=mask)
-    tl.store(exp_avg, m, mask=mask)
-    tl.store(exp_avg_sq, v, mask=mask)
-    store_computed(p, outputs, first, count, HARDWARE, FULL, NUMEL)
+    store(param, p, place, FULL, NUMEL)
+    store(exp_avg, m, place, FULL, NUMEL)
+    store(exp_avg_sq, v, place, FULL, NUMEL)
+    store_computed(p, outputs, place, HARDWARE, FULL, NUMEL)
 
 
 @triton.jit(
@@ -112,8 +112,13 @@ def _adamw_kernel(
         if compute is not None:
             compute += start
         outputs = (compute, compute_scale, amax)
-        arguments = (shards, outputs, factor, scalars, hyper, MAXIMIZE, NEAR, HARDWARE)
-        for_tile(_step_part, arguments, count, ALIGNED, BLOCK)
+        for_tile(
+            _step_part,
+            (shards, outputs, factor, scalars, hyper, MAXIMIZE, NEAR, HARDWARE),
+            count,
+            ALIGNED,
+            BLOCK,
+        )
 
 
 def flat_adamw_(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from ..paths import elements, for_tile
+from ..paths import for_tile, load, store
 from . import tiles as flat_tiles
 from .reference import Shared
 from .tiles import decay_of, gradient, may_not_step, rate_of, store_computed, tile_of
@@ -36,21 +36,22 @@ def _update(p, g, buffer, scalars, NESTEROV: tl.constexpr):
 
 
 @triton.jit
-def _step_part(arguments, first, count, FULL: tl.constexpr, NUMEL: tl.constexpr):
-    shards, outputs, factor, scalars, MAXIMIZE, NESTEROV, HARDWARE = arguments
-    param, mask = elements(shards[0], first, count, FULL, NUMEL)
-    grad, _ = elements(shards[1], first, count, FULL, NUMEL)
-    g = gradient(grad, mask, factor, MAXIMIZE)
-    p = tl.load(param, mask=mask)
+def _step_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    shards, outputs, factor, scalars = arguments[:4]
+    MAXIMIZE: tl.constexpr = arguments[4]
+    NESTEROV: tl.constexpr = arguments[5]
+    HARDWARE: tl.constexpr = arguments[6]
+    param, grad, momentum_buffer = shards
+    g = gradient(load(grad, place, FULL, NUMEL), factor, MAXIMIZE)
+    p = load(param, place, FULL, NUMEL)
     buffer = None
-    if shards[2] is not None:
-        momentum_buffer, _ = elements(shards[2], first, count, FULL, NUMEL)
-        buffer = tl.load(momentum_buffer, mask=mask)
+    if momentum_buffer is not None:
+        buffer = load(momentum_buffer, place, FULL, NUMEL)
     p, buffer = _update(p, g, buffer, scalars, NESTEROV)
-    tl.store(param, p, mask=mask)
-    if shards[2] is not None:
-        tl.store(momentum_buffer, buffer, mask=mask)
-    store_computed(p, outputs, first, count, HARDWARE, FULL, NUMEL)
+    store(param, p, place, FULL, NUMEL)
+    if momentum_buffer is not None:
+        store(momentum_buffer, buffer, place, FULL, NUMEL)
+    store_computed(p, outputs, place, HARDWARE, FULL, NUMEL)
 
 
 @triton.jit(
@@ -98,8 +99,13 @@ def _sgd_kernel(
             compute += start
         shards = (param + start, grad + start, momentum_buffer)
         outputs = (compute, compute_scale, amax)
-        arguments = (shards, outputs, factor, scalars, MAXIMIZE, NESTEROV, HARDWARE)
-        for_tile(_step_part, arguments, count, ALIGNED, BLOCK)
+        for_tile(
+            _step_part,
+            (shards, outputs, factor, scalars, MAXIMIZE, NESTEROV, HARDWARE),
+            count,
+            ALIGNED,
+            BLOCK,
+        )
 
 
 def flat_sgd_(

@@ -29,7 +29,7 @@ from ..formats.device_codes import code_of
 from ..formats.device_table import element_constant
 from ..formats.table import E4M3, wire_format_of
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, is_capturing
-from ..paths import elements
+from ..paths import store
 from ..portable import round_to, to_fp32
 from ..tuned import config_for
 from .reference import BASE, DIGITS, Shared, bias_powers, halves
@@ -98,19 +98,19 @@ def power_of(powers, step) -> tl.tensor:
 
 
 @triton.jit
-def gradient(grad, mask, factor, MAXIMIZE: tl.constexpr) -> tl.tensor:
-    """FP32 gradient at these pointers, times the factor if there is one, negated to maximize."""
-    loaded = to_fp32(tl.load(grad, mask=mask))
+def gradient(loaded, factor, MAXIMIZE: tl.constexpr) -> tl.tensor:
+    """A gradient in FP32, times the factor if there is one, turned round to maximize."""
+    g = to_fp32(loaded)
     if factor is not None:
-        loaded = loaded * tl.load(factor)
+        g = g * tl.load(factor)
     if MAXIMIZE:
-        loaded = -loaded
-    return loaded
+        g = -g
+    return g
 
 
 @triton.jit
 def store_computed(
-    param, outputs, first, count, HARDWARE: tl.constexpr, FULL: tl.constexpr, NUMEL: tl.constexpr
+    param, outputs, place, HARDWARE: tl.constexpr, FULL: tl.constexpr, NUMEL: tl.constexpr
 ) -> None:
     """To the compute shard FP32 `param`: BF16, FP16, or E4M3 codes of param * scale.
 
@@ -119,15 +119,14 @@ def store_computed(
     """
     compute, scale, amax = outputs
     if compute is not None:
-        at, mask = elements(compute, first, count, FULL, NUMEL)
         if compute.dtype.element_ty == tl.uint8:
             made = code_of(param * tl.load(scale), None, _E4M3, HARDWARE)
         else:
             made = round_to(param, compute.dtype.element_ty)
-        tl.store(at, made, mask=mask)
+        store(compute, made, place, FULL, NUMEL)
     if amax is not None:
         if not FULL:
-            param = tl.where(first + tl.arange(0, NUMEL) < count, param, 0.0)
+            param = tl.where(place[0] + tl.arange(0, NUMEL) < place[1], param, 0.0)
         bits = param.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
 
