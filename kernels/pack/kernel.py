@@ -50,9 +50,15 @@ def _move_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
 
 @triton.jit
 def _move_tile(
-    tensor, flat, tile, row, scale,
-    UNPACK: tl.constexpr, ACCUMULATE: tl.constexpr, TILE_BYTES: tl.constexpr,
-):  # fmt: skip
+    tensor,
+    flat,
+    tile,
+    row,
+    scale,
+    UNPACK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+):
     """That of the `tensor`, whose row has these fields."""
     _, numel, offset, _, aligned = row
     BLOCK: tl.constexpr = numel_of(tensor.dtype.element_ty, TILE_BYTES)
