@@ -32,24 +32,39 @@ def for_tile(PART: tl.constexpr, arguments, count, aligned, TILE: tl.constexpr) 
 
 
 @triton.jit
-def load(base, place, FULL: tl.constexpr, NUMEL: tl.constexpr) -> tl.tensor:
-    """NUMEL elements of the tile at `base`; zeros where a masked piece has none.
-
-    FULL: all from `base` on, aligned by 16 bytes, which the sum does not show: hence the hint,
-    which must sit on the sum it is about.
-    """
+def _pointers(base, place, FULL: tl.constexpr, NUMEL: tl.constexpr, WIDE: tl.constexpr):
+    """Aligned by 16 bytes, which the sums do not show: the hint must sit on the sum it is about."""
     if FULL:
-        return tl.load(tl.multiple_of(base + wide_lanes(NUMEL), 16))
-    else:
-        lanes = place[0] + tl.arange(0, NUMEL)
-        return tl.load(base + lanes, mask=lanes < place[1], other=0.0)
+        return tl.multiple_of(base + wide_lanes(NUMEL), 16)
+    pointers = base + (place[0] + tl.arange(0, NUMEL))
+    if WIDE:
+        pointers = tl.multiple_of(pointers, 16)
+    return pointers
 
 
 @triton.jit
-def store(base, values, place, FULL: tl.constexpr, NUMEL: tl.constexpr) -> None:
-    """`values` to where `load` has them from."""
+def load(
+    base, place, FULL: tl.constexpr, NUMEL: tl.constexpr, WIDE: tl.constexpr = False
+) -> tl.tensor:
+    """NUMEL elements of the tile at `base`; zeros where a masked piece has none.
+
+    WIDE: a masked piece is 16-byte aligned too, and so is its end.
+    """
+    pointers = _pointers(base, place, FULL, NUMEL, WIDE)
     if FULL:
-        tl.store(tl.multiple_of(base + wide_lanes(NUMEL), 16), values)
+        return tl.load(pointers)
     else:
-        lanes = place[0] + tl.arange(0, NUMEL)
-        tl.store(base + lanes, values, mask=lanes < place[1])
+        mask = place[0] + tl.arange(0, NUMEL) < place[1]
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def store(
+    base, values, place, FULL: tl.constexpr, NUMEL: tl.constexpr, WIDE: tl.constexpr = False
+) -> None:
+    """`values` to where `load` has them from."""
+    pointers = _pointers(base, place, FULL, NUMEL, WIDE)
+    if FULL:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=place[0] + tl.arange(0, NUMEL) < place[1])
