@@ -22,21 +22,56 @@ from ..formats.device_table import element_of
 from ..formats.noise import GROUP_NUMEL
 from ..formats.table import BITS_PER_BYTE, CASTS
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, launch
-from ..portable import covered, round_to, to_fp32
+from ..paths import for_tile, load, store
+from ..portable import round_to, to_fp32
 from ..tuned import config_for
-from ..wide import wide_lanes
 from .reference import odd_row
 
 NUM_WARPS = 4
 
 _GROUP = tl.constexpr(GROUP_NUMEL)
-_BYTE = tl.constexpr(BITS_PER_BYTE)
+
+
+@triton.constexpr_function
+def _codes_of(element) -> int:
+    """Codes of the least that is stored: two in a byte, or one."""
+    return max(1, BITS_PER_BYTE // element.form.stored_bits)
 
 
 @triton.jit
-def _aligned(base, NUMEL: tl.constexpr):
-    """Pointers from `base` on, 16-byte aligned, which the sums do not show: hence the hint."""
-    return tl.multiple_of(base + wide_lanes(NUMEL), 16)
+def _place_of(place, CODES: tl.constexpr):
+    """Where elements of this place, of `paths`, are stored, CODES together."""
+    return place[0] // CODES, (place[1] + (CODES - 1)) // CODES
+
+
+@triton.jit
+def _cast_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    out, x, start, seed, first_index, columns = arguments[:6]
+    ELEMENT: tl.constexpr = arguments[6]
+    GROUPED: tl.constexpr = arguments[7]
+    ODD_ROWS: tl.constexpr = arguments[8]
+    HARDWARE: tl.constexpr = arguments[9]
+    CODES: tl.constexpr = _codes_of(ELEMENT)
+    lanes = place[0] + tl.arange(0, NUMEL)
+    index = start + lanes
+    if FULL or not ODD_ROWS:
+        value = to_fp32(load(x + start, place, FULL, NUMEL))
+    else:
+        row = index // (columns + 1)
+        column = index - row * (columns + 1)
+        index = row * columns + column
+        mask = (lanes < place[1]) & (column < columns)
+        value = to_fp32(tl.load(x + index, mask=mask, other=0.0))
+    bits = None
+    if seed is not None:
+        if FULL and GROUPED:
+            bits = device.noise_of_block(seed, (first_index + start) // _GROUP, lanes)
+        else:
+            bits = device.noise_of(seed, first_index + index)
+    code = device.code_of(value, bits, ELEMENT, HARDWARE)
+    if CODES > 1:
+        code = device.pack_nibbles(code)
+    store(out + start // CODES, code, _place_of(place, CODES), FULL, NUMEL // CODES)
 
 
 @triton.jit(
@@ -64,46 +99,27 @@ def _cast_kernel(
     first row's second byte; place 4 is element 3, the first of row 1.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    count = numel - start
     columns = columns.to(tl.int64)
-    PAIRS: tl.constexpr = ELEMENT.form.stored_bits < _BYTE
-    if ALIGNED and count >= BLOCK:
-        value = to_fp32(tl.load(_aligned(x + start, BLOCK)))
-        bits = None
-        if seed is not None:
-            lanes = tl.arange(0, BLOCK)
-            if GROUPED:
-                bits = device.noise_of_block(seed, (first_index + start) // _GROUP, lanes)
-            else:
-                bits = device.noise_of(seed, first_index + start + lanes)
-        code = device.code_of(value, bits, ELEMENT, HARDWARE)
-        if PAIRS:
-            tl.store(_aligned(out + start // 2, BLOCK // 2), device.pack_nibbles(code))
-        else:
-            tl.store(_aligned(out + start, BLOCK), code)
-    else:
-        # In four pieces, whose other shape keeps the compiler from giving both paths one layout.
-        QUARTER: tl.constexpr = BLOCK // 4
-        for first in range(0, covered(count, BLOCK), QUARTER):
-            lanes = first + tl.arange(0, QUARTER)
-            index = start + lanes
-            mask = lanes < count
-            if ODD_ROWS:
-                row = index // (columns + 1)
-                column = index - row * (columns + 1)
-                index = row * columns + column
-                mask = mask & (column < columns)
-            value = to_fp32(tl.load(x + index, mask=mask, other=0.0))
-            bits = None
-            if seed is not None:
-                bits = device.noise_of(seed, first_index + index)
-            code = device.code_of(value, bits, ELEMENT, HARDWARE)
-            if PAIRS:
-                places = tl.arange(0, QUARTER // 2)
-                at = out + (start + first) // 2 + places
-                tl.store(at, device.pack_nibbles(code), mask=first + 2 * places < count)
-            else:
-                tl.store(out + start + lanes, code, mask=mask)
+    for_tile(
+        _cast_part,
+        (out, x, start, seed, first_index, columns, ELEMENT, GROUPED, ODD_ROWS, HARDWARE),
+        numel - start,
+        ALIGNED,
+        BLOCK,
+    )
+
+
+@triton.jit
+def _cast_back_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    out, codes = arguments[:2]
+    ELEMENT: tl.constexpr = arguments[2]
+    HARDWARE: tl.constexpr = arguments[3]
+    CODES: tl.constexpr = _codes_of(ELEMENT)
+    code = load(codes, _place_of(place, CODES), FULL, NUMEL // CODES)
+    if CODES > 1:
+        code = device.unpack_nibbles(code)
+    value = round_to(device.value_of(code, ELEMENT, HARDWARE), out.dtype.element_ty)
+    store(out, value, place, FULL, NUMEL)
 
 
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["out", "codes"])
@@ -118,29 +134,10 @@ def _cast_back_kernel(
 ):
     """BLOCK elements of `out`; `codes` has half as many bytes where they lie two a byte."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    count = numel - start
-    out += start
-    dtype: tl.constexpr = out.dtype.element_ty
-    PAIRS: tl.constexpr = ELEMENT.form.stored_bits < _BYTE
-    PER_CODE: tl.constexpr = 2 if PAIRS else 1
-    codes += start // PER_CODE
-    if ALIGNED and count >= BLOCK:
-        code = tl.load(_aligned(codes, BLOCK // PER_CODE))
-        if PAIRS:
-            code = device.unpack_nibbles(code)
-        value = round_to(device.value_of(code, ELEMENT, HARDWARE), dtype)
-        tl.store(_aligned(out, BLOCK), value)
-    else:
-        QUARTER: tl.constexpr = BLOCK // 4
-        for first in range(0, covered(count, BLOCK), QUARTER):
-            places = tl.arange(0, QUARTER // PER_CODE)
-            exists = first + places * PER_CODE < count
-            code = tl.load(codes + first // PER_CODE + places, mask=exists, other=0)
-            if PAIRS:
-                code = device.unpack_nibbles(code)
-            value = round_to(device.value_of(code, ELEMENT, HARDWARE), dtype)
-            lanes = first + tl.arange(0, QUARTER)
-            tl.store(out + lanes, value, mask=lanes < count)
+    codes += start // _codes_of(ELEMENT)
+    for_tile(
+        _cast_back_part, (out + start, codes, ELEMENT, HARDWARE), numel - start, ALIGNED, BLOCK
+    )
 
 
 @functools.cache

@@ -25,7 +25,8 @@ import triton.language as tl
 from ..formats import device_codes as device
 from ..formats.table import ELEMENTS, FP32
 from ..launch import LaunchConfig, is_aligned, launch
-from ..portable import covered, to_fp32
+from ..paths import for_tile, load, store
+from ..portable import to_fp32
 from ..tuned import config_for
 from .device_codec import inverse_of, scale_of
 from .reference import MIN_SCALE
@@ -52,51 +53,22 @@ def _part_of(parts, columns, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _along(base, lanes, WIDE: tl.constexpr):
-    """Pointers, 16-byte aligned if WIDE: the hint must sit on the sum it is about."""
-    pointers = base + lanes
-    if WIDE:
-        pointers = tl.multiple_of(pointers, 16)
-    return pointers
+def _part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    """If there are `codes`, they are made with `factor`; if there is an amax, it records |x|.
 
-
-@triton.jit
-def _magnitude_bits(value):
-    """|FP32 value| as integers, in the same order, NaN above infinity."""
-    return value.to(tl.int32, bitcast=True) & _MAGNITUDE
-
-
-@triton.jit
-def _largest_of_part(
-    codes,
-    x,
-    factor,
-    count,
-    ELEMENT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The bits of a part's amax; if there are `codes`, it is quantised with `factor` on the way."""
-    largest = 0
-    if ALIGNED and count >= BLOCK:
-        lanes = tl.arange(0, BLOCK)
-        value = to_fp32(tl.load(_along(x, lanes, True)))
-        if codes is not None:
-            made = device.code_of(value * factor, None, ELEMENT, HARDWARE)
-            tl.store(_along(codes, lanes, True), made)
-        largest = tl.max(_magnitude_bits(value), 0)
-    else:
-        # In four pieces, whose other shape keeps the compiler from giving both paths one layout.
-        for first in range(0, covered(count, BLOCK), BLOCK // 4):
-            lanes = first + tl.arange(0, BLOCK // 4)
-            value = to_fp32(tl.load(_along(x, lanes, WIDE), mask=lanes < count, other=0.0))
-            if codes is not None:
-                made = device.code_of(value * factor, None, ELEMENT, HARDWARE)
-                tl.store(_along(codes, lanes, WIDE), made, mask=lanes < count)
-            largest = tl.maximum(largest, tl.max(_magnitude_bits(value), 0))
-    return largest
+    As integers, in the same order, NaN above infinity.
+    """
+    x, codes, factor, amax = arguments[:4]
+    ELEMENT: tl.constexpr = arguments[4]
+    WIDE: tl.constexpr = arguments[5]
+    HARDWARE: tl.constexpr = arguments[6]
+    value = to_fp32(load(x, place, FULL, NUMEL, WIDE))
+    if codes is not None:
+        made = device.code_of(value * factor, None, ELEMENT, HARDWARE)
+        store(codes, made, place, FULL, NUMEL, WIDE)
+    if amax is not None:
+        bits = value.to(tl.int32, bitcast=True) & _MAGNITUDE
+        tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["x"])
@@ -111,8 +83,7 @@ def _amax_kernel(
 ):
     """amax[row] = max(amax[row], |x|) as FP32 bits, over one of the `parts` of a row."""
     row, offset, _, count = _part_of(parts, columns, WIDE, BLOCK)
-    largest = _largest_of_part(None, x + offset, None, count, None, ALIGNED, WIDE, False, BLOCK)
-    tl.atomic_max(amax + row, largest, sem="relaxed")
+    for_tile(_part, (x + offset, None, None, amax + row, None, WIDE, False), count, ALIGNED, BLOCK)
 
 
 @triton.jit(
@@ -147,11 +118,21 @@ def _known_kernel(
     if start == 0:
         tl.store(scale_inv + row + tl.arange(0, 1), inverse_of(factor))
     factor = tl.sum(factor, 0)
-    largest = _largest_of_part(
-        codes + offset, x + offset, factor, count, ELEMENT, ALIGNED, WIDE, HARDWARE, BLOCK
+    for_tile(
+        _part,
+        (
+            x + offset,
+            codes + offset,
+            factor,
+            None if scale is None else amax,
+            ELEMENT,
+            WIDE,
+            HARDWARE,
+        ),
+        count,
+        ALIGNED,
+        BLOCK,
     )
-    if scale is not None and amax is not None:
-        tl.atomic_max(amax, largest, sem="relaxed")
 
 
 @triton.jit

@@ -20,19 +20,10 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from ..portable import covered, to_fp32
+from ..paths import for_tile, load, store
 from . import tiles as flat_tiles
 from .reference import LERP_SWITCH, Shared
-from .tiles import (
-    computed,
-    decay_of,
-    gradient,
-    may_not_step,
-    power_of,
-    rate_of,
-    record_amax,
-    tile_of,
-)
+from .tiles import decay_of, gradient, may_not_step, power_of, rate_of, store_computed, tile_of
 
 _POWERS_NUMEL = tl.constexpr(flat_tiles.POWERS_NUMEL)
 
@@ -59,69 +50,21 @@ def _update(p, g, m, v, scalars, hyper, NEAR: tl.constexpr):
 
 
 @triton.jit
-def _full_tile(
-    shards,
-    outputs,
-    factor,
-    scalars,
-    hyper,
-    MAXIMIZE: tl.constexpr,
-    NEAR: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """All pointers are 16-byte aligned, which sums with a loaded start do not show: the hints."""
+def _step_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    shards, outputs, factor, scalars, hyper = arguments[:5]
+    MAXIMIZE: tl.constexpr = arguments[5]
+    NEAR: tl.constexpr = arguments[6]
+    HARDWARE: tl.constexpr = arguments[7]
     param, grad, exp_avg, exp_avg_sq = shards
-    compute, compute_scale, amax = outputs
-    lanes = tl.arange(0, BLOCK)
-    g = gradient(to_fp32(tl.load(tl.multiple_of(grad + lanes, 16))), factor, MAXIMIZE)
-    p = tl.load(tl.multiple_of(param + lanes, 16))
-    m = tl.load(tl.multiple_of(exp_avg + lanes, 16))
-    v = tl.load(tl.multiple_of(exp_avg_sq + lanes, 16))
+    g = gradient(load(grad, place, FULL, NUMEL), factor, MAXIMIZE)
+    p = load(param, place, FULL, NUMEL)
+    m = load(exp_avg, place, FULL, NUMEL)
+    v = load(exp_avg_sq, place, FULL, NUMEL)
     p, m, v = _update(p, g, m, v, scalars, hyper, NEAR)
-    tl.store(tl.multiple_of(param + lanes, 16), p)
-    tl.store(tl.multiple_of(exp_avg + lanes, 16), m)
-    tl.store(tl.multiple_of(exp_avg_sq + lanes, 16), v)
-    if compute is not None:
-        made = computed(p, compute, compute_scale, HARDWARE)
-        tl.store(tl.multiple_of(compute + lanes, 16), made)
-    if amax is not None:
-        record_amax(p, amax)
-
-
-@triton.jit
-def _masked_tile(
-    shards,
-    outputs,
-    factor,
-    count,
-    scalars,
-    hyper,
-    MAXIMIZE: tl.constexpr,
-    NEAR: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
-    param, grad, exp_avg, exp_avg_sq = shards
-    compute, compute_scale, amax = outputs
-    for first in range(0, covered(count, BLOCK), BLOCK // 4):
-        lanes = first + tl.arange(0, BLOCK // 4)
-        mask = lanes < count
-        g = to_fp32(tl.load(grad + lanes, mask=mask, other=0.0))
-        g = gradient(g, factor, MAXIMIZE)
-        p = tl.load(param + lanes, mask=mask, other=0.0)
-        m = tl.load(exp_avg + lanes, mask=mask, other=0.0)
-        v = tl.load(exp_avg_sq + lanes, mask=mask, other=0.0)
-        p, m, v = _update(p, g, m, v, scalars, hyper, NEAR)
-        tl.store(param + lanes, p, mask=mask)
-        tl.store(exp_avg + lanes, m, mask=mask)
-        tl.store(exp_avg_sq + lanes, v, mask=mask)
-        if compute is not None:
-            made = computed(p, compute, compute_scale, HARDWARE)
-            tl.store(compute + lanes, made, mask=mask)
-        if amax is not None:
-            record_amax(tl.where(mask, p, 0.0), amax)
+    store(param, p, place, FULL, NUMEL)
+    store(exp_avg, m, place, FULL, NUMEL)
+    store(exp_avg_sq, v, place, FULL, NUMEL)
+    store_computed(p, outputs, place, HARDWARE, FULL, NUMEL)
 
 
 @triton.jit(
@@ -169,12 +112,13 @@ def _adamw_kernel(
         if compute is not None:
             compute += start
         outputs = (compute, compute_scale, amax)
-        if ALIGNED and count >= BLOCK:
-            _full_tile(shards, outputs, factor, scalars, hyper, MAXIMIZE, NEAR, HARDWARE, BLOCK)
-        else:
-            _masked_tile(
-                shards, outputs, factor, count, scalars, hyper, MAXIMIZE, NEAR, HARDWARE, BLOCK
-            )
+        for_tile(
+            _step_part,
+            (shards, outputs, factor, scalars, hyper, MAXIMIZE, NEAR, HARDWARE),
+            count,
+            ALIGNED,
+            BLOCK,
+        )
 
 
 def flat_adamw_(

@@ -2,8 +2,8 @@
 
 Formula, limbs and bits are those of `norm_reference`. Bytes moved: those of the elements, twice.
 
-    _largest_kernel   the largest magnitude of each norm, as bits: an atomic maximum a program
-    _squares_kernel   the block sums of each norm, as limbs: two atomic sums a program
+    _largest_kernel   the largest magnitude of each norm, as bits: an atomic maximum a piece
+    _squares_kernel   the block sums of each norm, as limbs: two atomic sums a piece
 
 Maxima and sums of integers have no order, so no bit depends on launch configurations. Of 8 rows of
 16 elements a thread has all that are 16 apart in a block: the halving stays inside the threads down
@@ -23,9 +23,11 @@ import triton
 import triton.language as tl
 
 from .. import tables
+from ..device_tables import NUM_CODES, fields_of, numel_of, pointer_of, row_of
 from ..formats.table import wire_format_of
 from ..launch import ACCESS_BYTES, LaunchConfig, launch
-from ..portable import covered, quotient, quotient_terms, to_fp32
+from ..paths import for_tile, load
+from ..portable import quotient, quotient_terms, to_fp32
 from ..tuned import config_for
 from ..wide import wide_lanes
 from .norm_reference import (
@@ -41,14 +43,6 @@ from .norm_reference import (
 TILE_BYTES = 64 * 1024
 NUM_WARPS = 8
 
-_ADDRESS, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
-_NORM, _FIRST_TILE = tl.constexpr(tables.OFFSET), tl.constexpr(tables.FIRST_TILE)
-_DTYPE, _ALIGNED = tl.constexpr(tables.DTYPE), tl.constexpr(tables.ALIGNED)
-_ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
-_FP32, _BF16, _FP16 = (
-    tl.constexpr(tables.CODED_DTYPES.index(dtype))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-)
 _INFINITY, _NAN = tl.constexpr(INFINITY_BITS), tl.constexpr(NAN_BITS)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _BLOCK, _PIECE = tl.constexpr(BLOCK_NUMEL), tl.constexpr(16)
@@ -58,89 +52,38 @@ _tables = tables.TableCache()
 
 
 @triton.jit
-def _tile_of(table, tiles_at) -> tuple:
-    """(row of the tensor, its elements' address, their number, this program's tile of them).
-
-    Example with tiles of 16 bytes: FP32 tensors of 6 and 3 elements make the rows [.., 6, 0, 0,
-    ..] and [.., 3, 0, 2, ..] and the tiles [0, 0, 1]. Program 1 has tile 1 - 0 of tensor 0.
-    """
-    # A tensor may have more than 2**31 elements, so all that counts elements is int64.
-    program = tl.program_id(0).to(tl.int64)
-    row = table + tl.load(table + tiles_at + program) * _ROW_FIELDS
-    tile = program - tl.load(row + _FIRST_TILE)
-    return row, tl.load(row + _ADDRESS), tl.load(row + _NUMEL), tile
-
-
-@triton.jit
-def _magnitudes(loaded) -> tl.tensor:
-    """|x| as bits: NaN and infinity are largest."""
-    return to_fp32(loaded).to(tl.int32, bitcast=True) & _MAGNITUDE
-
-
-@triton.jit
-def _full_largest(source, NUMEL: tl.constexpr) -> tl.tensor:
-    """The source is 16-byte aligned, which a loaded address does not show: hence the hint."""
-    loaded = tl.load(tl.multiple_of(source + wide_lanes(NUMEL), 16))
-    return tl.max(_magnitudes(loaded), axis=0)
-
-
-@triton.jit
-def _masked_largest(source, count, NUMEL: tl.constexpr) -> tl.tensor:
-    """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
-    largest = tl.zeros((NUMEL // 4,), tl.int32)
-    for first in range(0, covered(count, NUMEL), NUMEL // 4):
-        lanes = first + tl.arange(0, NUMEL // 4)
-        loaded = tl.load(source + lanes, mask=lanes < count, other=0.0)
-        largest = tl.maximum(largest, _magnitudes(loaded))
-    return tl.max(largest, axis=0)
-
-
-@triton.jit
-def _largest_of(source, tile, numel, aligned, NUMEL: tl.constexpr) -> tl.tensor:
-    source += tile * NUMEL
-    count = numel - tile * NUMEL
-    if aligned != 0 and count >= NUMEL:
-        largest = _full_largest(source, NUMEL)
-    else:
-        largest = _masked_largest(source, count, NUMEL)
-    return largest
+def _largest_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    """largest = max(largest, |x|) as bits: infinity is above all numbers, NaN above infinity."""
+    source, largest = arguments
+    magnitudes = to_fp32(load(source, place, FULL, NUMEL)).to(tl.int32, bitcast=True) & _MAGNITUDE
+    tl.atomic_max(largest, tl.minimum(tl.max(magnitudes, axis=0), _NAN), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["tiles_at"], do_not_specialize_on_alignment=["table", "largest"])
 def _largest_kernel(table, tiles_at, largest, TILE_BYTES: tl.constexpr):
-    """largest[norm] = max(.., the tile's largest magnitude), int32."""
-    row, address, numel, tile = _tile_of(table, tiles_at)
-    dtype = tl.load(row + _DTYPE)
-    aligned = tl.load(row + _ALIGNED)
-    WIDE: tl.constexpr = TILE_BYTES // 4
-    HALF: tl.constexpr = TILE_BYTES // 2
-    bits = 0
-    if dtype == _FP32:
-        bits = _largest_of(address.to(tl.pointer_type(tl.float32)), tile, numel, aligned, WIDE)
-    elif dtype == _BF16:
-        bits = _largest_of(address.to(tl.pointer_type(tl.bfloat16)), tile, numel, aligned, HALF)
-    elif dtype == _FP16:
-        bits = _largest_of(address.to(tl.pointer_type(tl.float16)), tile, numel, aligned, HALF)
-    tl.atomic_max(largest + tl.load(row + _NORM), tl.minimum(bits, _NAN), sem="relaxed")
+    """largest[norm] = max(.., the tile's largest magnitude), int32; a row's offset is its norm."""
+    row, tile = row_of(table, tiles_at)
+    address, numel, norm, dtype, aligned = fields_of(row)
+    for code in tl.static_range(NUM_CODES):
+        if dtype == code:
+            source = pointer_of(address, code)
+            NUMEL: tl.constexpr = numel_of(source.dtype.element_ty, TILE_BYTES)
+            start = tile * NUMEL
+            arguments = (source + start, largest + norm)
+            for_tile(_largest_part, arguments, numel - start, aligned, NUMEL)
 
 
 @triton.jit
-def _squares(loaded, terms) -> tl.tensor:
+def _squares(source, places, count, PART: tl.constexpr, terms, FULL: tl.constexpr):
+    """Of the quotients of the elements that are PART times 16 after these places, [n, 16]."""
+    places += PART * _PIECE
+    if FULL:
+        # The hint must sit on the sum it is about.
+        loaded = tl.load(tl.multiple_of(source + places, [1, 16]))
+    else:
+        loaded = tl.load(source + places, mask=places < count, other=0.0)
     x = quotient(to_fp32(loaded), terms)
     return x * x
-
-
-@triton.jit
-def _aligned_squares(source, places, PART: tl.constexpr, terms) -> tl.tensor:
-    # The hint must sit on the sum it is about.
-    pointers = tl.multiple_of(source + (places + PART * _PIECE), [1, 16])
-    return _squares(tl.load(pointers), terms)
-
-
-@triton.jit
-def _masked_squares(source, places, count, PART: tl.constexpr, terms) -> tl.tensor:
-    places += PART * _PIECE
-    return _squares(tl.load(source + places, mask=places < count, other=0.0), terms)
 
 
 @triton.jit
@@ -157,48 +100,17 @@ def _limbs_of(pieces) -> tuple:
 
 
 @triton.jit
-def _places(BLOCKS: tl.constexpr) -> tl.tensor:
-    """Where the first 16 elements of each block lie, [n, 16]."""
-    return (wide_lanes(BLOCKS) * _BLOCK)[:, None] + wide_lanes(_PIECE)[None, :]
-
-
-@triton.jit
-def _full_sums(p, terms, BLOCKS: tl.constexpr) -> tuple:
-    """`p`, where the elements are, is 16-byte aligned."""
-    at = _places(BLOCKS)
-    a = _aligned_squares(p, at, 0, terms) + _aligned_squares(p, at, 4, terms)
-    b = _aligned_squares(p, at, 1, terms) + _aligned_squares(p, at, 5, terms)
-    c = _aligned_squares(p, at, 2, terms) + _aligned_squares(p, at, 6, terms)
-    d = _aligned_squares(p, at, 3, terms) + _aligned_squares(p, at, 7, terms)
-    return _limbs_of((a + c) + (b + d))
-
-
-@triton.jit
-def _masked_sums(p, count, terms, BLOCKS: tl.constexpr) -> tuple:
-    """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
-    high, low = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
-    PART: tl.constexpr = BLOCKS // 4
-    for first in range(0, covered(count, BLOCKS * _BLOCK), PART * _BLOCK):
-        at = first + _places(PART)
-        a = _masked_squares(p, at, count, 0, terms) + _masked_squares(p, at, count, 4, terms)
-        b = _masked_squares(p, at, count, 1, terms) + _masked_squares(p, at, count, 5, terms)
-        c = _masked_squares(p, at, count, 2, terms) + _masked_squares(p, at, count, 6, terms)
-        d = _masked_squares(p, at, count, 3, terms) + _masked_squares(p, at, count, 7, terms)
-        more_high, more_low = _limbs_of((a + c) + (b + d))
-        high += more_high
-        low += more_low
-    return high, low
-
-
-@triton.jit
-def _sums_of(source, tile, numel, aligned, terms, NUMEL: tl.constexpr) -> tuple:
-    source += tile * NUMEL
-    count = numel - tile * NUMEL
-    if aligned != 0 and count >= NUMEL:
-        high, low = _full_sums(source, terms, NUMEL // _BLOCK)
-    else:
-        high, low = _masked_sums(source, count, terms, NUMEL // _BLOCK)
-    return high, low
+def _squares_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    p, limbs, terms = arguments
+    first, n = place
+    at = first + (wide_lanes(NUMEL // _BLOCK) * _BLOCK)[:, None] + wide_lanes(_PIECE)[None, :]
+    a = _squares(p, at, n, 0, terms, FULL) + _squares(p, at, n, 4, terms, FULL)
+    b = _squares(p, at, n, 1, terms, FULL) + _squares(p, at, n, 5, terms, FULL)
+    c = _squares(p, at, n, 2, terms, FULL) + _squares(p, at, n, 6, terms, FULL)
+    d = _squares(p, at, n, 3, terms, FULL) + _squares(p, at, n, 7, terms, FULL)
+    high, low = _limbs_of((a + c) + (b + d))
+    tl.atomic_add(limbs, high, sem="relaxed")
+    tl.atomic_add(limbs + 1, low, sem="relaxed")
 
 
 @triton.jit(
@@ -206,27 +118,18 @@ def _sums_of(source, tile, numel, aligned, terms, NUMEL: tl.constexpr) -> tuple:
 )
 def _squares_kernel(table, tiles_at, largest, limbs, TILE_BYTES: tl.constexpr):
     """limbs[norm] += those of the tile's blocks, int64; none where `largest` is not finite."""
-    row, address, numel, tile = _tile_of(table, tiles_at)
-    norm = tl.load(row + _NORM)
+    row, tile = row_of(table, tiles_at)
+    address, numel, norm, dtype, aligned = fields_of(row)
     bits = tl.load(largest + norm)
     if bits < _INFINITY:
-        dtype = tl.load(row + _DTYPE)
-        aligned = tl.load(row + _ALIGNED)
         terms = quotient_terms(bits)
-        WIDE: tl.constexpr = TILE_BYTES // 4
-        HALF: tl.constexpr = TILE_BYTES // 2
-        high, low = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
-        if dtype == _FP32:
-            wide = address.to(tl.pointer_type(tl.float32))
-            high, low = _sums_of(wide, tile, numel, aligned, terms, WIDE)
-        elif dtype == _BF16:
-            brain = address.to(tl.pointer_type(tl.bfloat16))
-            high, low = _sums_of(brain, tile, numel, aligned, terms, HALF)
-        elif dtype == _FP16:
-            half = address.to(tl.pointer_type(tl.float16))
-            high, low = _sums_of(half, tile, numel, aligned, terms, HALF)
-        tl.atomic_add(limbs + 2 * norm, high, sem="relaxed")
-        tl.atomic_add(limbs + 2 * norm + 1, low, sem="relaxed")
+        for code in tl.static_range(NUM_CODES):
+            if dtype == code:
+                source = pointer_of(address, code)
+                NUMEL: tl.constexpr = numel_of(source.dtype.element_ty, TILE_BYTES)
+                start = tile * NUMEL
+                arguments = (source + start, limbs + 2 * norm, terms)
+                for_tile(_squares_part, arguments, numel - start, aligned, NUMEL)
 
 
 def largest_magnitudes(quantities: Quantities, device: torch.device) -> torch.Tensor:

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from ..portable import covered, to_fp32
+from ..paths import for_tile, load, store
 from . import tiles as flat_tiles
 from .reference import Shared
-from .tiles import computed, decay_of, gradient, may_not_step, rate_of, record_amax, tile_of
+from .tiles import decay_of, gradient, may_not_step, rate_of, store_computed, tile_of
 
 
 @triton.jit
@@ -36,69 +36,22 @@ def _update(p, g, buffer, scalars, NESTEROV: tl.constexpr):
 
 
 @triton.jit
-def _full_tile(
-    shards,
-    outputs,
-    factor,
-    scalars,
-    MAXIMIZE: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """All pointers are 16-byte aligned, which sums with a loaded start do not show: the hints."""
+def _step_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    shards, outputs, factor, scalars = arguments[:4]
+    MAXIMIZE: tl.constexpr = arguments[4]
+    NESTEROV: tl.constexpr = arguments[5]
+    HARDWARE: tl.constexpr = arguments[6]
     param, grad, momentum_buffer = shards
-    compute, compute_scale, amax = outputs
-    lanes = tl.arange(0, BLOCK)
-    g = gradient(to_fp32(tl.load(tl.multiple_of(grad + lanes, 16))), factor, MAXIMIZE)
-    p = tl.load(tl.multiple_of(param + lanes, 16))
+    g = gradient(load(grad, place, FULL, NUMEL), factor, MAXIMIZE)
+    p = load(param, place, FULL, NUMEL)
     buffer = None
     if momentum_buffer is not None:
-        buffer = tl.load(tl.multiple_of(momentum_buffer + lanes, 16))
+        buffer = load(momentum_buffer, place, FULL, NUMEL)
     p, buffer = _update(p, g, buffer, scalars, NESTEROV)
-    tl.store(tl.multiple_of(param + lanes, 16), p)
+    store(param, p, place, FULL, NUMEL)
     if momentum_buffer is not None:
-        tl.store(tl.multiple_of(momentum_buffer + lanes, 16), buffer)
-    if compute is not None:
-        made = computed(p, compute, compute_scale, HARDWARE)
-        tl.store(tl.multiple_of(compute + lanes, 16), made)
-    if amax is not None:
-        record_amax(p, amax)
-
-
-@triton.jit
-def _masked_tile(
-    shards,
-    outputs,
-    factor,
-    count,
-    scalars,
-    MAXIMIZE: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
-    param, grad, momentum_buffer = shards
-    compute, compute_scale, amax = outputs
-    for first in range(0, covered(count, BLOCK), BLOCK // 4):
-        lanes = first + tl.arange(0, BLOCK // 4)
-        mask = lanes < count
-        g = to_fp32(tl.load(grad + lanes, mask=mask, other=0.0))
-        g = gradient(g, factor, MAXIMIZE)
-        p = tl.load(param + lanes, mask=mask, other=0.0)
-        buffer = None
-        if momentum_buffer is not None:
-            buffer = tl.load(momentum_buffer + lanes, mask=mask, other=0.0)
-        p, buffer = _update(p, g, buffer, scalars, NESTEROV)
-        tl.store(param + lanes, p, mask=mask)
-        if momentum_buffer is not None:
-            tl.store(momentum_buffer + lanes, buffer, mask=mask)
-        if compute is not None:
-            made = computed(p, compute, compute_scale, HARDWARE)
-            tl.store(compute + lanes, made, mask=mask)
-        if amax is not None:
-            record_amax(tl.where(mask, p, 0.0), amax)
+        store(momentum_buffer, buffer, place, FULL, NUMEL)
+    store_computed(p, outputs, place, HARDWARE, FULL, NUMEL)
 
 
 @triton.jit(
@@ -146,12 +99,13 @@ def _sgd_kernel(
             compute += start
         shards = (param + start, grad + start, momentum_buffer)
         outputs = (compute, compute_scale, amax)
-        if ALIGNED and count >= BLOCK:
-            _full_tile(shards, outputs, factor, scalars, MAXIMIZE, NESTEROV, HARDWARE, BLOCK)
-        else:
-            _masked_tile(
-                shards, outputs, factor, count, scalars, MAXIMIZE, NESTEROV, HARDWARE, BLOCK
-            )
+        for_tile(
+            _step_part,
+            (shards, outputs, factor, scalars, MAXIMIZE, NESTEROV, HARDWARE),
+            count,
+            ALIGNED,
+            BLOCK,
+        )
 
 
 def flat_sgd_(

@@ -24,11 +24,13 @@ import triton
 import triton.language as tl
 
 from .. import tables
+from ..device_tables import fields_of, row_of
 from ..formats.device_codes import code_of
 from ..formats.device_table import element_constant
 from ..formats.table import E4M3, wire_format_of
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, is_capturing
-from ..portable import round_to
+from ..paths import store
+from ..portable import round_to, to_fp32
 from ..tuned import config_for
 from .reference import BASE, DIGITS, Shared, bias_powers, halves
 
@@ -36,9 +38,6 @@ NUM_WARPS = 4
 POWERS_NUMEL = DIGITS * BASE  # of one beta
 SEGMENT_MULTIPLE = 16  # elements: 16 bytes of the narrowest side, one byte an element
 
-_SEGMENT, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
-_START, _FIRST_TILE = tl.constexpr(tables.OFFSET), tl.constexpr(tables.FIRST_TILE)
-_ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
 _FP32_CODE = tables.CODED_DTYPES.index(torch.float32)
 _BASE, _DIGITS = tl.constexpr(BASE), tl.constexpr(DIGITS)
 _E4M3 = element_constant(E4M3)
@@ -53,16 +52,11 @@ def tile_of(table, tiles_at, numel, BLOCK: tl.constexpr) -> tuple:
     Example, BLOCK 4: segments of 6 and 3 elements make the tiles [0, 0, 1] and the rows
     [0, 6, 0, 0, ..] and [1, 3, 6, 2, ..]. Program 1 starts at 0 + (1 - 0) * 4 = 4, with 2 left.
     """
-    program = tl.program_id(0).to(tl.int64)
     if table is not None:
-        row = table + tl.load(table + tiles_at + program) * _ROW_FIELDS
-        inside = (program - tl.load(row + _FIRST_TILE)) * BLOCK
-        return (
-            tl.load(row + _SEGMENT),
-            tl.load(row + _START) + inside,
-            tl.load(row + _NUMEL) - inside,
-        )
-    start = program * BLOCK
+        row, tile = row_of(table, tiles_at)
+        segment, segment_numel, start, _, _ = fields_of(row)
+        return segment, start + tile * BLOCK, segment_numel - tile * BLOCK
+    start = tl.program_id(0).to(tl.int64) * BLOCK
     return start * 0, start, numel - start
 
 
@@ -105,27 +99,36 @@ def power_of(powers, step) -> tl.tensor:
 
 @triton.jit
 def gradient(loaded, factor, MAXIMIZE: tl.constexpr) -> tl.tensor:
-    """FP32 gradient `loaded`, times the factor if there is one, turned round to maximize."""
+    """A gradient in FP32, times the factor if there is one, turned round to maximize."""
+    g = to_fp32(loaded)
     if factor is not None:
-        loaded = loaded * tl.load(factor)
+        g = g * tl.load(factor)
     if MAXIMIZE:
-        loaded = -loaded
-    return loaded
+        g = -g
+    return g
 
 
 @triton.jit
-def computed(param, compute, scale, HARDWARE_FP8: tl.constexpr) -> tl.tensor:
-    """What the compute shard holds for FP32 `param`: BF16, FP16, or E4M3 codes of param * scale."""
-    if compute.dtype.element_ty == tl.uint8:
-        return code_of(param * tl.load(scale), None, _E4M3, HARDWARE_FP8)
-    return round_to(param, compute.dtype.element_ty)
+def store_computed(
+    param, outputs, place, HARDWARE: tl.constexpr, FULL: tl.constexpr, NUMEL: tl.constexpr
+) -> None:
+    """To the compute shard FP32 `param`: BF16, FP16, or E4M3 codes of param * scale.
 
-
-@triton.jit
-def record_amax(param, amax) -> None:
-    """amax = max(amax, largest |param|), as integers: NaN is above infinity and so is kept."""
-    bits = param.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
+    outputs: (compute shard, its scale, amax), each may be None. amax = max(amax, largest |param|),
+    as integers: NaN is above infinity and so is kept.
+    """
+    compute, scale, amax = outputs
+    if compute is not None:
+        if compute.dtype.element_ty == tl.uint8:
+            made = code_of(param * tl.load(scale), None, _E4M3, HARDWARE)
+        else:
+            made = round_to(param, compute.dtype.element_ty)
+        store(compute, made, place, FULL, NUMEL)
+    if amax is not None:
+        if not FULL:
+            param = tl.where(place[0] + tl.arange(0, NUMEL) < place[1], param, 0.0)
+        bits = param.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
 
 
 @dataclass(frozen=True, slots=True)

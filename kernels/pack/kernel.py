@@ -21,98 +21,53 @@ import triton
 import triton.language as tl
 
 from .. import tables
+from ..device_tables import NUM_CODES, fields_of, numel_of, pointer_of, row_of
 from ..formats.table import wire_format_of
 from ..launch import LaunchConfig, config_of, launch
-from ..portable import covered, round_to, to_fp32
+from ..paths import for_tile, load, store
+from ..portable import round_to, to_fp32
 from ..tuned import config_for
-from ..wide import wide_lanes
-
-_ADDRESS, _NUMEL = tl.constexpr(tables.ADDRESS), tl.constexpr(tables.NUMEL)
-_OFFSET, _FIRST_TILE = tl.constexpr(tables.OFFSET), tl.constexpr(tables.FIRST_TILE)
-_DTYPE, _ALIGNED = tl.constexpr(tables.DTYPE), tl.constexpr(tables.ALIGNED)
-_ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
-_FP32, _BF16, _FP16 = (
-    tl.constexpr(tables.CODED_DTYPES.index(dtype))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-)
 
 _tables = tables.TableCache()
 
 
 @triton.jit
-def _combine(
-    value, old, scale, SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, dtype: tl.constexpr
-):
-    """round(float32(old) + float32(value) * scale) to `dtype`."""
-    if value.dtype == dtype and not SCALED and not ACCUMULATE:
-        return value
-    total = to_fp32(value)
-    if SCALED:
-        total = total * scale
-    if ACCUMULATE:
-        total = to_fp32(old) + total
-    return round_to(total, dtype)
-
-
-@triton.jit
-def _move_full_tile(
-    source, destination, scale, SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Both pointers are 16-byte aligned, which loaded addresses do not show: hence the hints."""
-    sources = tl.multiple_of(source + wide_lanes(BLOCK), 16)
-    destinations = tl.multiple_of(destination + wide_lanes(BLOCK), 16)
-    value = tl.load(sources)
-    old = value
-    if ACCUMULATE:
-        old = tl.load(destinations)
+def _move_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    """round(float32(old) + float32(value) * scale), to the destination's dtype."""
+    source, destination, scale = arguments[:3]
+    ACCUMULATE: tl.constexpr = arguments[3]
     dtype: tl.constexpr = destination.dtype.element_ty
-    tl.store(destinations, _combine(value, old, scale, SCALED, ACCUMULATE, dtype))
-
-
-@triton.jit
-def _move_masked_tile(
-    source,
-    destination,
-    count,
-    scale,
-    SCALED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """In four pieces: their shape is not the full tile's, so the compiler does not give both paths
-    one layout, which here would make strided scalar accesses."""
-    dtype: tl.constexpr = destination.dtype.element_ty
-    for first in range(0, covered(count, BLOCK), BLOCK // 4):
-        lanes = first + tl.arange(0, BLOCK // 4)
-        mask = lanes < count
-        value = tl.load(source + lanes, mask=mask, other=0.0)
-        old = value
+    value = load(source, place, FULL, NUMEL)
+    if value.dtype != dtype or scale is not None or ACCUMULATE:
+        total = to_fp32(value)
+        if scale is not None:
+            total = total * scale
         if ACCUMULATE:
-            old = tl.load(destination + lanes, mask=mask, other=0.0)
-        moved = _combine(value, old, scale, SCALED, ACCUMULATE, dtype)
-        tl.store(destination + lanes, moved, mask=mask)
+            total = to_fp32(load(destination, place, FULL, NUMEL)) + total
+        value = round_to(total, dtype)
+    store(destination, value, place, FULL, NUMEL)
 
 
 @triton.jit
 def _move_tile(
     tensor,
     flat,
-    start,
-    numel,
-    aligned,
+    tile,
+    row,
     scale,
     UNPACK: tl.constexpr,
-    SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
 ):
-    source = (flat if UNPACK else tensor) + start
-    destination = (tensor if UNPACK else flat) + start
-    count = numel - start
-    if aligned != 0 and count >= BLOCK:
-        _move_full_tile(source, destination, scale, SCALED, ACCUMULATE, BLOCK)
-    else:
-        _move_masked_tile(source, destination, count, scale, SCALED, ACCUMULATE, BLOCK)
+    """That of the `tensor`, whose row has these fields."""
+    _, numel, offset, _, aligned = row
+    BLOCK: tl.constexpr = numel_of(tensor.dtype.element_ty, TILE_BYTES)
+    start = tile * BLOCK
+    tensor += start
+    flat += offset + start
+    source = flat if UNPACK else tensor
+    destination = tensor if UNPACK else flat
+    for_tile(_move_part, (source, destination, scale, ACCUMULATE), numel - start, aligned, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tiles_at"], do_not_specialize_on_alignment=["flat", "table"])
@@ -122,7 +77,6 @@ def _pack_kernel(
     tiles_at,
     scale,
     UNPACK: tl.constexpr,
-    SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     TILE_BYTES: tl.constexpr,
 ):
@@ -133,28 +87,12 @@ def _pack_kernel(
     starts at (1 - 0) * 4 = 4 and has 2 elements left: it moves elements 4 and 5 from or to flat[4]
     and flat[5].
     """
-    # A tensor may have more than 2**31 elements, so all that counts elements is int64.
-    program = tl.program_id(0).to(tl.int64)
-    row = table + tl.load(table + tiles_at + program) * _ROW_FIELDS
-    address = tl.load(row + _ADDRESS)
-    numel = tl.load(row + _NUMEL)
-    flat += tl.load(row + _OFFSET)
-    tile = program - tl.load(row + _FIRST_TILE)
-    dtype = tl.load(row + _DTYPE)
-    aligned = tl.load(row + _ALIGNED)
-    WIDE: tl.constexpr = TILE_BYTES // 4
-    HALF: tl.constexpr = TILE_BYTES // 2
-    if dtype == _FP32:
-        wide = address.to(tl.pointer_type(tl.float32))
-        _move_tile(wide, flat, tile * WIDE, numel, aligned, scale, UNPACK, SCALED, ACCUMULATE, WIDE)
-    elif dtype == _BF16:
-        brain = address.to(tl.pointer_type(tl.bfloat16))
-        _move_tile(
-            brain, flat, tile * HALF, numel, aligned, scale, UNPACK, SCALED, ACCUMULATE, HALF
-        )
-    elif dtype == _FP16:
-        half = address.to(tl.pointer_type(tl.float16))
-        _move_tile(half, flat, tile * HALF, numel, aligned, scale, UNPACK, SCALED, ACCUMULATE, HALF)
+    row, tile = row_of(table, tiles_at)
+    fields = fields_of(row)
+    for code in tl.static_range(NUM_CODES):
+        if fields[3] == code:
+            tensor = pointer_of(fields[0], code)
+            _move_tile(tensor, flat, tile, fields, scale, UNPACK, ACCUMULATE, TILE_BYTES)
 
 
 @functools.cache
@@ -215,11 +153,10 @@ def _launch(
         flat,
         table.entries,
         table.tiles_at,
-        scale,
+        None if scale == 1.0 else scale,
         on=flat,
         num_warps=config.num_warps,
         UNPACK=unpack,
-        SCALED=scale != 1.0,
         ACCUMULATE=accumulate,
         TILE_BYTES=config.block_bytes,
     )

@@ -19,9 +19,9 @@ import triton.language as tl
 
 from ..formats.table import wire_format_of
 from ..launch import ACCESS_BYTES, LaunchConfig, config_of, is_aligned, launch
-from ..portable import covered, round_to, to_fp32
+from ..paths import for_tile, load, store
+from ..portable import round_to, to_fp32
 from ..tuned import config_for
-from ..wide import wide_lanes
 
 SMALL_WORLD = 4
 
@@ -29,63 +29,24 @@ _GROUP = tl.constexpr(7)  # rows loaded before the first of them is added
 
 
 @triton.jit
-def _aligned_row(base, offset, BLOCK: tl.constexpr):
-    """BLOCK elements from aligned memory, in FP32. The hint must sit on the sum it is about."""
-    return to_fp32(tl.load(tl.multiple_of(base + offset + wide_lanes(BLOCK), 16)))
-
-
-@triton.jit
-def _reduce_full_block(
-    out,
-    parts,
-    shard,
-    scale,
-    WORLD: tl.constexpr,
-    SCALED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _reduce_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
     """Row 0, then rows in groups, then what is left: one order of additions whatever the group."""
-    total = _aligned_row(parts, 0, BLOCK)
-    GROUPED: tl.constexpr = (WORLD - 1) // _GROUP * _GROUP
-    for first in range(1, 1 + GROUPED, _GROUP):
-        for step in tl.static_range(_GROUP):
-            total += _aligned_row(parts, (first + step) * shard, BLOCK)
+    out, parts, shard, scale = arguments[:4]
+    WORLD: tl.constexpr = arguments[4]
+    ACCUMULATE: tl.constexpr = arguments[5]
+    GROUP: tl.constexpr = _GROUP if FULL else 1
+    GROUPED: tl.constexpr = (WORLD - 1) // GROUP * GROUP
+    total = to_fp32(load(parts, place, FULL, NUMEL))
+    for first in range(1, 1 + GROUPED, GROUP):
+        for step in tl.static_range(GROUP):
+            total += to_fp32(load(parts + (first + step) * shard, place, FULL, NUMEL))
     for rank in tl.static_range(1 + GROUPED, WORLD):
-        total += _aligned_row(parts, rank * shard, BLOCK)
-    if SCALED:
+        total += to_fp32(load(parts + rank * shard, place, FULL, NUMEL))
+    if scale is not None:
         total = total * scale
     if ACCUMULATE:
-        total = _aligned_row(out, 0, BLOCK) + total
-    destinations = tl.multiple_of(out + wide_lanes(BLOCK), 16)
-    tl.store(destinations, round_to(total, out.dtype.element_ty))
-
-
-@triton.jit
-def _reduce_masked_block(
-    out,
-    parts,
-    shard,
-    count,
-    scale,
-    WORLD: tl.constexpr,
-    SCALED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """In four pieces, whose other shape keeps the compiler from giving both paths one layout."""
-    for first in range(0, covered(count, BLOCK), BLOCK // 4):
-        lanes = first + tl.arange(0, BLOCK // 4)
-        mask = lanes < count
-        total = to_fp32(tl.load(parts + lanes, mask=mask, other=0.0))
-        for rank in range(1, WORLD):
-            row = parts + rank * shard
-            total += to_fp32(tl.load(row + lanes, mask=mask, other=0.0))
-        if SCALED:
-            total = total * scale
-        if ACCUMULATE:
-            total = to_fp32(tl.load(out + lanes, mask=mask, other=0.0)) + total
-        tl.store(out + lanes, round_to(total, out.dtype.element_ty), mask=mask)
+        total = to_fp32(load(out, place, FULL, NUMEL)) + total
+    store(out, round_to(total, out.dtype.element_ty), place, FULL, NUMEL)
 
 
 @triton.jit(do_not_specialize=["shard"], do_not_specialize_on_alignment=["out", "parts"])
@@ -95,7 +56,6 @@ def _reduce_kernel(
     shard,
     scale,
     WORLD: tl.constexpr,
-    SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -107,13 +67,13 @@ def _reduce_kernel(
     """
     shard = shard.to(tl.int64)
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    count = shard - start
-    out += start
-    parts += start
-    if ALIGNED and count >= BLOCK:
-        _reduce_full_block(out, parts, shard, scale, WORLD, SCALED, ACCUMULATE, BLOCK)
-    else:
-        _reduce_masked_block(out, parts, shard, count, scale, WORLD, SCALED, ACCUMULATE, BLOCK)
+    for_tile(
+        _reduce_part,
+        (out + start, parts + start, shard, scale, WORLD, ACCUMULATE),
+        shard - start,
+        ALIGNED,
+        BLOCK,
+    )
 
 
 @functools.cache
@@ -140,11 +100,10 @@ def reduce_(
         out,
         parts,
         shard,
-        scale,
+        None if scale == 1.0 else scale,
         on=out,
         num_warps=config.num_warps,
         WORLD=world,
-        SCALED=scale != 1.0,
         ACCUMULATE=accumulate,
         ALIGNED=aligned,
         BLOCK=block,

@@ -26,36 +26,26 @@ from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, MXFP8, MessageFormat, rule_of
 from ..launch import LaunchConfig, launch
-from ..portable import covered
 from ..tuned import config_for
 from ..wide import side_by_side
 from .layout import HEADER_BYTES, MessageLayout, header_bytes, layout_of_numel
 from .reference import MessageCast, aligned_memory
 from .tiles import (
-    EXTENT,
-    INDEX,
-    MIXED,
     NUM_WARPS,
     TILE_NUMEL,
     PieceKey,
     aligned_from,
+    for_piece,
     lanes_of,
     over,
     packed_pieces,
     part_numel,
     paths_of,
     piece_entries,
-    piece_of,
     section,
     values_of,
 )
 
-_ADDRESS, _NUMEL, _OFFSET = (
-    tl.constexpr(field) for field in (tables.ADDRESS, tables.NUMEL, tables.OFFSET)
-)
-_DTYPE, _ALIGNED = tl.constexpr(tables.DTYPE), tl.constexpr(tables.ALIGNED)
-_EXTENT, _INDEX = tl.constexpr(EXTENT), tl.constexpr(INDEX)
-_MIXED = tl.constexpr(MIXED)
 _DATA_AT = tl.constexpr(HEADER_BYTES)
 _NUMEL_AT = tl.constexpr(8)  # in the header, after magic and format
 _EIGHT = tl.constexpr(8)
@@ -118,29 +108,17 @@ def _store_scales(scales, message, at, start, extent, FULL: tl.constexpr, EACH: 
 
 
 @triton.jit
-def _pack_part(
-    address,
-    kind,
-    begin,
-    count,
-    message,
-    start,
-    extent,
-    index,
-    scales_at,
-    rows_at,
-    scale,
-    seed,
-    CODEC: tl.constexpr,
-    ROW: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    FULL: tl.constexpr,
-    NUMEL: tl.constexpr,
-):
-    """NUMEL elements of the tensor from `begin` on, to `start` and on in the message.
-
-    The tensor has `count` of them, its piece of the message `extent`. index: `begin`'s, for noise.
-    """
+def _pack_part(piece, kind, begin, arguments, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    """NUMEL elements of the tensor from `begin` on to where they belong in the message."""
+    address, numel, offset, extent, index = piece
+    message, scales_at, rows_at, scale, seed = arguments[:5]
+    CODEC: tl.constexpr = arguments[5]
+    ROW: tl.constexpr = arguments[6]
+    HARDWARE: tl.constexpr = arguments[7]
+    count = numel - begin
+    start = offset + begin
+    extent -= begin
+    index += begin
     BLOCK: tl.constexpr = CODEC.block_numel if CODEC.block_numel else ROW
     WIDTH: tl.constexpr = BLOCK // 2 if CODEC.in_halves else BLOCK
     SIXTEENS: tl.constexpr = seed is not None or BLOCK <= _SHARED_NUMEL
@@ -222,66 +200,18 @@ def _pack_kernel(
     has elements 4096 to 4999 of the first and 120 zeros: bytes 16 + 4096 to 16 + 5119 of the
     message and scales 32 to 39. Program 2 has the second piece, program 3 the frame.
     """
-    # A tensor may have more than 2**31 elements, so all that counts elements is int64.
-    program = tl.program_id(0).to(tl.int64)
-    if program < num_tiles:
-        row, begin = piece_of(table, tiles_at, program, TILE)
-        address = tl.load(row + _ADDRESS)
-        count = tl.load(row + _NUMEL) - begin
-        start = tl.load(row + _OFFSET) + begin
-        extent = tl.load(row + _EXTENT) - begin
-        index = begin
-        if seed is not None:
-            index += tl.load(row + _INDEX)
-        kind = KIND
-        if KIND == _MIXED:
-            kind = tl.load(row + _DTYPE)
-        is_full = FULL
-        if FULL and MASKED:
-            is_full = (tl.load(row + _ALIGNED) != 0) & (count >= TILE)
-        if is_full:
-            for code in tl.static_range(_MIXED):
-                if kind == code:
-                    _pack_part(
-                        address,
-                        code,
-                        begin,
-                        count,
-                        message,
-                        start,
-                        extent,
-                        index,
-                        scales_at,
-                        rows_at,
-                        scale,
-                        seed,
-                        CODEC,
-                        ROW,
-                        HARDWARE,
-                        True,
-                        TILE,
-                    )
-        elif MASKED:
-            for first in range(0, covered(extent, TILE), PART):
-                _pack_part(
-                    address,
-                    kind,
-                    begin + first,
-                    count - first,
-                    message,
-                    start + first,
-                    extent - first,
-                    index + first,
-                    scales_at,
-                    rows_at,
-                    scale,
-                    seed,
-                    CODEC,
-                    ROW,
-                    HARDWARE,
-                    False,
-                    PART,
-                )
+    if tl.program_id(0) < num_tiles:
+        for_piece(
+            _pack_part,
+            table,
+            tiles_at,
+            (message, scales_at, rows_at, scale, seed, CODEC, ROW, HARDWARE),
+            KIND,
+            FULL,
+            MASKED,
+            TILE,
+            PART,
+        )
     else:
         _store_frame(message, header, numel, scales_end, rows_at, rows_end, num_bytes)
 

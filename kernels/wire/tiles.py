@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 
 from .. import tables
+from ..device_tables import CODE_BF16, CODE_FP16, CODE_FP32, fields_of, pointer_of, row_of
 from ..formats.noise import GROUP_NUMEL
 from ..launch import ACCESS_BYTES
-from ..portable import INTERPRETED, to_fp32
+from ..portable import INTERPRETED, covered, to_fp32
 from ..wide import aligned_blocks, aligned_eights
 from .layout import MAX_ROW_NUMEL
 
@@ -33,13 +34,8 @@ TILE_NUMEL = MAX_ROW_NUMEL  # 32 elements a thread
 NUM_WARPS = 4
 MIXED = len(tables.CODED_DTYPES)  # in the place of a dtype's code: tensors of several
 
-# The codes of dtypes, as kernels know them.
-KIND_FP32, KIND_BF16, KIND_FP16 = (
-    tl.constexpr(tables.CODED_DTYPES.index(dtype))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-)
-_EIGHT = tl.constexpr(8)
-_ROW_FIELDS, _FIRST_TILE = tl.constexpr(ROW_FIELDS), tl.constexpr(tables.FIRST_TILE)
+_EIGHT, _MIXED = tl.constexpr(8), tl.constexpr(MIXED)
+_EXTENT, _INDEX, _ROW_FIELDS = tl.constexpr(EXTENT), tl.constexpr(INDEX), tl.constexpr(ROW_FIELDS)
 
 # Address, numel, offset, dtype code, aligned, extent, index: of one tensor.
 PieceKey = tuple[int, int, int, int, bool, int, int]
@@ -152,21 +148,41 @@ def log2(number: int) -> int:
 
 
 @triton.jit
-def piece_of(table, tiles_at, program, TILE: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """(Row of the program's piece, where in the piece its tile begins)."""
-    row = table + tl.load(table + tiles_at + program) * _ROW_FIELDS
-    return row, (program - tl.load(row + _FIRST_TILE)) * TILE
+def for_piece(
+    PART: tl.constexpr,
+    table,
+    tiles_at,
+    arguments,
+    KIND: tl.constexpr,
+    FULL: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILE: tl.constexpr,
+    PART_NUMEL: tl.constexpr,
+) -> None:
+    """Calls the JIT function PART(piece, kind, begin, arguments, FULL, NUMEL) for all of a tile.
 
-
-@triton.jit
-def kind_pointer(address, kind: tl.constexpr) -> tl.tensor:
-    """An address as a pointer to the dtype of this code."""
-    if kind == KIND_FP32:
-        return address.to(tl.pointer_type(tl.float32))
-    elif kind == KIND_BF16:
-        return address.to(tl.pointer_type(tl.bfloat16))
-    else:
-        return address.to(tl.pointer_type(tl.float16))
+    Once, FULL, with TILE elements from `begin` on and a kind, the code of the tensor's dtype, that
+    is a constant; or for parts of PART_NUMEL, masked. KIND: the code of all tensors' dtype, or
+    MIXED. FULL, MASKED: the paths that are needed. piece: (address, numel, offset, extent, index).
+    """
+    row, tile = row_of(table, tiles_at, _ROW_FIELDS)
+    address, numel, offset, kind, aligned = fields_of(row)
+    extent = tl.load(row + _EXTENT)
+    index = tl.load(row + _INDEX)
+    piece = (address, numel, offset, extent, index)
+    begin = tile * TILE
+    if KIND != _MIXED:
+        kind = KIND
+    is_full = FULL
+    if FULL and MASKED:
+        is_full = (aligned != 0) & (numel - begin >= TILE)
+    if is_full:
+        for code in tl.static_range(_MIXED):
+            if kind == code:
+                PART(piece, code, begin, arguments, True, TILE)
+    elif MASKED:
+        for first in range(0, covered(extent - begin, TILE), PART_NUMEL):
+            PART(piece, kind, begin + first, arguments, False, PART_NUMEL)
 
 
 @triton.jit
@@ -214,14 +230,14 @@ def values_of(
 
     A kind known when compiling leaves one of the branches, and one layout.
     """
-    if kind == KIND_FP32:
-        wide = kind_pointer(address, KIND_FP32) + begin
+    if kind == CODE_FP32:
+        wide = pointer_of(address, CODE_FP32) + begin
         x = loaded(wide, places, count, scale, SIXTEENS, FULL, NUMEL)
-    elif kind == KIND_BF16:
-        brain = kind_pointer(address, KIND_BF16) + begin
+    elif kind == CODE_BF16:
+        brain = pointer_of(address, CODE_BF16) + begin
         x = loaded(brain, places, count, scale, SIXTEENS, FULL, NUMEL)
     else:
-        half = kind_pointer(address, KIND_FP16) + begin
+        half = pointer_of(address, CODE_FP16) + begin
         x = loaded(half, places, count, scale, SIXTEENS, FULL, NUMEL)
     return x
 

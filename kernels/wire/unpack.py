@@ -20,38 +20,29 @@ import triton
 import triton.language as tl
 
 from .. import tables
+from ..device_tables import NUM_CODES, pointer_of
 from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE
 from ..launch import LaunchConfig, launch
-from ..portable import covered, round_to, to_fp32
+from ..portable import round_to, to_fp32
 from ..tuned import config_for
 from .layout import HEADER_BYTES, layout_of_numel
 from .reference import aligned_memory
 from .tiles import (
-    KIND_BF16,
-    KIND_FP16,
-    KIND_FP32,
-    MIXED,
     NUM_WARPS,
     TILE_NUMEL,
     aligned_from,
-    kind_pointer,
+    for_piece,
     over,
     part_numel,
     paths_of,
     piece_entries,
-    piece_of,
     section,
     unpacked_pieces,
     word_of,
 )
 
-_ADDRESS, _NUMEL, _OFFSET = (
-    tl.constexpr(field) for field in (tables.ADDRESS, tables.NUMEL, tables.OFFSET)
-)
-_DTYPE, _ALIGNED = tl.constexpr(tables.DTYPE), tl.constexpr(tables.ALIGNED)
-_MIXED = tl.constexpr(MIXED)
 _DATA_AT = tl.constexpr(HEADER_BYTES)
 _BITS_PER_BYTE = tl.constexpr(BITS_PER_BYTE)
 
@@ -161,34 +152,23 @@ def _store(values, tensor, count, scale, ACCUMULATE: tl.constexpr, FULL: tl.cons
 
 
 @triton.jit
-def _unpack_part(
-    address,
-    kind,
-    begin,
-    count,
-    message,
-    start,
-    scales_at,
-    rows_at,
-    scale,
-    CODEC: tl.constexpr,
-    ROW: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    FULL: tl.constexpr,
-    NUMEL: tl.constexpr,
-):
-    """NUMEL elements from `start` on in the message to those of the tensor from `begin` on.
+def _unpack_part(piece, kind, begin, arguments, FULL: tl.constexpr, NUMEL: tl.constexpr):
+    """NUMEL elements of the message to those of the tensor from `begin` on.
 
     A kind, a dtype's code, that is known when compiling leaves one of the branches.
     """
+    address, numel, offset, _, _ = piece
+    message, scales_at, rows_at, scale = arguments[:4]
+    CODEC: tl.constexpr = arguments[4]
+    ROW: tl.constexpr = arguments[5]
+    ACCUMULATE: tl.constexpr = arguments[6]
+    HARDWARE: tl.constexpr = arguments[7]
+    count = numel - begin
+    start = offset + begin
     values = _decoded(message, start, count, scales_at, rows_at, CODEC, ROW, HARDWARE, FULL, NUMEL)
-    if kind == KIND_FP32:
-        _store(values, kind_pointer(address, KIND_FP32) + begin, count, scale, ACCUMULATE, FULL)
-    elif kind == KIND_BF16:
-        _store(values, kind_pointer(address, KIND_BF16) + begin, count, scale, ACCUMULATE, FULL)
-    else:
-        _store(values, kind_pointer(address, KIND_FP16) + begin, count, scale, ACCUMULATE, FULL)
+    for code in tl.static_range(NUM_CODES):
+        if kind == code:
+            _store(values, pointer_of(address, code) + begin, count, scale, ACCUMULATE, FULL)
 
 
 @triton.jit(
@@ -217,57 +197,17 @@ def _unpack_kernel(
     Example: of tensors of 5000 and 100 elements in mxfp8, program 1 fills elements 4096 to 4999 of
     the first from bytes 16 + 4096 to 16 + 4999 and the scales 128 to 156.
     """
-    # A tensor may have more than 2**31 elements, so all that counts elements is int64.
-    program = tl.program_id(0).to(tl.int64)
-    row, begin = piece_of(table, tiles_at, program, TILE)
-    address = tl.load(row + _ADDRESS)
-    count = tl.load(row + _NUMEL) - begin
-    start = tl.load(row + _OFFSET) + begin
-    kind = KIND
-    if KIND == _MIXED:
-        kind = tl.load(row + _DTYPE)
-    is_full = FULL
-    if FULL and MASKED:
-        is_full = (tl.load(row + _ALIGNED) != 0) & (count >= TILE)
-    if is_full:
-        for code in tl.static_range(_MIXED):
-            if kind == code:
-                _unpack_part(
-                    address,
-                    code,
-                    begin,
-                    count,
-                    message,
-                    start,
-                    scales_at,
-                    rows_at,
-                    scale,
-                    CODEC,
-                    ROW,
-                    ACCUMULATE,
-                    HARDWARE,
-                    True,
-                    TILE,
-                )
-    elif MASKED:
-        for first in range(0, covered(count, TILE), PART):
-            _unpack_part(
-                address,
-                kind,
-                begin + first,
-                count - first,
-                message,
-                start + first,
-                scales_at,
-                rows_at,
-                scale,
-                CODEC,
-                ROW,
-                ACCUMULATE,
-                HARDWARE,
-                False,
-                PART,
-            )
+    for_piece(
+        _unpack_part,
+        table,
+        tiles_at,
+        (message, scales_at, rows_at, scale, CODEC, ROW, ACCUMULATE, HARDWARE),
+        KIND,
+        FULL,
+        MASKED,
+        TILE,
+        PART,
+    )
 
 
 @functools.cache

@@ -25,7 +25,7 @@ def test_a_recorded_launch_runs_nothing_and_has_all_that_a_compiler_needs():
     assert found.arguments["flat"] is flat
     assert found.arguments["scale"] == 0.5
     assert set(found.arguments) | set(found.constants) == set(found.kernel.arg_names)
-    assert (found.constants["SCALED"], found.constants["TILE_BYTES"]) == (True, 8192)
+    assert found.constants == {"UNPACK": False, "ACCUMULATE": False, "TILE_BYTES": 8192}
     pack_(flat, tensors, [0, 384])
     assert flat[:300].eq(1).all(), "the block has ended"
 
