@@ -86,6 +86,17 @@ def test_a_call_has_the_size_and_the_bytes_that_it_says(case):
     assert made == pytest.approx(case.num_bytes(numel), rel=0.01)
 
 
+def test_every_case_runs_standard_or_not():
+    """Small enough for all of them: rows of 64 elements."""
+    for case in cases():
+        operands = case.operands(CPU, 192)
+        try:
+            case.results(operands)
+        except Exception as error:
+            error.add_note(case.full_name)
+            raise
+
+
 def test_the_definition_is_the_call_on_a_cpu_with_tensors_that_are_the_same_each_time():
     case = case_of("quantize_mx_", "e2m1 from bf16 stochastic")
     assert case.agrees(CPU, 4096)
