@@ -304,7 +304,8 @@ _forced: dict[str, Forced] = {}
 def forcing(op: str, config: LaunchConfig) -> Iterator[Forced]:
     """Launch `op` with `config`, whatever tables say: for the tuner and for tests.
 
-    It holds for the whole process, so for one thread at a time. Raises `ValueError` for a configuration that is illegal for the op.
+    It holds for the whole process, so for one thread at a time. Raises `ValueError` for a
+    configuration that is illegal for the op.
     """
     if reason := illegal(op, config):
         raise ValueError(reason)
