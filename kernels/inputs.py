@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .case import DTYPES, RECORDED_NUMEL, Operands
+from .formats.table import ALIGN_NUMEL
 
-ALIGNMENT_NUMEL = 128
 # Meta, Llama 3 8B: hidden size 4096, 8 key/value heads of 128, intermediate size 14336.
 _SQUARE, _GROUPED, _WIDE = (4096, 4096), (1024, 4096), (14336, 4096)
 LLAMA_BLOCK: tuple[tuple[int, ...], ...] = (
@@ -62,7 +62,7 @@ def offsets_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
-        end += -(-tensor.numel() // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
+        end += -(-tensor.numel() // ALIGN_NUMEL) * ALIGN_NUMEL
     return offsets, end
 
 

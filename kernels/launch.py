@@ -119,10 +119,13 @@ def launch(
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Within the block nothing is launched: what would have been is in the list."""
+    """Within the block nothing is launched: what would have been is in the list of the innermost.
+
+    It holds for the whole process, so for one thread at a time.
+    """
     record: list[Launch] = []
     _records.append(record)
     try:
         yield record
     finally:
-        _records.remove(record)
+        _records.pop()

@@ -18,8 +18,7 @@ import torch
 from .aliasing import PLAIN_TYPES
 
 _library = torch.library.Library("sidestream", "DEF")
-_ops: list[Op] = []
-_launching_on_cpu: list[bool] = []  # a block of it each
+_blocks_launching_on_cpu = 0
 
 
 def _without_autograd(function: Callable[..., None]) -> Callable[..., None]:
@@ -63,28 +62,25 @@ class Op:
             _library.impl(name, functools.partial(self._run, device_type), device_type.upper())
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"sidestream::{name}", _writes_in_place, lib=_library)
-        _ops.append(self)
 
     def _run(self, device_type: str, *arguments: Any, **options: Any) -> None:
-        self.by_device[device_type](*arguments, **options)
+        chosen = "cuda" if _blocks_launching_on_cpu else device_type
+        self.by_device[chosen](*arguments, **options)
 
 
 @contextlib.contextmanager
 def launching_on_cpu() -> Iterator[None]:
     """Within the block ops launch their Triton kernels for CPU tensors too.
 
-    For Triton's interpreter, and to record what would be launched: see `launch.recorded`.
+    For Triton's interpreter, and to record what would be launched: see `launch.recorded`. It holds
+    for the whole process, so for one thread at a time.
     """
-    kept = [op.by_device for op in _ops]
-    for op in _ops:
-        op.by_device = {**op.by_device, "cpu": op.by_device["cuda"]}
-    _launching_on_cpu.append(True)
+    global _blocks_launching_on_cpu  # noqa: PLW0603 - it is the process that has the state
+    _blocks_launching_on_cpu += 1
     try:
         yield
     finally:
-        _launching_on_cpu.pop()
-        for op, by_device in zip(_ops, kept, strict=True):
-            op.by_device = by_device
+        _blocks_launching_on_cpu -= 1
 
 
 def _writes_in_place(*arguments: Any, **options: Any) -> None:
@@ -94,7 +90,7 @@ def _writes_in_place(*arguments: Any, **options: Any) -> None:
 def launches(device: torch.device, *tensors: torch.Tensor) -> bool:
     """Whether a function that is no op launches kernels for `tensors`: plain ones, on a GPU."""
     return (
-        (device.type == "cuda" or bool(_launching_on_cpu))
+        (device.type == "cuda" or _blocks_launching_on_cpu > 0)
         and not torch.compiler.is_compiling()
         and all(type(tensor) in PLAIN_TYPES for tensor in tensors)
     )
@@ -103,7 +99,7 @@ def launches(device: torch.device, *tensors: torch.Tensor) -> bool:
 def runs_directly(anchor: torch.Tensor) -> bool:
     """Whether nobody watches operators: no trace, no dispatch mode, no tensor subclass."""
     return (
-        not _launching_on_cpu
+        not _blocks_launching_on_cpu
         and not torch.compiler.is_compiling()
         and type(anchor) in PLAIN_TYPES
         and not torch._C._len_torch_dispatch_stack()

@@ -302,9 +302,10 @@ _forced: dict[str, Forced] = {}
 
 @contextlib.contextmanager
 def forcing(op: str, config: LaunchConfig) -> Iterator[Forced]:
-    """Launch `op` with `config`, whatever tables say: for the tuner and for tests, in one thread.
+    """Launch `op` with `config`, whatever tables say: for the tuner and for tests.
 
-    Raises `ValueError` for a configuration that is illegal for the op.
+    It holds for the whole process, so for one thread at a time. Raises `ValueError` for a
+    configuration that is illegal for the op.
     """
     if reason := illegal(op, config):
         raise ValueError(reason)

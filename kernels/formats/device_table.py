@@ -16,15 +16,27 @@ import torch
 import triton.language as tl
 
 from ..portable import INTERPRETED
-from .table import ElementFormat, MessageFormat, ScaleRule, WireFormat, named
+from .table import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    ElementFormat,
+    MessageFormat,
+    ScaleRule,
+    WireFormat,
+    named,
+)
 
-_TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float8_e4m3fn: tl.float8e4nv,
-    torch.float8_e5m2: tl.float8e5,
+_TRITON_DTYPES: dict[ElementFormat | WireFormat, tl.dtype] = {
+    FP32: tl.float32,
+    BF16: tl.bfloat16,
+    FP16: tl.float16,
+    E4M3: tl.float8e4nv,
+    E5M2: tl.float8e5,
 }
+"""What Triton itself converts: these rows alone, since another one may bear the same dtype."""
 
 
 class Constant:
@@ -68,7 +80,7 @@ class Conversions:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Element(Constant):
-    """An element format: its row, its JIT functions, and Triton's name for its dtype, if any."""
+    """An element format: its row, Triton's dtype if it can convert it itself, its JIT functions."""
 
     form: ElementFormat | WireFormat
     dtype: tl.dtype | None
@@ -102,7 +114,7 @@ class Codec(Constant):
 def element_of(form: ElementFormat | WireFormat) -> Element:
     """The one `Element` of a row."""
     conversions = named(*form.device)
-    return Element(form, _TRITON_DTYPES.get(form.dtype), **vars(conversions))
+    return Element(form, _TRITON_DTYPES.get(form), **vars(conversions))
 
 
 def element_constant(form: ElementFormat | WireFormat) -> Any:

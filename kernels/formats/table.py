@@ -34,10 +34,8 @@ Block formats, scales included in their byte counts:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -78,6 +76,7 @@ class WireFormat:
     codec: ClassVar[None] = None  # and none of what follows from one
     has_rows: ClassVar[bool] = False
     has_rule: ClassVar[bool] = False
+    pack_tiles: ClassVar[int] = 1
     has_power_of_2: ClassVar[bool] = False
 
     def __hash__(self) -> int:
@@ -230,6 +229,8 @@ class BlockFormat:
     ``block_numel`` is ``None`` where a whole row, or the whole tensor, is one block.
     ``tensor_scale`` says whether there is one FP32 scale for the whole tensor besides; in a message
     every row is a tensor. ``codec``: ``None`` where messages do not have the format.
+    ``pack_tiles``: tiles of messages that a program packs to nearest; more than one where an
+    element is so cheap that what a program finds in its table shows.
     """
 
     name: str
@@ -238,6 +239,7 @@ class BlockFormat:
     scale_dtype: torch.dtype
     tensor_scale: bool = False
     codec: Codec | None = None
+    pack_tiles: int = 1
 
     def __hash__(self) -> int:
         """Cheap, since every launch looks a format up; equal ones have one name."""
@@ -333,7 +335,7 @@ FP8_ROW = BlockFormat("fp8_row", E4M3, None, torch.float32, codec=_FP8)
 # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2: tiles of 1 x 128.
 FP8_1X128 = BlockFormat("fp8_1x128", E4M3, 128, torch.float32, codec=_FP8)
 # OCP, "Microscaling Formats (MX) Specification", version 1.0, 2023, table 1.
-MXFP8 = BlockFormat("mxfp8", E4M3, 32, E8M0.dtype, codec=_MX)
+MXFP8 = BlockFormat("mxfp8", E4M3, 32, E8M0.dtype, codec=_MX, pack_tiles=2)
 MXFP4 = BlockFormat("mxfp4", E2M1, 32, E8M0.dtype, codec=_MX)
 # NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, section 2.
 NVFP4 = BlockFormat("nvfp4", E2M1, 16, E4M3.dtype, tensor_scale=True, codec=_NVFP4)
@@ -350,26 +352,6 @@ MESSAGES: dict[str, MessageFormat] = {
     **{form.name: form for form in BLOCK_FORMATS if form.codec is not None},
 }
 """The formats of wire messages; a format's place here stands for it in their headers."""
-
-
-@contextlib.contextmanager
-def registered(*rows: ElementFormat | BlockFormat | ScaleRule) -> Iterator[None]:
-    """Within the block the tables have these rows as well."""
-    tables: tuple[dict[str, Any], ...] = (ELEMENTS, CASTS, MESSAGES, SCALE_RULES)
-    kept = [dict(table) for table in tables]
-    for row in rows:
-        if isinstance(row, ElementFormat):
-            ELEMENTS[row.name] = CASTS[row.name] = row
-        elif isinstance(row, BlockFormat):
-            MESSAGES[row.name] = row
-        else:
-            SCALE_RULES[row.name] = row
-    try:
-        yield
-    finally:
-        for table, before in zip(tables, kept, strict=True):
-            table.clear()
-            table.update(before)
 
 
 def rule_of(form: MessageFormat, rule: str, power_of_2: bool) -> ScaleRule | bool | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..case import DTYPES, RECORDED_NUMEL, Case, Gate, Operands, Row
-from ..formats.table import BITS_PER_BYTE, BLOCK_FORMATS, E2M1
+from ..formats.table import BITS_PER_BYTE, BLOCK_FORMATS, E2M1, ELEMENTS, MXFP8
 from ..inputs import (
     NOISE,
     ROW_NUMEL,
@@ -17,7 +17,7 @@ from ..inputs import (
     matrix_numel,
 )
 from .op import dequantize_mx, quantize_mx
-from .reference import BLOCK_NUMEL, ELEMENTS
+from .reference import BLOCK_NUMEL, elements
 
 SWIZZLED = " swizzled"
 
@@ -53,7 +53,7 @@ _STANDARD = (
     "e4m3 from bf16", "e2m1 from bf16", "e2m1 from bf16 stochastic", "e4m3 to bf16", "e2m1 to bf16",
 )  # fmt: skip
 # What block formats are called by their elements; e5m2 is a variant of mxfp8.
-_FORMATS = {form.element.name: form.name for form in BLOCK_FORMATS if form.name.startswith("mx")}
+_FORMATS = {form.element.name: form.name for form in BLOCK_FORMATS if form.codec is MXFP8.codec}
 
 
 def rows() -> tuple[Row, ...]:
@@ -64,11 +64,11 @@ def rows() -> tuple[Row, ...]:
 def cases() -> Iterator[Case]:
     """All, of every element format that blocks may have."""
     for dtype in DTYPES:
-        for element in ELEMENTS:
+        for element in elements():
             for stochastic in (False, True):
                 yield _quantize_case(dtype, element, stochastic=stochastic)
             yield _dequantize_case(element, dtype)
-    for element in ELEMENTS:
+    for element in elements():
         for stochastic in (False, True):
             yield _quantize_case("bf16", element, stochastic=stochastic, swizzled=True)
         yield _dequantize_case(element, "bf16", swizzled=True)
@@ -81,7 +81,7 @@ def _recorded_numel(swizzled: bool) -> int:
 
 def _bytes_of(element: str) -> float:
     """Bytes of an element with its part of the block's scale."""
-    return ELEMENTS[element].bits / BITS_PER_BYTE + 1 / BLOCK_NUMEL
+    return ELEMENTS[element].stored_bits / BITS_PER_BYTE + 1 / BLOCK_NUMEL
 
 
 def _quantize_case(dtype: str, element: str, *, stochastic: bool, swizzled: bool = False) -> Case:
@@ -96,7 +96,7 @@ def _quantize_case(dtype: str, element: str, *, stochastic: bool, swizzled: bool
     return Case(
         op="quantize_mx_",
         name=name,
-        format=_FORMATS.get(element, "mxfp8"),
+        format=_FORMATS.get(element, MXFP8.name),
         dtype=dtype,
         make=made_from(dtype, lambda x: quantize_mx(x, element=element, swizzled=swizzled)),
         call=call,
@@ -122,7 +122,7 @@ def _dequantize_case(element: str, dtype: str, *, swizzled: bool = False) -> Cas
     return Case(
         op="dequantize_mx_",
         name=name,
-        format=_FORMATS.get(element, "mxfp8"),
+        format=_FORMATS.get(element, MXFP8.name),
         dtype=dtype,
         make=decoded_from(dtype, lambda x: quantize_mx(x, element=element, swizzled=swizzled)),
         call=call,

@@ -111,7 +111,11 @@ def _amax_case(dtype: str, words: str) -> Case:
     name = f"of {dtype} {words}".rstrip()
 
     def make(device: torch.device, numel: int) -> Operands:
-        return Operands(read=[matrix(device, numel, DTYPES[dtype])])
+        x = matrix(device, numel, DTYPES[dtype])
+        return Operands(read=[x], written=[torch.zeros((), device=device)])
+
+    def call(operands: Operands) -> None:
+        amax_nvfp4(operands.read[0], out=operands.written[0], **_options(words))
 
     return Case(
         op="amax_nvfp4_",
@@ -119,7 +123,7 @@ def _amax_case(dtype: str, words: str) -> Case:
         format=NVFP4.name,
         dtype=dtype,
         make=make,
-        call=lambda operands: amax_nvfp4(operands.read[0], **_options(words)),
+        call=call,
         numel=matrix_numel,
         num_bytes=lambda numel: matrix_numel(numel) * DTYPES[dtype].itemsize,
         gate=_AMAX_GATES.get(name),
@@ -132,13 +136,16 @@ def _quantize_case(dtype: str, words: str) -> Case:
     name = f"from {dtype} {words}".rstrip()
     moved = DTYPES[dtype].itemsize + _bytes()
 
-    def call(operands: Operands, **index: Any) -> tuple[torch.Tensor, ...]:
-        (x,), (amax,) = operands.read, operands.scalars
-        return quantize_nvfp4(x, global_amax=amax, **_options(words), **index)[:2]
-
     def make(device: torch.device, numel: int) -> Operands:
-        x = matrix(device, numel, DTYPES[dtype])
-        return Operands(read=[x], scalars=[torch.tensor(AMAX, device=device)])
+        amax = torch.tensor(AMAX, device=device)
+        parts = made_from(
+            dtype, lambda x: quantize_nvfp4(x, global_amax=amax, **_options(words))[:2]
+        )
+        return replace(parts(device, numel), scalars=[amax])
+
+    def call(operands: Operands, **index: Any) -> None:
+        (x,), (data, scales), (amax,) = operands.read, operands.written, operands.scalars
+        quantize_nvfp4(x, global_amax=amax, out=(data, scales), **_options(words), **index)
 
     return Case(
         op="quantize_nvfp4_",
@@ -166,9 +173,11 @@ def _dequantize_case(dtype: str, words: str) -> Case:
         )
         return replace(parts(device, numel), scalars=[amax])
 
-    def call(operands: Operands) -> torch.Tensor:
-        (data, scales), (amax,) = operands.read, operands.scalars
-        return dequantize_nvfp4(data, scales, amax, dtype=DTYPES[dtype], **_options(words))
+    def call(operands: Operands) -> None:
+        (data, scales), (out,), (amax,) = operands.read, operands.written, operands.scalars
+        options: dict[str, Any] = _options(words) | {"dtype": out.dtype}
+        options["row_numel"] = out.shape[-1]
+        dequantize_nvfp4(data, scales, amax, out=out, **options)
 
     return Case(
         op="dequantize_nvfp4_",
@@ -187,13 +196,17 @@ def _dequantize_case(dtype: str, words: str) -> Case:
 
 def _hadamard_case(dtype: str, words: str) -> Case:
     name = f"of {dtype} {words}".rstrip()
+
+    def call(operands: Operands) -> None:
+        hadamard16(operands.read[0], out=operands.written[0], **_options(words))
+
     return Case(
         op="hadamard16_",
         name=name,
         format=dtype,
         dtype=dtype,
-        make=made_from(dtype, lambda x: []),
-        call=lambda operands: hadamard16(operands.read[0], **_options(words)),
+        make=made_from(dtype, lambda x: [x]),
+        call=call,
         numel=matrix_numel,
         num_bytes=lambda numel: matrix_numel(numel) * 2 * DTYPES[dtype].itemsize,
         gate=_HADAMARD_GATES.get(name),

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-BLOCK_NUMEL = 128
+BLOCK_NUMEL = 128  # of the formula: bits would change with it, wherever tensors are aligned
 HIGH_SCALE, LOW_SCALE = 2.0**26, 2.0**33
 INFINITY_BITS, NAN_BITS = 0x7F800000, 0x7FC00000  # of FP32; all NaN count as this one
 

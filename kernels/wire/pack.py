@@ -24,7 +24,7 @@ import triton.language as tl
 from .. import tables
 from ..formats import device_codes as device
 from ..formats.device_table import codec_of
-from ..formats.table import ALIGN_NUMEL, MXFP8, MessageFormat, rule_of
+from ..formats.table import ALIGN_NUMEL, MessageFormat, rule_of
 from ..launch import LaunchConfig, launch
 from ..tuned import config_for
 from ..wide import side_by_side
@@ -219,10 +219,10 @@ def _pack_kernel(
 def tile_numel(form: MessageFormat, stochastic: bool) -> int:
     """Elements of a tile.
 
-    MXFP8 to nearest is so cheap that what a program finds in its table shows: 6.9 instructions an
-    element with 32 a thread, 5.9 with 64. To the others that is less, and registers are more.
+    MXFP8 takes 6.9 instructions an element to nearest with 32 a thread, 5.9 with 64. To the others
+    what a program finds in its table is less, and registers are more.
     """
-    return 2 * TILE_NUMEL if form is MXFP8 and not stochastic else TILE_NUMEL
+    return TILE_NUMEL * (1 if stochastic else form.pack_tiles)
 
 
 @functools.cache

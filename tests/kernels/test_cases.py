@@ -11,6 +11,7 @@ from sidestream import kernels
 from sidestream.kernels import tuned
 from sidestream.kernels.ahead.compile import TARGETS
 from sidestream.kernels.cases import case_of, cases, markdown, rows
+from sidestream.tests.kernels.wire import toy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 CPU = torch.device("cpu")
@@ -84,6 +85,31 @@ def test_a_call_has_the_size_and_the_bytes_that_it_says(case):
         updated = 2 * sum(tensor.nbytes for tensor in operands.updated)
         made = case.passes * sum(tensor.nbytes for tensor in operands.read) + new + updated
     assert made == pytest.approx(case.num_bytes(numel), rel=0.01)
+
+
+def check_that_all_run():
+    """Small enough for all of them: rows of 64 elements. Nothing is allocated within the clock."""
+    for case in cases():
+        try:
+            operands = case.operands(CPU, 192)
+            results = case.results(operands)
+        except Exception as error:
+            error.add_note(case.full_name)
+            raise
+        given = (*operands.read, *operands.written, *operands.updated, *operands.scalars)
+        memory = {tensor.untyped_storage().data_ptr() for tensor in given}
+        assert {one.untyped_storage().data_ptr() for one in results} <= memory, case.full_name
+
+
+def test_every_case_runs_standard_or_not_and_writes_into_its_operands():
+    check_that_all_run()
+
+
+def test_those_of_a_format_from_outside_run():
+    with toy.formats():
+        found = {case.op for case in cases() if toy.E3M2.name in case.name}
+        assert {"cast_", "quantize_mx_", "dequantize_mx_"} <= found
+        check_that_all_run()
 
 
 def test_the_definition_is_the_call_on_a_cpu_with_tensors_that_are_the_same_each_time():

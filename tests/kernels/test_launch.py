@@ -30,6 +30,15 @@ def test_a_recorded_launch_runs_nothing_and_has_all_that_a_compiler_needs():
     assert flat[:300].eq(1).all(), "the block has ended"
 
 
+def test_a_record_within_another_ends_alone():
+    flat = torch.zeros(128)
+    with op.launching_on_cpu(), launch.recorded() as outer:
+        with launch.recorded() as inner:
+            pass
+        pack_(flat, [torch.ones(128)], [0])
+    assert (len(outer), len(inner)) == (1, 0)
+
+
 @pytest.mark.parametrize(("block_bytes", "num_warps"), [(0, 4), (3000, 4), (4096, 3), (-8, 4)])
 def test_not_a_power_of_two_is_refused(block_bytes, num_warps):
     with pytest.raises(ValueError, match=r"expected a power of two, got -?\d+; round it up"):

@@ -15,14 +15,8 @@ import triton.language as tl
 from sidestream import kernels as k
 from sidestream.kernels.formats import codes, device_scales
 from sidestream.kernels.formats.noise import noise_bits
-from sidestream.kernels.formats.table import (
-    E8M0,
-    MXFP8,
-    BlockFormat,
-    ElementFormat,
-    ScaleRule,
-    registered,
-)
+from sidestream.kernels.formats.registration import registered
+from sidestream.kernels.formats.table import E8M0, MXFP8, BlockFormat, ElementFormat, ScaleRule
 
 BLOCK, EMAX, LARGEST = 16, 4, 28.0
 E3M2 = ElementFormat("e3m2", 3, 2, 3, 0x1F, None, torch.uint8)
