@@ -20,7 +20,6 @@ the verdict names it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import runpy
 import shlex
@@ -208,12 +207,12 @@ def _write(folder: Path, report: dict[str, Any], kernels: reports.Report | None)
     while (folder / f"{name}.json").exists():
         number += 1
         name = f"{day}-{number}"
-    texts = {f"{name}.json": json.dumps(report, indent=1) + "\n"}
+    documents = {folder / f"{name}.json": report}
     if kernels is not None:
-        texts[f"{name}-kernels.json"] = kernels.as_json()
-    for file, text in texts.items():
-        reports.write_text(folder / file, text)
-    return [folder / file for file in texts]
+        documents[folder / f"{name}-kernels.json"] = kernels.content()
+    for path, content in documents.items():
+        reports.write_json(path, content)
+    return list(documents)
 
 
 if __name__ == "__main__":

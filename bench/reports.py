@@ -100,9 +100,9 @@ class Report:
     schema_version: int = SCHEMA_VERSION
     kind: str = KIND
 
-    def as_json(self) -> str:
+    def content(self) -> dict[str, Any]:
         """The document."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        return dataclasses.asdict(self)
 
     def as_csv(self) -> str:
         """The rows under the names of their fields."""
@@ -247,6 +247,11 @@ def document(
         "command": shlex.join(["sidestream", *arguments]),
         "machine": describe(device),
     }
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a document, as `write_text` does."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -140,19 +140,15 @@ class BatchedTrainer:
         """Least traffic on the loopback interface over some steps: strangers there can only add.
         None where the ranks do not talk over it.
         """
-        if self._device.type != "cpu" or read_loopback_bytes() is None:
-            for _ in range(WIRE_STEPS):
-                self.timed_step()
-            return None
         counts = []
         for _ in range(WIRE_STEPS):
             dist.barrier()
             before = read_loopback_bytes()
             self.timed_step()
             after = read_loopback_bytes()
-            assert before is not None and after is not None
-            counts.append(after - before)
-        return min(counts)
+            if self._device.type == "cpu" and before is not None and after is not None:
+                counts.append(after - before)
+        return min(counts, default=None)
 
 
 def work_on_pair(rank: int, case: PairCase) -> PairOutcome:
@@ -246,9 +242,11 @@ def work_alone(rank: int, case: SoloCase) -> SoloOutcome:
     wire_bytes = run.wire_bytes_of_a_step()
     peak_mib = peak_memory_mib(setup.device)
     report = None
-    if case.profile:
-        profile = _PROFILERS[case.profile] if rank == 0 else _no_profile
-        report = profile(run.timed_step, case.steps)
+    if case.profile and rank == 0:
+        report = _PROFILERS[case.profile](run.timed_step, case.steps)
+    elif case.profile:
+        for _ in range(case.steps):
+            run.timed_step()
     return SoloOutcome(
         seconds=seconds,
         wire_bytes=wire_bytes,
@@ -256,11 +254,6 @@ def work_alone(rank: int, case: SoloCase) -> SoloOutcome:
         peak_mib=peak_mib,
         profile=report,
     )
-
-
-def _no_profile(call: Callable[[], object], steps: int) -> None:
-    for _ in range(steps):
-        call()
 
 
 def _profile_python(call: Callable[[], object], steps: int) -> str:
@@ -286,7 +279,7 @@ def _profile_operators(call: Callable[[], object], steps: int) -> str:
     return f"{heading}\n{table}"
 
 
-_PROFILERS: dict[str, Callable[[Callable[[], object], int], str | None]] = {
+_PROFILERS: dict[str, Callable[[Callable[[], object], int], str]] = {
     "python": _profile_python,
     "operators": _profile_operators,
 }

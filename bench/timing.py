@@ -24,6 +24,7 @@ T = TypeVar("T")
 # Two launches of the same code on a busy machine differ by this much, so a smaller difference is
 # not a result.
 RESOLUTION = 0.05
+CONFIDENCE, RESAMPLES = 0.95, 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,9 @@ class Estimate:
     high: float
     num_samples: int
 
-    def describe(self, *, scale: float = 1.0, digits: int = 3) -> str:
-        """`median [low, high]`, each multiplied by `scale`."""
-        numbers = [f"{value * scale:.{digits}f}" for value in (self.median, self.low, self.high)]
-        return f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"
+    def describe(self, *, digits: int = 3) -> str:
+        """`median [low, high]`."""
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 @contextmanager
@@ -72,30 +72,15 @@ def pair_differences(minuends: Sequence[float], subtrahends: Sequence[float]) ->
     return [first - second for first, second in zip(minuends, subtrahends, strict=True)]
 
 
-def estimate_median(
-    samples: Sequence[float],
-    *,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Estimate:
-    """Median of `samples` and its percentile-bootstrap interval; the same samples and seed give the
-    same interval.
+def estimate_median(samples: Sequence[float]) -> Estimate:
+    """Median of `samples` and its percentile-bootstrap interval; the same samples give the same.
 
-    Raises ValueError for no samples or a confidence outside (0, 1).
+    Raises ValueError for no samples.
     """
-    return estimate_median_of_launches(
-        [samples], confidence=confidence, resamples=resamples, seed=seed
-    )
+    return estimate_median_of_launches([samples])
 
 
-def estimate_median_of_launches(
-    launches: Sequence[Sequence[float]],
-    *,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Estimate:
+def estimate_median_of_launches(launches: Sequence[Sequence[float]]) -> Estimate:
     """Median over all launches together; the bootstrap draws launches first and then samples within
     each.
 
@@ -108,22 +93,20 @@ def estimate_median_of_launches(
             "every launch needs at least one sample, got "
             f"{[len(samples) for samples in launches]}; measure at least one pair in each."
         )
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}; 0.95 is usual.")
-    generator = random.Random(seed)
+    generator = random.Random(0)
     medians = []
-    for _ in range(resamples):
+    for _ in range(RESAMPLES):
         drawn: list[float] = []
         for samples in generator.choices(launches, k=len(launches)):
             drawn.extend(generator.choices(samples, k=len(samples)))
         medians.append(statistics.median(drawn))
     medians.sort()
-    tail = (1.0 - confidence) / 2.0
+    tail = (1.0 - CONFIDENCE) / 2.0
     everything = [sample for samples in launches for sample in samples]
     return Estimate(
         median=statistics.median(everything),
-        low=medians[round(tail * (resamples - 1))],
-        high=medians[round((1.0 - tail) * (resamples - 1))],
+        low=medians[round(tail * (RESAMPLES - 1))],
+        high=medians[round((1.0 - tail) * (RESAMPLES - 1))],
         num_samples=len(everything),
     )
 

@@ -12,7 +12,6 @@ version or device.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -145,8 +144,3 @@ def as_listing(
             for config, look in looks[one.op, one.key].items()
         ],
     }
-
-
-def write(path: Path, table: Mapping[str, Any]) -> None:
-    """Write all of the file or nothing."""
-    reports.write_text(path, json.dumps(table, indent=1) + "\n")

@@ -12,9 +12,7 @@ where the result has blocks of its own.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,11 +21,11 @@ import torch
 
 from ..kernels import LaunchConfig, tuned
 from ..kernels.ahead.compile import TARGETS
-from ..kernels.ahead.measure import MIN_CASES_A_PROCESS, Measured, measure
+from ..kernels.ahead.measure import by_processes, measure
 from ..kernels.case import Case, Operands
 from ..kernels.cases import case_of, cases
 from ..kernels.launch import ACCESS_BYTES, THREADS_PER_WARP
-from .ahead.machines import AMD_WAVES, occupancy
+from .ahead.measuring import occupancy_of
 from .clocks import Clock, Ticker, rotation_of
 from .kernel_cases.case import ours
 from .kernel_table import GATE_NUMEL
@@ -131,14 +129,6 @@ class Resources:
         return None
 
 
-def resources_of(measured: Measured, target: str) -> Resources:
-    """Of what was compiled for `target`."""
-    share = None if measured.waves is None else measured.waves / AMD_WAVES
-    if TARGETS[target].backend == "cuda":
-        share = occupancy(target, measured.registers, measured.shared_bytes, measured.num_warps)
-    return Resources(measured.registers, measured.spill_bytes, measured.shared_bytes, share)
-
-
 def target_of(device: torch.device) -> str:
     """What to compile for in the place of `device`: it, or the nearest earlier one of NVIDIA's."""
     if torch.version.hip:
@@ -158,9 +148,15 @@ def look(task: Task) -> Look:
     """Compile a candidate, unless that has been done before."""
     op, name, config, target = task
     try:
-        return resources_of(measure(case_of(op, name), target, config), target)
+        measured = measure(case_of(op, name), target, config)
     except Exception as error:  # noqa: BLE001 - compilers refuse in many ways
         return f"not compiled: {_root(error)}"
+    return Resources(
+        measured.registers,
+        measured.spill_bytes,
+        measured.shared_bytes,
+        occupancy_of(measured, target),
+    )
 
 
 def _root(error: BaseException) -> str:
@@ -176,28 +172,14 @@ def look_at_all(
     on_look: Callable[[Task], None],
     is_over: Callable[[], bool] = lambda: False,
 ) -> dict[Task, Look]:
-    """What is found of each, in the order of the tasks, until it `is_over`; by processes, since
-    Python's parser, by which Triton reads kernels, is not for two threads.
-    """
-    num_processes = min(num_processes, len(tasks) // MIN_CASES_A_PROCESS)
-    if num_processes <= 1:
-        return _taken(zip(tasks, map(look, tasks), strict=True), on_look, is_over)
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context)
-    try:
-        return _taken(zip(tasks, pool.map(look, tasks), strict=True), on_look, is_over)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _taken(
-    looks: Iterator[tuple[Task, Look]], on_look: Callable[[Task], None], is_over: Callable[[], bool]
-) -> dict[Task, Look]:
+    """What is found of each, in the order of the tasks, until it `is_over`."""
     found: dict[Task, Look] = {}
-    while not is_over() and (one := next(looks, None)) is not None:
-        found[one[0]] = one[1]
-        on_look(one[0])
-    return found
+    for task, one in by_processes(look, tasks, num_processes):
+        found[task] = one
+        on_look(task)
+        if is_over():
+            break
+    return {task: found[task] for task in tasks if task in found}
 
 
 def reason(found: Look | None) -> str | None:

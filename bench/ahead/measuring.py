@@ -12,12 +12,10 @@ from typing import Any
 
 from ...kernels.ahead import measure as ahead
 from ...kernels.ahead.compile import CompiledKernel, compile_launch
-from ...kernels.ahead.measure import MIN_CASES_A_PROCESS, Task
+from ...kernels.ahead.measure import Task
 from ...kernels.case import Case
 from ...kernels.cases import case_of
 from .machines import AMD_WAVES, MULTIPROCESSORS, Prediction, gpus_of, occupancy, predict
-
-__all__ = ["MIN_CASES_A_PROCESS", "Row", "Task", "compile_case", "measure_all", "row_from_json"]
 
 KIND, SCHEMA_VERSION = "inspect", 1
 """Of the document of rows; the version goes up when `Row` changes."""
@@ -106,7 +104,7 @@ def _row(task: Task, measured: ahead.Measured) -> Row:
         register_limit=None if gate is None else gate.registers,
         spill_bytes=measured.spill_bytes,
         shared_bytes=measured.shared_bytes,
-        occupancy=_occupancy(target, measured),
+        occupancy=occupancy_of(measured, target),
         load_bits=measured.load_bits,
         store_bits=measured.store_bits,
         instructions=instructions,
@@ -122,7 +120,8 @@ def _exceeds(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and value > limit
 
 
-def _occupancy(target: str, measured: ahead.Measured) -> float | None:
+def occupancy_of(measured: ahead.Measured, target: str) -> float | None:
+    """Resident warps by the most there can be; None where the compiler does not say."""
     if target not in MULTIPROCESSORS:
         return None if measured.waves is None else measured.waves / AMD_WAVES
     return occupancy(target, measured.registers, measured.shared_bytes, measured.num_warps)

@@ -95,7 +95,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _list(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
-    from ..tuned_files import as_listing, write
+    from ..reports import write_json
+    from ..tuned_files import as_listing
     from ..tuning import reason
 
     target = _target(options.arch)
@@ -108,7 +109,7 @@ def _list(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
         for config, look in own.items():
             print(f"  {_config_text(config):<14} {_look_text(look)}")
     if options.json is not None:
-        write(options.json, as_listing(chosen, looks, target))
+        write_json(options.json, as_listing(chosen, looks, target))
     return 0
 
 
@@ -116,6 +117,7 @@ def _tune(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
     from ...kernels import tuned
     from .. import tuned_files
     from ..kernel_table import require_memory
+    from ..reports import write_json
     from ..tuning import target_of
 
     if options.arch is not None:
@@ -144,13 +146,13 @@ def _tune(chosen: Sequence[Tunable], options: argparse.Namespace) -> int:
             continue
         entries.append(tuned_files.entry_of(tunable, found, own, numel=options.numel))
         # After each, so that who stops it keeps what there is.
-        tuned_files.write(path, tuned_files.document(kept, entries, head))
+        write_json(path, tuned_files.document(kept, entries, head))
     if entries:
         print(f"written to {path}")
         for text in tuned_files.overruling(path, name):
             print(f"note: {text}")
     if options.json is not None:
-        tuned_files.write(options.json, tuned_files.document((), entries, head))
+        write_json(options.json, tuned_files.document((), entries, head))
     return 1 if wrong else 0
 
 

@@ -7,7 +7,6 @@ Prints a table and verdicts on the project's limits; `bench.host_cost` says how 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from ...training.paths import require_writable_file
 from ..models import TENSORS_A_BLOCK
 from ..progress import shown
-from ..reports import document, write_text
+from ..reports import document, write_json
 from ..timing import Estimate, compare_with_limit
 from ..trainer_names import FSDP2, MEGATRON_FSDP, PLAIN, TRAINER_NAMES
 from .parsing import count, counts, names_of
@@ -74,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join(format_table(summary, options.visits)))
     print("\n".join(verdicts(samples, summary)))
     if options.json:
-        write_text(options.json, as_json(options, samples, summary))
+        write_json(options.json, content_of(options, samples, summary))
     return 0
 
 
@@ -138,10 +137,10 @@ def _growths(cases: Sequence[Case]) -> Iterator[tuple[Case, Case]]:
                     yield line[0], line[-1]
 
 
-def as_json(
+def content_of(
     options: argparse.Namespace, samples: Mapping[Case, Samples], summary: Mapping[Case, Summary]
-) -> str:
-    """Machine, settings, and a row with its samples for every case."""
+) -> dict[str, Any]:
+    """Of the file: machine, settings, and a row with its samples for every case."""
     rows = [
         {
             **asdict(case),
@@ -154,14 +153,13 @@ def as_json(
         }
         for case in samples
     ]
-    content: dict[str, Any] = {
+    return {
         **document("host", options.arguments, torch.device("cpu")),
         "settings": {
             name: getattr(options, name) for name in ("units", "world", "candidates", "visits")
         },
         "rows": rows,
     }
-    return json.dumps(content, indent=1) + "\n"
 
 
 def _cell(estimate: Estimate | None) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -118,11 +117,11 @@ def _write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
 
     from ..ahead.machines import GPUS
     from ..ahead.measuring import KIND, SCHEMA_VERSION
-    from ..reports import document, write_text
+    from ..reports import document, write_json
 
     content = {
         **document(KIND, options.arguments, torch.device("cpu"), schema_version=SCHEMA_VERSION),
         "gpus": [dataclasses.asdict(gpu) for gpu in GPUS],
         "rows": [row.as_json() for row in rows],
     }
-    write_text(options.json, json.dumps(content, indent=1) + "\n")
+    write_json(options.json, content)

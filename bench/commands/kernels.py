@@ -156,8 +156,9 @@ def device_named(name: str) -> torch.device:
 
 
 def _write(options: argparse.Namespace, report: Report) -> None:
-    from ..reports import write_text
+    from ..reports import write_json, write_text
 
-    for path, text in ((options.json, report.as_json), (options.csv, report.as_csv)):
-        if path is not None:
-            write_text(Path(path), text())
+    if options.json is not None:
+        write_json(Path(options.json), report.content())
+    if options.csv is not None:
+        write_text(Path(options.csv), report.as_csv())

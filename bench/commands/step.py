@@ -10,13 +10,12 @@ a table and verdicts on the project's limits; `bench.step_time` says how it is m
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +23,7 @@ from ...training.errors import UsageError
 from ...training.paths import require_writable_file
 from ..models import STEP_TIME_CONFIG
 from ..ranks import GLOO_RANKS, RanksFailed, choose_ranks
-from ..reports import document, write_text
+from ..reports import document, write_json
 from ..trainer_names import FSDP2, MEGATRON_FSDP, TRAINER_NAMES
 from .parsing import DEVICES, count, names_of
 
@@ -178,7 +177,7 @@ def _run_comparisons(options: argparse.Namespace, plan: Plan) -> None:
     rows = compare(options.comparisons, plan, lambda text: print(text, flush=True))
     print("\n".join(["", *format_table(rows), "", *(line for r in rows for line in r.verdicts())]))
     if options.json:
-        write_text(options.json, as_json(options, plan, rows))
+        write_json(options.json, content_of(options, plan, rows))
 
 
 def format_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -223,10 +222,10 @@ def _agreement(row: Row) -> str:
     return f"{row.share_of_unequal_elements:.1%} unequal, {row.relative_difference:.1e} of norm"
 
 
-def as_json(options: argparse.Namespace, plan: Plan, rows: Sequence[Row]) -> str:
-    """Date, command, machine, settings, and a row with its samples for every comparison."""
+def content_of(options: argparse.Namespace, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
+    """Of the file: machine, settings, and a row with its samples for every comparison."""
     task = plan.task
-    content = {
+    return {
         **document("step", options.arguments, torch.device(task.device_type)),
         "settings": {
             "device_type": task.device_type,
@@ -239,7 +238,6 @@ def as_json(options: argparse.Namespace, plan: Plan, rows: Sequence[Row]) -> str
         },
         "rows": [{**asdict(row), "verdicts": row.verdicts()} for row in rows],
     }
-    return json.dumps(content, indent=1) + "\n"
 
 
 def _run_alone(options: argparse.Namespace, plan: Plan) -> None:

@@ -11,15 +11,16 @@ import torch
 
 from ...kernels import E2M1, E4M3, NVFP4
 from ...kernels.case import Case, Operands
-from ...kernels.inputs import offsets_of
 from .case import Bind, as_bind
 from .rivals import (
+    accumulates,
     cast_by_torch,
     is_cast_by_torch,
     is_noisy,
     is_of_ours,
     largest_by_torch,
     norm_by_torch,
+    slots_of,
 )
 
 _MX_BLOCK, _NVFP4_BLOCK = 32, 16
@@ -34,12 +35,11 @@ def plain_of(case: Case) -> Bind | None:
 
 
 def _pack(case: Case) -> Bind:
-    accumulate = "accumulate" in case.name.split()
+    accumulate = accumulates(case)
 
     def one_by_one(operands: Operands) -> None:
         (flat,) = operands.results()
-        for offset, tensor in zip(offsets_of(operands.read)[0], operands.read, strict=True):
-            slot = flat[offset : offset + tensor.numel()].view_as(tensor)
+        for slot, tensor in zip(slots_of(flat, operands.read), operands.read, strict=True):
             slot.copy_(slot.float() + tensor.float() if accumulate else tensor)
 
     return as_bind(one_by_one)
@@ -47,12 +47,12 @@ def _pack(case: Case) -> Bind:
 
 def _unpacked(operands: Operands) -> None:
     (flat,) = operands.read
-    for offset, tensor in zip(offsets_of(operands.written)[0], operands.written, strict=True):
-        tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+    for slot, tensor in zip(slots_of(flat, operands.written), operands.written, strict=True):
+        tensor.copy_(slot)
 
 
 def _reduce(case: Case) -> Bind:
-    accumulate = "accumulate" in case.name.split()
+    accumulate = accumulates(case)
 
     def in_rank_order(operands: Operands) -> None:
         (parts,), (out,) = operands.read, operands.results()

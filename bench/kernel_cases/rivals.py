@@ -52,11 +52,12 @@ def is_noisy(case: Case) -> bool:
     return "stochastic" in case.name.split()
 
 
-def _accumulates(case: Case) -> bool:
+def accumulates(case: Case) -> bool:
+    """Whether it adds to what is there."""
     return "accumulate" in case.name.split()
 
 
-def _slots(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def slots_of(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What of the flat buffer belongs to each tensor, in its shape."""
     offsets, _ = offsets_of(tensors)
     return [
@@ -69,12 +70,12 @@ def _pack(case: Case) -> Rivals:
     def each(function: Callable[..., object]) -> Bind:
         def bind(operands: Operands) -> Run:
             (flat,), tensors = operands.results(), list(operands.read)
-            slots = _slots(flat, tensors)
+            slots = slots_of(flat, tensors)
             return lambda: function(slots, tensors)
 
         return bind
 
-    if _accumulates(case):
+    if accumulates(case):
         return {"_foreach_add_": each(torch._foreach_add_)}
     return {
         "torch.cat": _cat,
@@ -103,12 +104,12 @@ def _rows_and_flat(operands: Operands) -> tuple[list[torch.Tensor], torch.Tensor
 def _unpack(case: Case) -> Rivals:
     def foreach_copy(operands: Operands) -> Run:
         (flat,), tensors = operands.read, list(operands.written)
-        slots = _slots(flat, tensors)
+        slots = slots_of(flat, tensors)
         return lambda: torch._foreach_copy_(tensors, slots)
 
     def split(operands: Operands) -> Run:
         (flat,), tensors = operands.read, operands.written
-        full = torch.cat([slot.view(-1) for slot in _slots(flat, tensors)])
+        full = torch.cat([slot.view(-1) for slot in slots_of(flat, tensors)])
         sizes, out = [tensor.numel() for tensor in tensors], [one.view(-1) for one in tensors]
         return lambda: torch.split_with_sizes_copy(full, sizes, out=out)
 
@@ -119,11 +120,11 @@ def _unpack(case: Case) -> Rivals:
 def _reduce(case: Case) -> Rivals:
     def bind(operands: Operands) -> Run:
         (parts,), (out,) = operands.read, operands.results()
-        if _accumulates(case):
+        if accumulates(case):
             return lambda: out.add_(parts.sum(0, dtype=out.dtype))
         return lambda: torch.sum(parts, 0, dtype=out.dtype, out=out)
 
-    return {"torch.sum, add_" if _accumulates(case) else "torch.sum": bind}
+    return {"torch.sum, add_" if accumulates(case) else "torch.sum": bind}
 
 
 def _sum_messages(case: Case) -> Rivals:

@@ -18,10 +18,10 @@ import multiprocessing
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -38,6 +38,8 @@ GATED_TARGET = "sm_90"
 MIN_CASES_A_PROCESS = 4
 _AMD_WAVES = re.compile(r"; Occupancy: (\d+)")
 
+T = TypeVar("T", bound=Hashable)
+Found = TypeVar("Found")
 Task = tuple[str, str, str]
 """Op, case and target."""
 
@@ -109,24 +111,28 @@ def measure_all(
         if (kept := _read(_plan(case_of(task[0], task[1]), task[2]).key)) is not None:
             add(task, kept)
     left = [task for task in tasks if task not in found]
-    num_processes = min(num_processes, len(left) // MIN_CASES_A_PROCESS)
-    if num_processes > 1:
-        _in_processes(left, num_processes, add)
-    else:
-        for task in left:
-            add(task, _measured(task))
+    for task, measured in by_processes(_measured, left, num_processes):
+        add(task, measured)
     return tuple(found[task] for task in tasks)
 
 
-def _in_processes(
-    tasks: Sequence[Task], num_processes: int, add: Callable[[Task, Measured], None]
-) -> None:
+def by_processes(
+    work: Callable[[T], Found], tasks: Iterable[T], num_processes: int
+) -> Iterator[tuple[T, Found]]:
+    """Each task once, with what `work` makes of it, as it is made; in this process where there are
+    few tasks. What has not begun when the iteration ends is left out.
+    """
+    left = list(dict.fromkeys(tasks))
+    num_processes = min(num_processes, len(left) // MIN_CASES_A_PROCESS)
+    if num_processes <= 1:
+        yield from ((task, work(task)) for task in left)
+        return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        futures = {pool.submit(_measured, task): task for task in tasks}
+        futures = {pool.submit(work, task): task for task in left}
         try:
             for future in concurrent.futures.as_completed(futures):
-                add(futures[future], future.result())
+                yield futures[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import random
 
 import pytest
@@ -13,7 +12,6 @@ from sidestream.bench import sweep, tuning
 from sidestream.bench.clocks import Ticker
 from sidestream.bench.commands import autotune
 from sidestream.kernels import LaunchConfig, tuned
-from sidestream.kernels.ahead.measure import Measured
 from sidestream.kernels.case import Case, Operands
 
 DEFAULT = LaunchConfig(8192, 8)
@@ -58,7 +56,7 @@ def fates(found):
     return {trial.config: trial.fate for trial in found.trials}
 
 
-@pytest.mark.parametrize("seed", range(12), ids="seed {}".format)
+@pytest.mark.parametrize("seed", range(4), ids="seed {}".format)
 def test_two_runs_choose_within_three_percent(seed):
     """Candidates differ by some percent, samples by 2 % and now and then by far more."""
     generator = random.Random(seed)
@@ -69,18 +67,15 @@ def test_two_runs_choose_within_three_percent(seed):
     assert max(chosen) / best < 1.03
 
 
-def test_the_fastest_is_found_and_its_gain_told():
-    truth = dict.fromkeys(CONFIGS, 1.0) | {CONFIGS[3]: 0.8}
-    found = search(Machine(truth), budget_s=1000.0)
-    assert found.chosen == CONFIGS[3]
-    assert found.gain == pytest.approx(0.2)
-    assert found.median_of(CONFIGS[3]) == 0.8
-
-
-def test_within_one_percent_the_default_stays():
-    truth = dict.fromkeys(CONFIGS, 0.995) | {DEFAULT: 1.0}
-    found = search(Machine(truth), budget_s=1000.0)
-    assert (found.chosen, found.gain) == (DEFAULT, 0.0)
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "gain"),
+    [(0.8, CONFIGS[3], 0.2), (0.995, DEFAULT, 0.0)],
+    ids=["the fastest", "within 1 % the default"],
+)
+def test_what_is_chosen_and_its_gain(seconds, chosen, gain):
+    found = search(Machine(dict.fromkeys(CONFIGS, 1.0) | {CONFIGS[3]: seconds}), budget_s=1000.0)
+    assert (found.chosen, found.gain) == (chosen, pytest.approx(gain))
+    assert found.median_of(CONFIGS[3]) == seconds
 
 
 def test_what_is_pruned_is_never_run_and_what_is_wrong_never_timed():
@@ -104,23 +99,17 @@ def test_a_wrong_default_is_not_tuned():
     assert (found.chosen, found.gain, machine.sampled) == (None, None, [])
 
 
-def refusing(machine, refused, after=0):
-    """The machine's clock, which after some samples has no memory for one of the candidates."""
+def test_what_cannot_be_timed_any_more_is_left_out(monkeypatch):
+    machine = Machine(dict.fromkeys(CONFIGS, 1.0) | {CONFIGS[1]: 0.1, CONFIGS[2]: 0.5})
     sample = machine.sample
 
     def sample_or_refuse(config):
-        if config == refused and machine.sampled.count(config) >= after:
+        if config == CONFIGS[1] and machine.sampled.count(config) == 2:
             raise sweep.NotTimedError("full")
         return sample(config)
 
-    machine.sample = sample_or_refuse
-    return machine
-
-
-@pytest.mark.parametrize("after", [0, 2])
-def test_what_cannot_be_timed_is_left_out(after):
-    machine = Machine(dict.fromkeys(CONFIGS, 1.0) | {CONFIGS[1]: 0.1, CONFIGS[2]: 0.5})
-    found = search(refusing(machine, CONFIGS[1], after))
+    monkeypatch.setattr(machine, "sample", sample_or_refuse)
+    found = search(machine)
     assert (found.chosen, fates(found)[CONFIGS[1]]) == (CONFIGS[2], "full")
 
 
@@ -196,15 +185,6 @@ def test_where_blocks_of_all_sizes_are_the_same_only_warps_are_candidates(op, ke
 )
 def test_what_is_pruned(resources, reason):
     assert tuning.reason(resources) == reason
-
-
-def test_a_compiler_that_says_no_occupancy_rules_nothing_out():
-    measured = Measured(
-        registers=32, spill_bytes=0, shared_bytes=0, num_warps=4, waves=None, load_bits=(),
-        store_bits=(), wide_bytes=None, instructions=None,
-    )  # fmt: skip
-    found = tuning.resources_of(measured, "gfx942")
-    assert (found.occupancy, found.reason) == (None, None)
 
 
 def test_what_does_not_compile_is_a_reason(monkeypatch):
@@ -310,19 +290,15 @@ def test_a_candidate_that_is_timed_otherwise_than_the_default_is_not_compared():
         bench.sample(CONFIGS[1])
 
 
-def failing(error):
-    """A tunable whose call does not end well."""
-
+def test_a_kernel_that_cannot_run_is_at_fault_and_a_full_device_only_untimed():
     def call(operands):
-        raise error
+        raise torch.OutOfMemoryError("full")
 
     tunable, _ = adding()
-    return tuning.Tunable(dataclasses.replace(tunable.case, call=call), "bf16", DEFAULT)
-
-
-def test_a_full_device_is_told_as_what_cannot_be_timed():
+    full = dataclasses.replace(tunable, case=dataclasses.replace(tunable.case, call=call))
+    assert workbench(full).fault(DEFAULT) == "OutOfMemoryError: full"
     with pytest.raises(sweep.NotTimedError, match="out of memory"):
-        workbench(failing(torch.OutOfMemoryError("full"))).sample(DEFAULT)
+        workbench(full).sample(DEFAULT)
 
 
 def test_a_launcher_that_asks_for_another_case_is_told():
@@ -330,11 +306,6 @@ def test_a_launcher_that_asks_for_another_case_is_told():
     with pytest.raises(RuntimeError, match=r"pack_ bf16: expected launches of that case"):
         workbench(tunable).sample(DEFAULT)
     assert "expected launches of that case" in workbench(tunable).fault(DEFAULT)
-
-
-def test_a_kernel_that_cannot_run_is_at_fault():
-    found = workbench(failing(ValueError("no such instruction"))).fault(DEFAULT)
-    assert found == "ValueError: no such instruction"
 
 
 # The command.
@@ -358,6 +329,7 @@ def gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "triton_version", lambda: TRITON)
     monkeypatch.setattr(tuning, "target_of", lambda device: "sm_90")
     monkeypatch.setattr(tuning, "look_at_all", look_at_all)
+    monkeypatch.setattr(sweep, "MAX_ROUNDS", sweep.MIN_ROUNDS)
     monkeypatch.setattr(tuning, "select", lambda ops: [adding(wrong=state["wrong"])[0]])
     monkeypatch.setattr(tuning.Tunable, "candidates", lambda tunable: CONFIGS)
     monkeypatch.setattr(tuned, "PACKAGE_FOLDER", tmp_path / "package")
@@ -378,7 +350,6 @@ def test_a_run_writes_a_table_that_launches_read(gpu, tmp_path, capsys):
     content = json.loads(path.read_text())
     assert (content["device"], content["triton"]) == (NAME, TRITON)
     assert (content["schema_version"], content["kind"]) == (1, "tuned")
-    assert content["date"].startswith("20")
     assert content["command"].startswith("sidestream autotune --budget 2")
     assert {"torch", "triton", "commit"} <= set(content["machine"])
     (entry,) = content["entries"]
@@ -439,10 +410,8 @@ def test_a_wrong_default_is_told_and_nothing_written(gpu, tmp_path, capsys):
     ("arguments", "text"),
     [
         (["--op", "fly"], "expected some of pack_, unpack_"),
-        (["--budget", "0"], "expected seconds above 0, got '0'"),
         (["--budget", "nan"], "expected seconds above 0, got 'nan'"),
-        (["--numel", "1.5M"], "expected a number from 1 to"),
-        (["--jobs", "0"], "expected a whole number of at least 1"),
+        (["--arch", "sm_80"], "expected --arch with --dry-run alone"),
         (["--dry-run", "--arch", "sm_1"], "--arch: expected some of sm_80"),
         (["--dry-run", "--json", "/nowhere/a.json"], "expected --json in a folder that exists"),
     ],
@@ -458,16 +427,10 @@ def test_bad_input_is_refused_before_any_work(arguments, text, capsys, monkeypat
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["a file", "in a file", "read-only"])
-def test_a_place_that_cannot_be_written_is_refused_before_any_work(gpu, tmp_path, capsys, kind):
-    file = tmp_path / "file"
-    file.write_text("")
-    folder = tmp_path / "closed"
-    folder.mkdir(mode=0o500)
-    if kind == "read-only" and os.access(folder, os.W_OK):
-        pytest.skip("this user may write anywhere")
-    path = {"a file": file, "in a file": file / "folder", "read-only": folder}[kind]
-    assert run("--to", path) == cli.EXIT_USAGE
+@pytest.mark.parametrize("name", ["file", "file/folder"])
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(gpu, tmp_path, capsys, name):
+    (tmp_path / "file").write_text("")
+    assert run("--to", tmp_path / name) == cli.EXIT_USAGE
     assert "--to" in capsys.readouterr().err
     assert gpu["looked"] == []
 
@@ -494,11 +457,6 @@ def test_a_dry_run_lists_candidates_and_writes_no_table(tmp_path, capsys, monkey
     rows = json.loads(listing.read_text())["rows"]
     assert all(row["registers"] > 0 and 0 < row["occupancy"] <= 1 for row in rows)
     assert not (tmp_path / "config").exists()
-
-
-def test_an_arch_is_for_dry_runs(capsys):
-    assert cli.main(["autotune", "--arch", "sm_80"]) == cli.EXIT_USAGE
-    assert "expected --arch with --dry-run alone" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

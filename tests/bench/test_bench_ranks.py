@@ -1,7 +1,6 @@
 """Tests of the benches' rank processes: results in rank order, failures with their traceback."""
 
 import multiprocessing
-import time
 
 import pytest
 
@@ -29,10 +28,8 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(work, argument, message)
 
 
 def test_a_rank_that_does_not_end_runs_into_the_limit():
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] gave no result within 15 s"):
-        run_ranks(rank_work.sleep_last, 2, 600.0, timeout_s=15.0)
-    assert time.monotonic() - start < 100
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] gave no result within 3 s"):
+        run_ranks(rank_work.sleep_last, 2, 600.0, timeout_s=3.0)
     assert not multiprocessing.active_children()
 
 

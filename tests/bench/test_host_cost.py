@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from sidestream.bench import host_cost
 from sidestream.bench.commands import host
 from sidestream.bench.commands.host import CANDIDATES
-from sidestream.bench.host_cost import Case, Samples, cases_of, fake_ranks, growth, summarise
+from sidestream.bench.host_cost import Case, Samples, fake_ranks, growth, summarise
 from sidestream.bench.profiling import profile_calls
 from sidestream.cli import main
 from sidestream.sharding.collectives import start_all_gather
@@ -29,15 +27,6 @@ def _samples(**cpu_us: float) -> dict[Case, Samples]:
         case = Case(10, int(world or 0), candidate)
         found[case] = Samples([value] * VISITS, [2 * value] * VISITS)
     return found
-
-
-def test_cases_hold_the_plain_model_once_a_size():
-    found = cases_of(("plain", "zero3"), (2, 5), (8, 64))
-    assert len(found) == len(set(found)) == 6
-    assert [case for case in found if case.candidate == "plain"] == [
-        Case(2, 0, "plain"),
-        Case(5, 0, "plain"),
-    ]
 
 
 def test_summary_compares_with_plain_and_fsdp2_of_the_same_world():
@@ -61,12 +50,7 @@ def test_summary_leaves_out_what_was_not_measured():
 
 
 @pytest.mark.parametrize(
-    ("ours", "ratio", "share"),
-    [
-        pytest.param(1000.0, "met", "met", id="below"),
-        pytest.param(1200.0, "missed", "met", id="ratio-above"),
-        pytest.param(1400.0, "missed", "missed", id="both-above"),
-    ],
+    ("ours", "ratio", "share"), [(1000.0, "met", "met"), (1200.0, "missed", "met")]
 )
 def test_verdicts_are_on_ours_alone(ours, ratio, share):
     samples = _samples(plain=800.0, fsdp2_8=2800.0, ddp_8=2700.0, zero3_8=ours)
@@ -142,30 +126,11 @@ def test_command_measures_every_candidate_and_writes_its_result(tmp_path, capsys
 
 
 @pytest.mark.timeout(240)
-def test_command_profiles_one_candidate(tmp_path):
-    command = [sys.executable, "-m", "sidestream", "bench", "host", "--units", "2"]
-    command += ["--world", "4", "--profile", "zero3"]
-    finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert "zero3, 2 units, world 4; us a unit and step" in finished.stdout
-    assert "sharding/" in finished.stdout
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--candidates", "plain,zero9", "got zero9"),
-        ("--units", "10,0", "got '0'"),
-        ("--world", "eight", "got 'eight'"),
-        ("--visits", "-1", "got '-1'"),
-    ],
-)
-def test_command_refuses_what_it_cannot_measure(option, value, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["bench", "host", option, value])
-    assert message in capsys.readouterr().err
+def test_command_profiles_one_candidate(capsys):
+    assert main(["bench", "host", "--units", "2", "--world", "4", "--profile", "zero3"]) == 0
+    printed = capsys.readouterr().out
+    assert "zero3, 2 units, world 4; us a unit and step" in printed
+    assert "sharding/" in printed
 
 
 def test_command_refuses_an_unwritable_file_before_it_measures(tmp_path, capsys, monkeypatch):

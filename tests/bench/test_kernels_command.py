@@ -94,26 +94,17 @@ def test_a_baseline_that_was_much_faster_fails(tmp_path, capsys):
     assert "2 of 4 rows slower" in printed
 
 
-def test_a_baseline_of_other_sizes_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "then.json"
-    with monkeypatch.context() as quick:
-        quick.setattr(kernel_table, "CPU_PACE", PACE)
-        assert cli.main([*TINY, "--json", str(path)]) == 0
-    monkeypatch.setattr(kernel_table, "measure", _refuse)
-    capsys.readouterr()
-    assert cli.main([*TINY[:-1], "32k", "--baseline", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "--baseline: expected a row of what is to be measured, such as reduce bf16 to fp32" in error
-    )
-    assert "of 32768 elements, got none in" in error
-    assert "--numel 16k" in error
-
-
 @pytest.mark.usefixtures("_quick")
-def test_a_baseline_whose_cases_are_called_otherwise_is_refused(tmp_path, capsys):
+def test_a_baseline_of_other_sizes_or_names_is_refused_before_any_work(
+    tmp_path, monkeypatch, capsys
+):
     path = tmp_path / "then.json"
     assert cli.main([*TINY, "--json", str(path)]) == 0
+    monkeypatch.setattr(kernel_table, "measure", _refuse)
+    assert cli.main([*TINY[:-1], "32k", "--baseline", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "such as reduce bf16 to fp32 world 2 of 32768 elements, got none in" in error
+    assert "--numel 16k" in error
     _edited(path, lambda row: row.update(case="reduce world 2 bf16 -> fp32"))
     assert cli.main([*TINY, "--baseline", str(path)]) == 2
     error = capsys.readouterr().err
@@ -122,15 +113,11 @@ def test_a_baseline_whose_cases_are_called_otherwise_is_refused(tmp_path, capsys
 
 
 @pytest.mark.usefixtures("_no_work")
-@pytest.mark.parametrize(
-    ("one", "other"), [("--json", "--csv"), ("--json", "--html"), ("--csv", "--html")]
-)
-@pytest.mark.parametrize("linked", [False, True], ids=["same name", "by a link"])
-def test_one_file_for_two_outputs_is_refused(one, other, linked, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("one", "other"), [("--json", "--csv"), ("--csv", "--html")])
+def test_one_file_for_two_outputs_is_refused(one, other, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "find_spec", lambda name: object())
-    first, second = tmp_path / "x", tmp_path / ("link" if linked else "x")
-    if linked:
-        second.symlink_to(first)
+    first, second = tmp_path / "x", tmp_path / "link"
+    second.symlink_to(first)
     assert cli.main([*TINY, one, str(first), other, str(second)]) == 2
     error = capsys.readouterr().err
     assert f"{other}: expected another file than that of {one}, got {second} for both" in error
@@ -140,32 +127,19 @@ def test_one_file_for_two_outputs_is_refused(one, other, linked, tmp_path, monke
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--op", "fly"], ("--op", "'fly'", "pack")),
-        (["--format", "fp7"], ("--format", "'fp7'", "mxfp8")),
-        (["--dtype", "int8"], ("--dtype", "'int8'", "bf16")),
         (["--op", "cast", "--format", "nvfp4"], ("got none", "e4m3")),
         (["--json", "/nowhere/r.json"], ("--json", "/nowhere/r.json", "make the folder")),
         (["--csv", "/dev/null/r.csv"], ("--csv", "make the folder")),
-        (["--json", "/tmp"], ("--json", "folder")),
         (["--baseline", "/nowhere/then.json"], ("/nowhere/then.json", "No such file")),
         (["--numel", "900G"], ("--numel", "MiB")),
     ],
-    ids=["op", "format", "dtype", "nothing", "no folder", "in a file", "folder", "then", "large"],
+    ids=["nothing", "no folder", "in a file", "then", "large"],
 )
 def test_what_cannot_be_done_is_refused_before_any_work(arguments, words, capsys):
     assert cli.main(["bench", "kernels", "--device", "cpu", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("sidestream: error: ")
     assert all(word in error for word in words), error
-
-
-@pytest.mark.usefixtures("_no_work")
-@pytest.mark.parametrize("size", ["0", "-1", "1.5M", "ten", "", "1M,", "9999999999999G"])
-def test_sizes_that_are_none_are_refused(size, capsys):
-    with pytest.raises(SystemExit) as refused:
-        cli.main(["bench", "kernels", f"--numel={size}"])
-    assert refused.value.code == 2
-    assert "argument --numel: expected a number from 1 to" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_no_work")

@@ -3,17 +3,19 @@
 import json
 
 import pytest
-import torch
 
 from sidestream.bench import overlap
+from sidestream.bench.commands import overlap as overlap_command
 from sidestream.bench.ranks import RanksFailed
+from sidestream.bench.step_worker import TINY_CONFIG
 from sidestream.cli import main
 
 COMMAND = ["bench", "overlap", "--layers", "1", "--steps", "1"]
 
 
 @pytest.mark.timeout(240)
-def test_records_ours_and_fsdp2(tmp_path, capsys):
+def test_records_ours_and_fsdp2(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(overlap_command, "STEP_TIME_CONFIG", TINY_CONFIG)
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     assert main([*COMMAND, "--trace", str(trace), "--html", str(page)]) == 0
     printed = capsys.readouterr().out
@@ -27,20 +29,6 @@ def test_records_ours_and_fsdp2(tmp_path, capsys):
     assert "sidestream::start gather of unit 'blocks.0'" in names
     assert any(name.startswith("sidestream::wait gather of unit") for name in names)
     assert page.read_text().startswith("<!doctype html>")
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--candidates", "zero3,ddp", "got ddp"),
-        ("--steps", "0", "got '0'"),
-        ("--world", "x", "got 'x'"),
-    ],
-)
-def test_refuses_bad_options(option, value, message, capsys):
-    with pytest.raises(SystemExit):
-        main([*COMMAND, option, value])
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--trace", "--html"])
@@ -57,10 +45,3 @@ def test_ranks_that_fail_are_reported(capsys, monkeypatch):
     monkeypatch.setattr(overlap, "record", fail)
     assert main(COMMAND) == 1
     assert "rank 1: out of luck" in capsys.readouterr().err
-
-
-def test_more_ranks_than_gpus_are_refused(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert main([*COMMAND, "--world", "3"]) == 2
-    assert "expected at most 2" in capsys.readouterr().err

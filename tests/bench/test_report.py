@@ -12,7 +12,7 @@ from sidestream import cli
 from sidestream.bench import kernel_table
 from sidestream.bench.kernel_table import Pace
 from sidestream.bench.report import build
-from sidestream.bench.reports import read_report, write_text
+from sidestream.bench.reports import read_report, write_json
 from sidestream.kernels.ahead import measure
 from sidestream.tests.bench.report_samples import (
     COMMAND,
@@ -226,7 +226,7 @@ def _made_by(command, folder):
 def test_the_command_makes_the_page_of_a_file(tmp_path, capsys):
     """With points that are what the compiler made for the GPU of the report."""
     report = report_of("hadamard16_", device="NVIDIA A100-SXM4-80GB")
-    write_text(tmp_path / "r.json", report.as_json())
+    write_json(tmp_path / "r.json", report.content())
     text = _made_by(["bench", "report", str(tmp_path / "r.json")], tmp_path)
     assert "of bf16 sm_80" in capsys.readouterr().err
     assert _labels(report) == [svg.get("aria-label") for svg in _figures(text)]
@@ -278,7 +278,7 @@ def command(request, tmp_path, monkeypatch):
     """Arguments of both commands that make a page, neither of which is to get to work."""
     monkeypatch.setattr(kernel_table, "measure", _refuse)
     monkeypatch.setattr(measure, "measure_all", _refuse)
-    write_text(tmp_path / "r.json", report_of("hadamard16_").as_json())
+    write_json(tmp_path / "r.json", report_of("hadamard16_").content())
     return COMMAND if request.param == "kernels" else ("bench", "report", str(tmp_path / "r.json"))
 
 

@@ -46,15 +46,9 @@ def test_difference_of_parameters_is_relative_to_their_norm():
     assert compare_parameters(first, first) == (0.0, 0.0)
     assert compare_parameters(first, second) == pytest.approx((0.1, 1 / 3))
 
-
-@pytest.mark.parametrize(
-    "second",
-    [{"a": torch.zeros(3)}, {"b": torch.zeros(2)}, {}],
-    ids=["other-shape", "other-name", "missing"],
-)
-def test_other_parameters_are_refused(second):
-    with pytest.raises(ValueError, match="same parameters"):
-        compare_parameters({"a": torch.zeros(2)}, second)
+    for other in ({"a": first["b"], "b": first["b"]}, {"a": first["a"]}):
+        with pytest.raises(ValueError, match="same parameters"):
+            compare_parameters(first, other)
 
 
 def test_agreement_within_rounding_passes():
@@ -62,19 +56,15 @@ def test_agreement_within_rounding_passes():
     check_agreement({"ours": [1.0, 2.0], "ddp": [1.0, 2.05]}, 5e-3, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("losses", "difference"),
-    [
-        pytest.param([1.0, 2.2], 0.0, id="loss"),
-        pytest.param([1.0, math.nan], 0.0, id="nan-loss"),
-        pytest.param([1.0, 2.0], 0.05, id="weights"),
-        pytest.param([1.0, 2.0], math.nan, id="nan-weights"),
-    ],
+    [([1.0, 2.2], 0.0), ([1.0, math.nan], 0.0), ([1.0, 2.0], 0.05), ([1.0, 2.0], math.nan)],
+    ids=["loss", "nan-loss", "weights", "nan-weights"],
 )
-def test_disagreement_is_an_error(losses, difference, dtype):
-    with pytest.raises(RuntimeError, match="ours and ddp did not train alike"):
-        check_agreement({"ours": losses, "ddp": [1.0, 2.0]}, difference, dtype)
+def test_disagreement_is_an_error(losses, difference):
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(RuntimeError, match="ours and ddp did not train alike"):
+            check_agreement({"ours": losses, "ddp": [1.0, 2.0]}, difference, dtype)
 
 
 def test_row_takes_every_launch():
@@ -101,18 +91,10 @@ def test_row_takes_every_launch():
         pytest.param(
             ("zero3", "fsdp2_tuned"),
             0.9,
-            (2, 2),
-            ["time at most 0.95: met", "no more memory: met (2.0 / 2.0 MiB)"],
-            id="tuned",
-        ),
-        pytest.param(
-            ("zero3", "fsdp2_tuned"),
-            0.9,
             (2.5, 2),
             ["time at most 0.95: met", "no more memory: missed (2.5 / 2.0 MiB)"],
             id="tuned-memory",
         ),
-        pytest.param(("zero1", "ddp_zero1"), 0.94, (1, 1), ["time at most 0.95: met"], id="zero1"),
         pytest.param(("zero2", "fsdp2"), 0.7, (1, 1), [], id="no-limit"),
         pytest.param(
             ("zero0", "ddp"),
@@ -124,7 +106,7 @@ def test_row_takes_every_launch():
     ],
 )
 def test_verdicts_are_on_the_limits_of_the_project(names, ratio, peaks, expected):
-    found = [line for line in _row(names, _launch([ratio] * 4), peaks=peaks).verdicts()]
+    found = _row(names, _launch([ratio] * 4), peaks=peaks).verdicts()
     assert len(found) == len(expected)
     for line, part in zip(found, expected, strict=True):
         assert line.startswith(f"{names[0]} / {names[1]}: {part}")
@@ -175,17 +157,12 @@ def test_slowest_rank_and_largest_peak_count(monkeypatch):
     told: list[str] = []
     plan = Plan(task=Task(config=TINY_CONFIG), world=2, pairs=2, launches=2)
     (row,) = step_time.compare([("zero3", "fsdp2")], plan, told.append)
-    assert len(row.launches) == 2
-    assert row.launches[0].candidate == Seen(seconds=[2.0, 4.0], wire_bytes=7, loss=1.5)
+    assert [one.candidate for one in row.launches] == [
+        Seen(seconds=[2.0, 4.0], wire_bytes=7, loss=1.5)
+    ] * 2
     assert (row.steps, row.relative_difference, row.share_of_unequal_elements) == (2, 0.25, 0.5)
     assert row.candidate_figures.peak_mib == row.rival_figures.peak_mib == 11.0
-    assert [line.split(":")[0].strip() for line in told] == [
-        "zero3 against fsdp2",
-        "launch 1",
-        "launch 2",
-        "zero3 alone",
-        "fsdp2 alone",
-    ]
+    assert len(told) == 5  # the comparison, two launches, each alone
 
 
 def _options(*arguments: str):
@@ -219,7 +196,6 @@ def test_rivals_have_a_level_of_ours_each():
     ("arguments", "expected"),
     [
         (["--zero", "1", "--against", "ddp,fsdp2"], [("zero1", "ddp"), ("zero1", "fsdp2")]),
-        (["--candidate", "ddp", "--against", "fsdp2"], [("ddp", "fsdp2")]),
         (["--against", "zero2"], [("zero3", "zero2")]),
         (["--dtype", "bf16"], [("zero3", "fsdp2"), ("zero3", "fsdp2_tuned")]),
         (
@@ -227,7 +203,7 @@ def test_rivals_have_a_level_of_ours_each():
             [("fsdp2", "ddp"), ("fsdp2", "ddp_zero1"), ("fsdp2", "fsdp2_tuned")],
         ),
     ],
-    ids=["zero", "candidate", "ours-against-ours", "bf16", "one-of-the-usual"],
+    ids=["zero", "ours-against-ours", "bf16", "one-of-the-usual"],
 )
 def test_options_choose_who_is_compared(arguments, expected):
     assert _options("--device", "cpu", *arguments)[0] == expected
@@ -249,29 +225,10 @@ def test_gpus_get_a_rank_each(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--against", "ddp,horovod"], "got horovod"),
-        (["--candidate", "zero4"], "invalid choice: 'zero4'"),
-        (["--world", "0"], "got '0'"),
-        (["--pairs", "0"], "got '0'"),
-        (["--launches", "-1"], "got '-1'"),
-        (["--steps", "few"], "got 'few'"),
-    ],
-)
-def test_options_of_the_wrong_kind_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "step", *arguments])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
         (["--world", "3"], "--world: expected at most 2, a GPU for each rank, got 3"),
         (["--against", "fsdp2_tuned"], "fsdp2_tuned: expected cpu"),
         (["--against", "ddp", "--dtype", "bf16"], "ddp: expected torch.float32"),
         (["--against", "fsdp2", "--candidate", "fsdp2"], "got fsdp2 for both"),
-        (["--candidate", "plain", "--dtype", "bf16"], "plain: expected torch.float32"),
         (["--candidate", "fsdp2", "--dtype", "bf16"], "--against: expected a trainer to compare"),
         (["--against", "ddp", "--json", "nowhere/step.json"], "--json"),
         (["--profile", "python"], "--profile: expected --trainer-only"),
@@ -307,16 +264,11 @@ def test_command_compares_and_writes_its_result(tmp_path, capsys):
     content = json.loads(result.read_text())
     assert (content["schema_version"], content["kind"]) == (1, "step")
     assert content["command"].startswith("sidestream bench step --tiny --device cpu")
-    assert content["date"].startswith("20")
     assert content["machine"]["torch"] == torch.__version__
     assert content["settings"]["world"] == 2
     (row,) = content["rows"]
-    assert (row["candidate"], row["rival"], row["limit"], row["steps"]) == (
-        "zero1",
-        "ddp_zero1",
-        0.95,
-        9,
-    )
+    assert (row["candidate"], row["rival"]) == ("zero1", "ddp_zero1")
+    assert (row["limit"], row["steps"]) == (0.95, 9)
     assert len(row["launches"][0]["candidate"]["seconds"]) == 3
     assert row["candidate_figures"]["loss"] == row["rival_figures"]["loss"] > 0
     assert row["share_of_unequal_elements"] == 0.0
@@ -324,15 +276,11 @@ def test_command_compares_and_writes_its_result(tmp_path, capsys):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("profile", ["python", "operators"])
-def test_command_times_and_profiles_one_trainer(capsys, profile):
+def test_command_times_and_profiles_one_trainer(capsys):
     command = ["bench", "step", "--tiny", "--device", "cpu", "--world", "1", "--steps", "2"]
-    assert main([*command, "--trainer-only", "zero3", "--profile", profile]) == 0
+    assert main([*command, "--trainer-only", "zero3", "--profile", "operators"]) == 0
     printed = capsys.readouterr().out
-    assert "zero3: median" in printed
-    assert "MiB at start" in printed
-    expected = {"python": ["by own time"], "operators": ["s CPU in this thread", "Self CPU"]}
-    assert all(text in printed for text in expected[profile])
+    assert all(part in printed for part in ("zero3: median", "MiB at start", "Self CPU"))
 
 
 @pytest.mark.timeout(400)
