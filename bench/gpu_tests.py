@@ -99,13 +99,13 @@ def judge(outcomes: Sequence[Outcome]) -> Result:
     told: list[str] = []
     passed = skipped = 0
     for test in (test for outcome in outcomes for test in _results(outcome)):
-        faults = [*test.iter("failure"), *test.iter("error")]
+        faults = _faults(test)
         name = f"{test.get('classname')}::{test.get('name')}"
         wrong += [f"{name}: {fault.get('message')}\n{fault.text}" for fault in faults]
         told += [str(said.get("value")) for said in test.iter("property")]
         skipped += (is_skipped := test.find("skipped") is not None)
         passed += not (is_skipped or faults)
-    broken = [one for one in outcomes if one.code not in _ENDS and not one.written]
+    broken = [one for one in outcomes if one.code not in _ENDS and not _has_fault(one)]
     late = [found for found in map(unfinished, outcomes) if found]
     wrong += [one.tail for one in broken]
     wrong += [found.detail for found in late if found.status == FAILED]
@@ -123,6 +123,15 @@ def judge(outcomes: Sequence[Outcome]) -> Result:
 def _results(outcome: Outcome) -> Iterator[ElementTree.Element]:
     if outcome.written:
         yield from ElementTree.fromstring(outcome.written).iter("testcase")
+
+
+def _faults(test: ElementTree.Element) -> list[ElementTree.Element]:
+    return [*test.iter("failure"), *test.iter("error")]
+
+
+def _has_fault(outcome: Outcome) -> bool:
+    """Whether the results tell why pytest did not end as where all is well."""
+    return any(map(_faults, _results(outcome)))
 
 
 def sanitized(outcomes: Sequence[Outcome]) -> Result:
@@ -145,7 +154,7 @@ def _watched(outcome: Outcome) -> Result:
         return Result(FAILED, f"{fault[1]}; {late}") if fault else Result(NOT_RUN, late)
     errors = int(summary[1] or summary[2]) if summary else None
     tests = judge([outcome])
-    has_run = outcome.written and (tests.status == FAILED or tests.values["passed"])
+    has_run = _has_fault(outcome) or tests.values["passed"]
     if not (fault or errors or has_run):
         return Result(NOT_RUN, f"it does not work here, {outcome.tail}")
     if tests.status == FAILED:

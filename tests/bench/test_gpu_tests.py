@@ -62,6 +62,14 @@ def test_a_process_that_is_late_hides_no_test_that_failed(tmp_path, whole_check)
     assert ("over its limit" in result.detail) != whole_check
 
 
+@pytest.mark.parametrize("code", [1, 2, 3, -11, 139])
+def test_an_end_that_no_result_explains_is_a_fault(code):
+    written = '<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'
+    result = gpu_tests.judge([Outcome(code, "what it said", 1.0, written)])
+    assert (result.status, result.detail.partition(":")[0]) == ("failed", f"exit {code}")
+    assert gpu_tests.judge([Outcome(0, "", 1.0, written)]).status == "ok"
+
+
 def test_tests_that_time_did_not_reach_are_not_run():
     late = Outcome(None, "", 0.0, whole_check=True)
     result = gpu_tests.judge([late, late])
