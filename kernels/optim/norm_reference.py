@@ -14,7 +14,7 @@ launches or ranks, takes the maximum of M, adds the limbs, and gets the same bit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -54,11 +54,27 @@ def power_sums(quantities: Quantities, largest: torch.Tensor, exponent: float) -
     is_number = (largest > 0) & (largest < INFINITY_BITS)
     divisors = torch.where(is_number, largest.view(torch.float32), 1.0)
     for total, tensors, divisor, counts in zip(limbs, quantities, divisors, is_number, strict=True):
-        for tensor in tensors:
-            for piece in tensor.reshape(-1).split(_TOGETHER_NUMEL):
-                sums = _block_sums(piece, divisor, exponent)
-                total += _limbs(torch.where(counts, sums, 0.0))
+        for piece in _pieces(tensors):
+            sums = _block_sums(piece, divisor, exponent)
+            total += _limbs(torch.where(counts, sums, 0.0))
     return limbs
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The elements, FP32, 1-D, in whole blocks of one tensor each: small tensors come together."""
+    waiting: list[torch.Tensor] = []
+    numel = 0
+    for tensor in tensors:
+        for piece in tensor.reshape(-1).split(_TOGETHER_NUMEL):
+            missing = -piece.numel() % BLOCK_NUMEL
+            wide = piece.float()
+            waiting.append(torch.nn.functional.pad(wide, (0, missing)) if missing else wide)
+            numel += piece.numel()
+            if numel >= _TOGETHER_NUMEL:
+                yield torch.cat(waiting) if len(waiting) > 1 else waiting[0]
+                waiting, numel = [], 0
+    if waiting:
+        yield torch.cat(waiting)
 
 
 def norms_of(
@@ -103,11 +119,8 @@ def fill_norm_(
 
 
 def _block_sums(piece: torch.Tensor, divisor: torch.Tensor, exponent: float) -> torch.Tensor:
-    """s of each block of the 1-D `piece`, FP32."""
-    terms = piece.float() / divisor
-    if missing := -piece.numel() % BLOCK_NUMEL:
-        terms = torch.nn.functional.pad(terms, (0, missing))
-    terms = terms.view(-1, BLOCK_NUMEL)
+    """s of each block of `piece`, FP32."""
+    terms = (piece / divisor).view(-1, BLOCK_NUMEL)
     terms = terms.mul_(terms) if exponent == 2.0 else terms.abs_().pow_(exponent)
     width = BLOCK_NUMEL
     while width > 1:
