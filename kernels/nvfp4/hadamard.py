@@ -88,14 +88,14 @@ def full_halves(
 
 @triton.jit
 def masked_halves(
-    source, blocks, num_blocks, row_blocks, row_numel,
-    HADAMARD: tl.constexpr, INVERSE: tl.constexpr,
-) -> tuple[tl.tensor, ...]:  # fmt: skip
+    source, blocks, cut, HADAMARD: tl.constexpr, INVERSE: tl.constexpr
+) -> tuple[tl.tensor, ...]:
     """(`full_halves` of these blocks, 0 where no element is; where low ones are; their columns).
 
     blocks: int64 [n]; those from `num_blocks` on are not there. Rows have `row_blocks` each, of
-    which the last may be short, and then is not transformed.
+    which the last may be short, and then is not transformed. cut: as `Cut` begins.
     """
+    num_blocks, row_blocks, row_numel = cut
     columns = (blocks % row_blocks)[:, None] * 16 + tl.arange(0, 8)[None, :]
     columns = tl.where((blocks < num_blocks)[:, None], columns, row_numel)
     places = (blocks // row_blocks)[:, None] * row_numel + columns
@@ -140,6 +140,7 @@ def _hadamard_kernel(
     dtype: tl.constexpr = destination.dtype.element_ty
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first_block * 16
+    cut = (num_blocks, row_blocks, row_numel)
     if FLAT and start + TILE <= row_numel:
         low, high = full_halves(source + start, True, INVERSE, TILE)
         made = joined(round_to(low, dtype), round_to(high, dtype))
@@ -148,9 +149,7 @@ def _hadamard_kernel(
         # In four pieces, whose other shape keeps the compiler from giving both paths one layout.
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
-            low, high, places, columns = masked_halves(
-                source, blocks, num_blocks, row_blocks, row_numel, True, INVERSE
-            )
+            low, high, places, columns = masked_halves(source, blocks, cut, True, INVERSE)
             tl.store(destination + places, round_to(low, dtype), mask=columns < row_numel)
             mask = columns + 8 < row_numel
             tl.store(destination + places + 8, round_to(high, dtype), mask=mask)

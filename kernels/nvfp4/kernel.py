@@ -42,20 +42,17 @@ def _quantize_masked_blocks(
     source,
     data,
     blocks,
-    num_blocks,
-    row_blocks,
-    row_numel,
+    cut,
     tensor_scale,
-    seed,
-    first_index,
+    noise,
     HADAMARD: tl.constexpr,
     TORCHAO: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Writes the codes of `blocks`; returns their scale bytes."""
-    low, high, places, _ = masked_halves(
-        source, blocks, num_blocks, row_blocks, row_numel, HADAMARD, False
-    )
+    num_blocks, row_blocks, row_numel = cut
+    seed, first_index = noise
+    low, high, places, _ = masked_halves(source, blocks, cut, HADAMARD, False)
     low_bits = None
     high_bits = None
     if seed is not None:
@@ -113,6 +110,7 @@ def _quantize_kernel(
     BLOCKS: tl.constexpr = TILE // 16
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first_block * 16
+    cut = (num_blocks, row_blocks, row_numel)
     tensor_scale = tensor_scale_of(tl.load(amax), TORCHAO)
     if FLAT and start + TILE <= row_numel:
         at = scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS)
@@ -133,10 +131,10 @@ def _quantize_kernel(
         # In four pieces, whose other shape keeps the compiler from giving both paths one layout.
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
+            noise = (seed, first_index)
             scale_bytes = _quantize_masked_blocks(
-                source, data, blocks, num_blocks, row_blocks, row_numel, tensor_scale, seed,
-                first_index, HADAMARD, TORCHAO, HARDWARE,
-            )  # fmt: skip
+                source, data, blocks, cut, tensor_scale, noise, HADAMARD, TORCHAO, HARDWARE
+            )
             at = scale_pointers(
                 scales, first_block + first, scale_columns, reciprocal, SWIZZLED, False, BLOCKS // 4
             )
@@ -161,6 +159,7 @@ def _amax_kernel(
     BLOCKS: tl.constexpr = TILE // 16
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first_block * 16
+    cut = (num_blocks, row_blocks, row_numel)
     if FLAT and start + TILE <= row_numel:
         low, high = full_halves(source + start, HADAMARD, False, TILE)
         found = tl.maximum(magnitudes(low), magnitudes(high))
@@ -169,9 +168,7 @@ def _amax_kernel(
     else:
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
-            low, high, _, _ = masked_halves(
-                source, blocks, num_blocks, row_blocks, row_numel, HADAMARD, False
-            )
+            low, high, _, _ = masked_halves(source, blocks, cut, HADAMARD, False)
             found = tl.maximum(magnitudes(low), magnitudes(high))
             largest = largest_of(tl.reshape(found, [TILE // 8]), 0)
             tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")

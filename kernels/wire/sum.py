@@ -162,7 +162,6 @@ def _reduce_kernel(
     TABLE: tl.constexpr,
     REST: tl.constexpr,
     LOOPED: tl.constexpr,
-    SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     ALIGNED: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -192,7 +191,7 @@ def _reduce_kernel(
                 message = _message_of(rank + step, messages, num_bytes, TABLE)
                 total += _decoded(message, tile, layout, CODEC, ALIGNED, HARDWARE)
             rank += _ROWS_IN_LOOP
-    if SCALED:
+    if scale is not None:
         total = total * scale
     destinations = out + first_group * _GROUP
     if ALIGNED:
@@ -279,14 +278,13 @@ def _launch(
         layout.scales_at,
         layout.row_scales_at,
         (layout.row_numel // ALIGN_NUMEL).bit_length() - 1,
-        scale,
+        None if scale == 1.0 else scale,
         on=out,
         num_warps=config.num_warps,
         CODEC=codec_of(form),
         TABLE=by_addresses,
         REST=world - 1 if world <= MAX_UNROLLED else (world - 2) % ROWS_IN_LOOP + 1,
         LOOPED=world > MAX_UNROLLED,
-        SCALED=scale != 1.0,
         ACCUMULATE=accumulate,
         ALIGNED=aligned,
         GROUPS=groups,

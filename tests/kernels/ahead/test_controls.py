@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidestream.kernels import LaunchConfig
+from sidestream.kernels import LaunchConfig, paths
 from sidestream.kernels.ahead import measure
 from sidestream.kernels.ahead.compile import compile_launch
 from sidestream.kernels.ahead.count import CountError, full_path
@@ -66,18 +66,23 @@ def test_memory_that_begins_anywhere_has_no_path_of_full_tiles():
     assert measure.faults(found, case.gate) != []
 
 
-def test_accesses_are_narrow_without_the_hints(tmp_path):
-    """The module again, with the alignment hints taken out of its source."""
-    source = Path(pack.__file__).read_text()
-    changed = re.sub(r"tl\.multiple_of\((.*), 16\)", r"(\1)", source)
+def loaded_again(module, pattern, replacement, folder):
+    """The module under another name, with its source changed."""
+    changed = re.sub(pattern, replacement, source := Path(module.__file__).read_text())
     assert changed != source
-    name = f"{pack.__name__}_without_hints"
-    file = tmp_path / "kernel_without_hints.py"
+    name = f"{module.__name__}_without_hints"
+    file = folder / f"{name}.py"
     file.write_text(changed)
     spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    sys.modules[name] = again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    return again
+
+
+def test_accesses_are_narrow_without_the_hints(tmp_path):
+    """The module of paths again, with the alignment hints taken out, and the kernel's with it."""
+    loaded_again(paths, r"tl\.multiple_of\((.*), 16\)", r"(\1)", tmp_path)
+    module = loaded_again(pack, r"\.\.paths", "..paths_without_hints", tmp_path)
     case = case_of("pack_", "bf16 to bf16")
     (launch,) = case.launches()
     thread_bytes = case.elements_per_thread(launch) * case.moved_bytes
