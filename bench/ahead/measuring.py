@@ -14,7 +14,7 @@ from ...kernels.ahead import measure as ahead
 from ...kernels.ahead.compile import CompiledKernel, compile_launch
 from ...kernels.ahead.measure import MIN_CASES_A_PROCESS, Task
 from ...kernels.case import Case
-from ...kernels.cases import case_of
+from ...kernels.cases import by_name
 from .machines import AMD_WAVES, MULTIPROCESSORS, Prediction, gpus_of, occupancy, predict
 
 __all__ = ["MIN_CASES_A_PROCESS", "Row", "Task", "compile_case", "measure_all", "row_from_json"]
@@ -87,20 +87,24 @@ def measure_all(
     tasks: Sequence[Task], num_processes: int, on_row: Callable[[Row], None]
 ) -> tuple[Row, ...]:
     """The rows in the order of the tasks; `on_row` is told of each as it is made."""
+    named = by_name()
     found = ahead.measure_all(
-        tasks, num_processes, lambda task, measured: on_row(_row(task, measured))
+        tasks,
+        num_processes,
+        lambda task, measured: on_row(_row(named[task[:2]], task[2], measured)),
     )
-    return tuple(_row(task, measured) for task, measured in zip(tasks, found, strict=True))
+    return tuple(
+        _row(named[task[:2]], task[2], measured)
+        for task, measured in zip(tasks, found, strict=True)
+    )
 
 
-def _row(task: Task, measured: ahead.Measured) -> Row:
-    op, name, target = task
-    case = case_of(op, name)
+def _row(case: Case, target: str, measured: ahead.Measured) -> Row:
     gate = case.gate if target == ahead.GATED_TARGET else None
     instructions = measured.instructions
     return Row(
-        op=op,
-        case=name,
+        op=case.op,
+        case=case.name,
         target=target,
         registers=measured.registers,
         register_limit=None if gate is None else gate.registers,

@@ -27,7 +27,7 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from ..case import Case, Gate
-from ..cases import case_of
+from ..cases import by_name, case_of
 from ..launch import Launch, LaunchConfig
 from .compile import TARGETS, CompiledKernel, compile_launch, specialised
 from .count import WIDE_BITS, CountError
@@ -99,6 +99,7 @@ def measure_all(
     tasks: Sequence[Task], num_processes: int, on_measured: Callable[[Task, Measured], None]
 ) -> tuple[Measured, ...]:
     """In the order of the tasks; `on_measured` is told of each as it is made."""
+    named = by_name()
     found: dict[Task, Measured] = {}
 
     def add(task: Task, measured: Measured) -> None:
@@ -106,7 +107,7 @@ def measure_all(
         on_measured(task, measured)
 
     for task in tasks:
-        if (kept := _read(_plan(case_of(task[0], task[1]), task[2]).key)) is not None:
+        if (kept := _read(_plan(named[task[:2]], task[2]).key)) is not None:
             add(task, kept)
     left = [task for task in tasks if task not in found]
     num_processes = min(num_processes, len(left) // MIN_CASES_A_PROCESS)
@@ -114,7 +115,7 @@ def measure_all(
         _in_processes(left, num_processes, add)
     else:
         for task in left:
-            add(task, _measured(task))
+            add(task, measure(named[task[:2]], task[2]))
     return tuple(found[task] for task in tasks)
 
 
@@ -226,5 +227,10 @@ def _write(key: str, measured: Measured) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(dataclasses.asdict(measured), file)
-        os.replace(file.name, path)
+            try:
+                json.dump(dataclasses.asdict(measured), file)
+                file.close()  # only now may the disk turn out to be full
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
