@@ -13,7 +13,7 @@ from typing import Any
 from ...kernels.ahead import measure as ahead
 from ...kernels.ahead.compile import CompiledKernel, compile_launch
 from ...kernels.ahead.measure import MIN_CASES_A_PROCESS, Task
-from ...kernels.case import Case
+from ...kernels.case import Case, Gate
 from ...kernels.cases import by_name
 from .machines import AMD_WAVES, MULTIPROCESSORS, Prediction, gpus_of, occupancy, predict
 
@@ -53,11 +53,16 @@ class Row:
 
     @property
     def is_over_its_gate(self) -> bool:
-        """Whether it spills, or exceeds a limit."""
-        return (
-            self.spill_bytes > 0
-            or _exceeds(self.registers, self.register_limit)
-            or _exceeds(self.instructions, self.instruction_limit)
+        """Whether it spills, exceeds a limit, or lacks the count that a limit is for."""
+        limit = self.register_limit
+        gate = None if limit is None else Gate(self.instruction_limit, limit)
+        return bool(
+            ahead.faults(
+                gate,
+                instructions=self.instructions,
+                registers=self.registers,
+                spill_bytes=self.spill_bytes,
+            )
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -120,10 +125,6 @@ def _row(case: Case, target: str, measured: ahead.Measured) -> Row:
         if instructions is None
         else tuple(predict(gpu, case.moved_bytes, instructions) for gpu in gpus_of(target)),
     )
-
-
-def _exceeds(value: float | None, limit: float | None) -> bool:
-    return value is not None and limit is not None and value > limit
 
 
 def _occupancy(target: str, measured: ahead.Measured) -> float | None:

@@ -62,14 +62,25 @@ class Measured:
     wide_bytes: float | None
     instructions: float | None
 
+    def faults(self, gate: Gate) -> list[str]:
+        """What exceeds the gate, a sentence each."""
+        return faults(
+            gate,
+            instructions=self.instructions,
+            registers=self.registers,
+            spill_bytes=self.spill_bytes,
+        )
 
-def faults(measured: Measured, gate: Gate) -> list[str]:
-    """What exceeds the gate, a sentence each."""
+
+def faults(
+    gate: Gate | None, *, instructions: float | None, registers: int, spill_bytes: int
+) -> list[str]:
+    """What exceeds the gate, a sentence each; without one nothing may spill."""
     found = []
     for what, value, limit in (
-        ("instructions an element", measured.instructions, gate.instructions),
-        ("registers", measured.registers, gate.registers),
-        ("bytes spilled", measured.spill_bytes, 0),
+        ("instructions an element", instructions, None if gate is None else gate.instructions),
+        ("registers", registers, None if gate is None else gate.registers),
+        ("bytes spilled", spill_bytes, 0),
     ):
         if limit is not None and value is None:
             found.append(f"{what}: expected a count, got none")
