@@ -13,8 +13,8 @@ from typing import Any
 from ...kernels.ahead import measure as ahead
 from ...kernels.ahead.compile import CompiledKernel, compile_launch
 from ...kernels.ahead.measure import Task
-from ...kernels.case import Case
-from ...kernels.cases import case_of
+from ...kernels.case import Case, Gate
+from ...kernels.cases import by_name
 from .machines import AMD_WAVES, MULTIPROCESSORS, Prediction, gpus_of, occupancy, predict
 
 KIND, SCHEMA_VERSION = "inspect", 1
@@ -51,11 +51,16 @@ class Row:
 
     @property
     def is_over_its_gate(self) -> bool:
-        """Whether it spills, or exceeds a limit."""
-        return (
-            self.spill_bytes > 0
-            or _exceeds(self.registers, self.register_limit)
-            or _exceeds(self.instructions, self.instruction_limit)
+        """Whether it spills, exceeds a limit, or lacks the count that a limit is for."""
+        limit = self.register_limit
+        gate = None if limit is None else Gate(self.instruction_limit, limit)
+        return bool(
+            ahead.faults(
+                gate,
+                instructions=self.instructions,
+                registers=self.registers,
+                spill_bytes=self.spill_bytes,
+            )
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -85,20 +90,24 @@ def measure_all(
     tasks: Sequence[Task], num_processes: int, on_row: Callable[[Row], None]
 ) -> tuple[Row, ...]:
     """The rows in the order of the tasks; `on_row` is told of each as it is made."""
+    named = by_name()
     found = ahead.measure_all(
-        tasks, num_processes, lambda task, measured: on_row(_row(task, measured))
+        tasks,
+        num_processes,
+        lambda task, measured: on_row(_row(named[task[:2]], task[2], measured)),
     )
-    return tuple(_row(task, measured) for task, measured in zip(tasks, found, strict=True))
+    return tuple(
+        _row(named[task[:2]], task[2], measured)
+        for task, measured in zip(tasks, found, strict=True)
+    )
 
 
-def _row(task: Task, measured: ahead.Measured) -> Row:
-    op, name, target = task
-    case = case_of(op, name)
+def _row(case: Case, target: str, measured: ahead.Measured) -> Row:
     gate = case.gate if target == ahead.GATED_TARGET else None
     instructions = measured.instructions
     return Row(
-        op=op,
-        case=name,
+        op=case.op,
+        case=case.name,
         target=target,
         registers=measured.registers,
         register_limit=None if gate is None else gate.registers,
@@ -114,10 +123,6 @@ def _row(task: Task, measured: ahead.Measured) -> Row:
         if instructions is None
         else tuple(predict(gpu, case.moved_bytes, instructions) for gpu in gpus_of(target)),
     )
-
-
-def _exceeds(value: float | None, limit: float | None) -> bool:
-    return value is not None and limit is not None and value > limit
 
 
 def occupancy_of(measured: ahead.Measured, target: str) -> float | None:

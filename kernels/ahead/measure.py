@@ -27,7 +27,7 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from ..case import Case, Gate
-from ..cases import case_of
+from ..cases import by_name, case_of
 from ..launch import Launch, LaunchConfig
 from .compile import TARGETS, CompiledKernel, compile_launch, specialised
 from .count import WIDE_BITS, CountError
@@ -64,14 +64,25 @@ class Measured:
     wide_bytes: float | None
     instructions: float | None
 
+    def faults(self, gate: Gate) -> list[str]:
+        """What exceeds the gate, a sentence each."""
+        return faults(
+            gate,
+            instructions=self.instructions,
+            registers=self.registers,
+            spill_bytes=self.spill_bytes,
+        )
 
-def faults(measured: Measured, gate: Gate) -> list[str]:
-    """What exceeds the gate, a sentence each."""
+
+def faults(
+    gate: Gate | None, *, instructions: float | None, registers: int, spill_bytes: int
+) -> list[str]:
+    """What exceeds the gate, a sentence each; without one nothing may spill."""
     found = []
     for what, value, limit in (
-        ("instructions an element", measured.instructions, gate.instructions),
-        ("registers", measured.registers, gate.registers),
-        ("bytes spilled", measured.spill_bytes, 0),
+        ("instructions an element", instructions, None if gate is None else gate.instructions),
+        ("registers", registers, None if gate is None else gate.registers),
+        ("bytes spilled", spill_bytes, 0),
     ):
         if limit is not None and value is None:
             found.append(f"{what}: expected a count, got none")
@@ -101,6 +112,7 @@ def measure_all(
     tasks: Sequence[Task], num_processes: int, on_measured: Callable[[Task, Measured], None]
 ) -> tuple[Measured, ...]:
     """In the order of the tasks; `on_measured` is told of each as it is made."""
+    named = by_name()
     found: dict[Task, Measured] = {}
 
     def add(task: Task, measured: Measured) -> None:
@@ -108,7 +120,7 @@ def measure_all(
         on_measured(task, measured)
 
     for task in tasks:
-        if (kept := _read(_plan(case_of(task[0], task[1]), task[2]).key)) is not None:
+        if (kept := _read(_plan(named[task[:2]], task[2]).key)) is not None:
             add(task, kept)
     left = [task for task in tasks if task not in found]
     for task, measured in by_processes(_measured, left, num_processes):
@@ -232,5 +244,10 @@ def _write(key: str, measured: Measured) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(dataclasses.asdict(measured), file)
-        os.replace(file.name, path)
+            try:
+                json.dump(dataclasses.asdict(measured), file)
+                file.close()  # only now may the disk turn out to be full
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise

@@ -142,15 +142,6 @@ def unpack_nibbles(packed: torch.Tensor, numel: int | None = None) -> torch.Tens
     return codes if numel is None else codes[..., :numel]
 
 
-def round_bf16(values: torch.Tensor) -> torch.Tensor:
-    """FP32 `values` in BF16, to nearest, ties to even, as IEEE 754 has it: too large is infinity.
-
-    Not saturating, as the format has infinities; a NaN stays one, of unspecified payload.
-    """
-    _check_fp32("values", values)
-    return values.to(torch.bfloat16)
-
-
 def round_bf16_stochastic(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """FP32 `values` in BF16, stochastically; `noise` as for `encode_stochastic`, 16 bits used.
 

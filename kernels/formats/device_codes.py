@@ -26,9 +26,7 @@ from ..portable import INTERPRETED, round_to, to_fp32
 from ..wide import side_by_side
 from . import noise
 from .device_table import Conversions
-from .table import BITS_PER_BYTE
 
-_BITS_PER_BYTE = tl.constexpr(BITS_PER_BYTE)
 _MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
 _EXPONENT = tl.constexpr(0x7F80_0000)  # and the bits of infinity
 _QUIET_NAN = tl.constexpr(0x7FC0_0000)

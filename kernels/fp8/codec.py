@@ -1,11 +1,13 @@
 """The codec of blocks with FP32 scales, of 128 elements or of whole rows.
 
-amax       max |x| of a block, ignoring nothing
-scale      min(max_finite / amax, FLT_MAX), IEEE division; 1 where amax is 0, inf or NaN;
-           where it shall be a power of two its mantissa is cut off
-code       encode(x * scale), one product in FP32, to nearest or stochastically
-stored     1 / scale, IEEE division
-decoded    decode(code) * stored
+With x an element of a block:
+
+    amax       max |x| of the block, ignoring nothing
+    scale      min(max_finite / amax, FLT_MAX), IEEE division; 1 where amax is 0, inf or NaN;
+               where it shall be a power of two its mantissa is cut off
+    code       encode(x * scale), one product in FP32, to nearest or stochastically
+    stored     1 / scale, IEEE division
+    decoded    decode(code) * stored
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ elements of a row, or fewer, as the last of a row may be short; a row has `lines
 of up to MAX_LINE elements is a line, in the registers of up to 16 warps. Where lines lie one behind
 the other and all is aligned, CONTIGUOUS, full programs take unmasked accesses of 16 bytes; with
 aligned rows of a multiple of 16 elements, WIDE, the masked accesses are 16 bytes as well.
+
+They call the codec's functions and not the codec: blocks of it run along a row, in whole ones.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.

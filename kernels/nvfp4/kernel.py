@@ -6,7 +6,8 @@ wanted, is made anew in each pass, which costs less than writing it once. Tiles 
 16-byte aligned take the unmasked path; the tail, and rows whose length is no multiple of 16, take
 the masked one. Swizzled scales are scattered a byte at a time: a fortieth of what is moved.
 
-Tiles are cut, and come as halves of blocks, as `hadamard` has it.
+Tiles are cut, and come as halves of blocks, as `hadamard` has it. The kernels call the codec's
+functions and not the codec, which finds the amax itself and knows no variant of torchao's.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.

@@ -21,15 +21,15 @@ import triton.language as tl
 
 from ..launch import launch
 from ..paths import for_tile, load, store
-from . import tiles as flat_tiles
+from . import tiles
 from .reference import LERP_SWITCH, Shared
 from .tiles import decay_of, gradient, may_not_step, power_of, rate_of, store_computed, tile_of
 
-_POWERS_NUMEL = tl.constexpr(flat_tiles.POWERS_NUMEL)
+_POWERS_NUMEL = tl.constexpr(tiles.POWERS_NUMEL)
 
 
 @triton.jit
-def _scalars(lr, step, powers, rate, decay):
+def _scalars(step, powers, rate, decay):
     """FP32 (factor of the parameter, minus the step size, root of the second correction)."""
     number = tl.load(step).to(tl.int64)
     correction1 = 1.0 - power_of(powers, number)
@@ -106,7 +106,7 @@ def _adamw_kernel(
         segment, start, count = tile_of(table, tiles_at, numel, BLOCK)
         rate = rate_of(lr, lr_scales, segment)
         decay = decay_of(decay_high, decay_low, weight_decays, segment)
-        scalars = _scalars(lr, step, powers, rate, decay)
+        scalars = _scalars(step, powers, rate, decay)
         hyper = (weight, beta2, growth, eps)
         shards = (param + start, grad + start, exp_avg + start, exp_avg_sq + start)
         if compute is not None:
@@ -137,7 +137,7 @@ def flat_adamw_(
     """`reference.flat_adamw_` in one launch."""
     options = Shared(**shared)
     shards = (param, grad, exp_avg, exp_avg_sq)
-    plan = flat_tiles.plan("flat_adamw_", (*shards, options.compute), options.starts)
+    plan = tiles.plan("flat_adamw_", (*shards, options.compute), options.starts)
     if plan.num_tiles == 0:
         return
     launch(
@@ -146,7 +146,7 @@ def flat_adamw_(
         *shards,
         lr,
         step,
-        flat_tiles.device_powers(beta1, beta2, param.device),
+        tiles.device_powers(beta1, beta2, param.device),
         *plan.arguments(options, param.numel()),
         1.0 - beta1,
         beta2,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -134,16 +135,12 @@ def _squares_kernel(table, tiles_at, largest, limbs, TILE_BYTES: tl.constexpr):
 
 def largest_magnitudes(quantities: Quantities, device: torch.device) -> torch.Tensor:
     """`norm_reference.largest_magnitudes` in one launch; tensors not contiguous are copied."""
-    largest = torch.zeros(len(quantities), dtype=torch.int32, device=device)
-    _launch(_largest_kernel, quantities, largest)
-    return largest
+    return _largest(_plan(quantities, device), len(quantities), device)
 
 
 def square_sums(quantities: Quantities, largest: torch.Tensor) -> torch.Tensor:
     """`norm_reference.power_sums` of exponent 2 in one launch."""
-    limbs = torch.zeros(len(quantities), 2, dtype=torch.int64, device=largest.device)
-    _launch(_squares_kernel, quantities, largest, limbs)
-    return limbs
+    return _squares_of(_plan(quantities, largest.device), largest)
 
 
 def l2_norm_(
@@ -154,12 +151,22 @@ def l2_norm_(
     squared: bool,
 ) -> None:
     """`norm_reference.l2_norm_` in two launches."""
-    quantities = [[tensor.contiguous() for tensor in tensors]]
-    largest = largest_magnitudes(quantities, norm.device)
-    fill_norm_(norm, found_inf, largest, square_sums(quantities, largest), squared=squared)
+    plan = _plan([tensors], norm.device)
+    largest = _largest(plan, 1, norm.device)
+    fill_norm_(norm, found_inf, largest, _squares_of(plan, largest), squared=squared)
 
 
-def _launch(kernel, quantities: Quantities, *results: torch.Tensor) -> None:
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What both launches go by. rows: the table has their addresses, so they live as long."""
+
+    rows: Sequence[tuple[int, torch.Tensor]]
+    table: tables.TileTable
+    config: LaunchConfig
+
+
+def _plan(quantities: Quantities, device: torch.device) -> _Plan | None:
+    """`None` where there are no elements."""
     rows = [
         (index, tensor.contiguous())
         for index, tensors in enumerate(quantities)
@@ -167,20 +174,36 @@ def _launch(kernel, quantities: Quantities, *results: torch.Tensor) -> None:
         if tensor.numel()
     ]
     if not rows:
-        return
-    device = results[0].device
+        return None
     config = config_for("l2_norm_", _case(rows), default_config(), device)
     keys = tuple(_key(index, tensor) for index, tensor in rows)
-    table = _tables.get(keys, config.block_bytes, device)
+    return _Plan(rows, _tables.get(keys, config.block_bytes, device), config)
+
+
+def _largest(plan: _Plan | None, num_norms: int, device: torch.device) -> torch.Tensor:
+    largest = torch.zeros(num_norms, dtype=torch.int32, device=device)
+    _launch(_largest_kernel, plan, largest)
+    return largest
+
+
+def _squares_of(plan: _Plan | None, largest: torch.Tensor) -> torch.Tensor:
+    limbs = torch.zeros(len(largest), 2, dtype=torch.int64, device=largest.device)
+    _launch(_squares_kernel, plan, largest, limbs)
+    return limbs
+
+
+def _launch(kernel, plan: _Plan | None, *results: torch.Tensor) -> None:
+    if plan is None:
+        return
     launch(
         kernel,
-        table.num_tiles,
-        table.entries,
-        table.tiles_at,
+        plan.table.num_tiles,
+        plan.table.entries,
+        plan.table.tiles_at,
         *results,
         on=results[0],
-        num_warps=config.num_warps,
-        TILE_BYTES=config.block_bytes,
+        num_warps=plan.config.num_warps,
+        TILE_BYTES=plan.config.block_bytes,
     )
 
 

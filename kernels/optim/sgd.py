@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..paths import for_tile, load, store
-from . import tiles as flat_tiles
+from . import tiles
 from .reference import Shared
 from .tiles import decay_of, gradient, may_not_step, rate_of, store_computed, tile_of
 
@@ -123,7 +123,7 @@ def flat_sgd_(
     """`reference.flat_sgd_` in one launch."""
     options = Shared(**shared)
     shards = (param, grad, momentum_buffer)
-    plan = flat_tiles.plan("flat_sgd_", (*shards, options.compute), options.starts)
+    plan = tiles.plan("flat_sgd_", (*shards, options.compute), options.starts)
     if plan.num_tiles == 0:
         return
     launch(

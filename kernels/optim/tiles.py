@@ -182,11 +182,6 @@ def _name_of(shard: torch.Tensor | None) -> str:
     return wire_format_of(shard.dtype).name if coded else E4M3.name
 
 
-def block_numel(narrowest_bytes: int) -> int:
-    """Elements of a tile: one access of 16 bytes a thread to the narrowest of the shards."""
-    return default_config().block_bytes // narrowest_bytes
-
-
 @functools.cache
 def default_config() -> LaunchConfig:
     """The block is of the narrowest of the shards."""

@@ -89,6 +89,7 @@ _SUM_GATES = {
 _GATED_WORLD = 8
 
 _PACKED = ("bf16", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
+_UNPACKED = ("mxfp8",)
 _SUMMED = {
     "reduce_messages_": ("bf16", "fp8_row", "mxfp8", "mxfp4", "nvfp4"),
     "reduce_peer_messages_": ("mxfp8",),
@@ -184,7 +185,7 @@ def _unpack_case(form: str, dtype: str) -> Case:
         ),
         gate=_UNPACK_GATES.get(name),
         copy_share=_UNPACK.share_of(),
-        standard=dtype == "bf16" and form == "mxfp8",
+        standard=dtype == "bf16" and form in _UNPACKED,
     )
 
 

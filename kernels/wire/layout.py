@@ -137,7 +137,7 @@ def layout_of_numel(
 ) -> MessageLayout:
     """The layout of a message of `numel` elements, a multiple of the format's `align_numel`.
 
-    Raises `ValueError` as `layout` does, and for another `numel`.
+    Raises `ValueError` as `message_layout` does, and for another `numel`.
     """
     align = checked_align(format, row_numel)
     if numel < 0 or numel % align:
@@ -155,7 +155,7 @@ def layout_of_bytes(
 ) -> MessageLayout:
     """The one layout of this format whose messages have `num_bytes`.
 
-    Raises `ValueError` as `layout` does, and where there is none.
+    Raises `ValueError` as `message_layout` does, and where there is none.
     """
     align = checked_align(format, row_numel)
     form = message_format(format)

@@ -106,11 +106,11 @@ def pack_message_(
     message: uint8, 1-D, contiguous, of `message_layout(format, numels, row_numel=...).num_bytes`.
     tensors: FP32, BF16 or FP16, mixed, any shapes and strides, on the message's device, none of
     their memory the message's. format: fp32, bf16, fp16, fp8_row, fp8_1x128, mxfp8, mxfp4 or nvfp4,
-    or another that is in the table.
-    offsets: where each tensor begins, in elements, by default one after the other; multiples of the
-    layout's alignment, disjoint. With them the message may be of any length that has room.
-    row_numel: elements of a row of fp8_row and nvfp4. rule: of MX's scales, "rceil", "floor",
-    "ceil" or "even". power_of_2: FP8's scales are rounded down to powers of two.
+    or another that is in the table. offsets: where each tensor begins, in elements, by default one
+    after the other; multiples of the layout's alignment, disjoint. With them the message may be of
+    any length that has room. row_numel: elements of a row of fp8_row and nvfp4. rule: of MX's
+    scales, "rceil", "floor", "ceil" or "even". power_of_2: FP8's scales are rounded down to powers
+    of two.
 
     rounding: "nearest", ties to even, or "stochastic", not for fp32 and fp16, with noise of `seed`,
     any 64 bits, and an element's index: its place in its tensor plus the tensor's of
@@ -176,8 +176,8 @@ def reduce_messages_(
 
     out: 1-D, contiguous, FP32, BF16 or FP16, of as many elements as a message has, gaps counted.
     messages: uint8 [world, bytes of a message], contiguous, world >= 1, on the device of `out` and
-    not overlapping it. format: as for `pack_message_`; row_numel: that of the
-    sender. Nobody looks at the headers, on a GPU or a CPU: `read_header` does, and the host waits.
+    not overlapping it. format: as for `pack_message_`; row_numel: that of the sender.
+    Nobody looks at the headers, on a GPU or a CPU: `read_header` does, and the host waits.
 
     acc = (decode(messages[0]) + decode(messages[1])) + ...; out = round(acc * scale), or with
     `accumulate` out = round(float32(out) + acc * scale). decode is one product of code and scale in
@@ -244,13 +244,13 @@ def _check_effects(
     """Raise `ValueError` for an option that would change nothing."""
     if rule != _DEFAULT_RULE and not form.has_rule:
         raise ValueError(
-            f"rule: expected {_DEFAULT_RULE} for {form.name}, got {rule}; "
-            "only MX's scales have rules"
+            f"rule: expected {_DEFAULT_RULE} for {form.name}, got {rule}; only MX's "
+            "scales have rules"
         )
     if power_of_2 and not form.has_power_of_2:
         raise ValueError(
-            f"power_of_2: expected False for {form.name}, got True; "
-            "only FP8's scales can be rounded"
+            f"power_of_2: expected False for {form.name}, got True; only FP8's scales "
+            "can be rounded"
         )
     if first_indices is not None and seed is None:
         raise ValueError(

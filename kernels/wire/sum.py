@@ -1,14 +1,14 @@
 """The sum of wire messages on the GPU: decode one per rank, add in rank order, round once.
 
-Formula and rounding are those of `reference`. Bytes moved: those of the messages,
-and those of the result, the result's twice with `accumulate`. One path serves full tiles and the
-last one: a message has whole groups of 128 elements, so a tile's missing groups are read as its
-last one again and not stored, and accesses are 16 bytes wide to the end. Memory that is not 16-byte
-aligned is read byte by byte.
+Formula and rounding are those of `reference`. Bytes moved: those of the messages, and those of the
+result, the result's twice with `accumulate`. One path serves full tiles and the last one: a message
+has whole groups of 128 elements, so a tile's missing groups are read as its last one again and not
+stored, and accesses are 16 bytes wide to the end. Memory that is not 16-byte aligned is read byte
+by byte.
 
-Compiled anew for: the format, the dtype of the result, rows or table,
-scaled, accumulating, aligned or not, and of the world size w: up to 8 messages there is no loop, so
-for w; above that a loop takes three at a time, however many, so for w - 1 modulo 3.
+Compiled anew for: the format, the dtype of the result, rows or table, scaled, accumulating, aligned
+or not, and of the world size w: up to 8 messages there is no loop, so for w; above that a loop
+takes three at a time, however many, so for w - 1 modulo 3.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.

@@ -1,4 +1,4 @@
-"""Owns the process that runs `interpreted/`: Triton interprets or compiles, never both in one."""
+"""The process that runs `interpreted/`: Triton interprets or compiles, never both in one."""
 
 import contextlib
 import os

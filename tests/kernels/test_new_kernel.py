@@ -32,7 +32,7 @@ def test_it_is_compiled_and_held_to_its_gate(target):
     found = measure.measure(CASE, target)
     assert (found.spill_bytes, found.load_bits[0], found.store_bits[0]) == (0, 128, 128)
     if target == measure.GATED_TARGET:
-        assert measure.faults(found, CASE.gate) == []
+        assert found.faults(CASE.gate) == []
         assert found.wide_bytes == CASE.moved_bytes
 
 

@@ -49,7 +49,7 @@ def _nothing_is_kept(monkeypatch, tmp_path):
     ids=["within", "registers", "instructions", "spills", "uncounted", "not to be counted"],
 )
 def test_what_exceeds_a_gate_is_told(changed, gate, expected):
-    assert measure.faults(dataclasses.replace(MEASURED, **changed), gate) == expected
+    assert dataclasses.replace(MEASURED, **changed).faults(gate) == expected
 
 
 def test_memory_that_begins_anywhere_has_no_path_of_full_tiles():
@@ -63,7 +63,7 @@ def test_memory_that_begins_anywhere_has_no_path_of_full_tiles():
     found = measure.measure(dataclasses.replace(case, make=late), "sm_90")
     assert found.instructions is None
     assert 128 not in found.load_bits
-    assert measure.faults(found, case.gate) != []
+    assert found.faults(case.gate) != []
 
 
 def loaded_again(module, pattern, replacement, folder):
@@ -98,7 +98,7 @@ def test_spills_are_read():
     case = case_of("reduce_", "bf16 to fp32 world 2 scaled accumulate")
     found = measure.measure(case, "sm_90", LaunchConfig(block_bytes=16 * 1024, num_warps=1))
     assert found.spill_bytes > 0
-    assert any("bytes spilled" in fault for fault in measure.faults(found, case.gate))
+    assert any("bytes spilled" in fault for fault in found.faults(case.gate))
 
 
 def test_unknown_targets_are_refused():

@@ -68,7 +68,7 @@ COUNTING = (
 @pytest.mark.parametrize("case", GATED, ids=lambda case: case.full_name)
 def test_within_its_gate_and_wide_on_hopper(case):
     found = measure.measure(case, measure.GATED_TARGET)
-    assert measure.faults(found, case.gate) == []
+    assert found.faults(case.gate) == []
     if LOOPED in case.name:
         assert found.instructions is None
         return

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sidestream.kernels.ahead import measure
-from sidestream.kernels.cases import case_of
+from sidestream.kernels.cases import by_name, case_of
 from sidestream.tests.kernels.compiling import compiled
 
 TASK = ("cast_back_", "fp16 to bf16", "sm_90")
@@ -58,6 +58,24 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path, comp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert measure.measure(CASE, "sm_90") == measure.measure(CASE, "sm_90")
     assert len(compilations) == 2
+
+
+@pytest.mark.usefixtures("compilations")
+def test_a_disk_that_is_full_leaves_no_part_behind(monkeypatch, folder):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(measure.os, "replace", full)
+    measure.measure(CASE, "sm_90")
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.usefixtures("folder", "compilations")
+def test_many_tasks_make_the_cases_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(measure, "by_name", lambda: made.append(by_name()) or made[0])
+    measure.measure_all([TASK, (*TASK[:2], "sm_80")], 1, lambda *_: None)
+    assert len(made) == 1
 
 
 def test_errors_of_the_compiler_name_the_case(monkeypatch, folder):

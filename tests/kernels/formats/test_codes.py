@@ -165,7 +165,6 @@ def test_bf16_rule():
     held = held[~held.isnan()]
     moved = codes.round_bf16_stochastic(held, torch.full(held.shape, -1).int())
     assert_same_bits(moved.float(), held)
-    assert codes.round_bf16(torch.tensor([3.4e38, 1.00390625, NAN])).tolist()[:2] == [INF, 1.0]
 
 
 @SIGNED

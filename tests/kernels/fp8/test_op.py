@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sidestream.kernels.formats import codes
 from sidestream.kernels.formats.table import E4M3, E5M2
-from sidestream.kernels.fp8 import reference as reference_fp8
+from sidestream.kernels.fp8 import reference
 from sidestream.kernels.fp8.op import dequantize_fp8, quantize_fp8, update_fp8_scales_
 from sidestream.tests.kernels.oracle import assert_same_bits
 
@@ -68,7 +68,7 @@ def test_row_and_tensor_are_torchao(element, dtype, power_of_2):
     from torchao.float8 import float8_utils
     from torchao.float8.config import ScalingGranularity
 
-    float8 = reference_fp8.ELEMENTS[element].dtype
+    float8 = reference.ELEMENTS[element].dtype
     x = (torch.randn(500, 300) * torch.exp2(torch.randint(-30, 30, (500, 1)).float())).to(dtype)
     for scaling, granularity, dim in (
         ("row", ScalingGranularity.AXISWISE, -1),
@@ -128,7 +128,7 @@ def test_which_of_three_formulas_it_is(amax, x, code, divided, multiplied):
 )
 def test_golden_scales(amax, scale, power):
     for power_of_2, expected in ((False, scale), (True, power)):
-        found = reference_fp8.scale_of(torch.tensor([amax]), E4M3, power_of_2)
+        found = reference.scale_of(torch.tensor([amax]), E4M3, power_of_2)
         assert found.tolist() == [torch.tensor(expected).item()]
 
 
@@ -208,7 +208,7 @@ def test_error_is_within_half_a_step(element, scaling):
 def test_chunks_change_nothing(monkeypatch):
     x = torch.randn(40, 300)
     whole = [quantize_fp8(x, scaling=scaling) for scaling in ("tensor", "row", "1x128")]
-    monkeypatch.setattr(reference_fp8, "CHUNK_NUMEL", 100)
+    monkeypatch.setattr(reference, "CHUNK_NUMEL", 100)
     for scaling, (found, inverse) in zip(("tensor", "row", "1x128"), whole, strict=True):
         again, again_inverse = quantize_fp8(x, scaling=scaling)
         assert torch.equal(as_bytes(found), as_bytes(again))
@@ -256,7 +256,7 @@ def test_delayed_scales_have_a_finite_inverse(element):
         scales = torch.zeros(4)
         update_fp8_scales_(history.clone().view(4, 1), scales, element=element, margin=margin)
         assert (1 / scales).isfinite().all()
-        exact = reference_fp8.ELEMENTS[element].max_finite * 2.0**-margin / history.double()
+        exact = reference.ELEMENTS[element].max_finite * 2.0**-margin / history.double()
         assert_same_bits(scales, exact.clamp_min(2.0**-126).float())
     assert scales[0] == 2.0**-126
 

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from sidestream.kernels.cast import kernel as cast_kernels
-from sidestream.kernels.cast import op as cast_ops
-from sidestream.kernels.cast import reference as reference_cast
+from sidestream.kernels.cast import kernel, op, reference
 from sidestream.kernels.formats import codes
 from sidestream.kernels.formats.table import CASTS, E4M3
 from sidestream.kernels.launch import LaunchConfig
@@ -30,12 +28,12 @@ def inside(shape, dtype, start=16):
 
 
 def check_cast(x, to, stochastic, first_index, start=16):
-    shape = cast_ops._paired_shape(x.shape) if to == "e2m1" else x.shape
+    shape = op._paired_shape(x.shape) if to == "e2m1" else x.shape
     out, memory = inside(shape, CASTS[to].dtype, start)
     expected, expected_memory = inside(shape, CASTS[to].dtype, start)
     arguments = (x, to, code_cases.SEED if stochastic else None, first_index)
-    cast_kernels.cast_(out, *arguments)
-    reference_cast.cast_(expected, *arguments)
+    kernel.cast_(out, *arguments)
+    reference.cast_(expected, *arguments)
     if to in ("bf16", "fp16"):
         assert_same_bits(out, expected)
         size = out.numel() * out.element_size()
@@ -71,7 +69,7 @@ def test_bits_do_not_depend_on_the_block():
     for block in (512, 1024, 8192):
         out = torch.full((5000,), POISON, dtype=torch.uint8)
         with forcing("cast_", LaunchConfig(block, 4)) as forced:
-            cast_kernels.cast_(out, x, "e4m3", 3, 48)
+            kernel.cast_(out, x, "e4m3", 3, 48)
         assert forced.asked
         made.append(out)
     assert torch.equal(made[0], made[1])
@@ -91,8 +89,8 @@ def test_cast_back(to, dtype):
         shape = (2 * len(source),) if to == "e2m1" else source.shape
         out, memory = inside(shape, dtype, start)
         expected, expected_memory = inside(shape, dtype, start)
-        cast_kernels.cast_back_(out, source, to)
-        reference_cast.cast_back_(expected, source, to)
+        kernel.cast_back_(out, source, to)
+        reference.cast_back_(expected, source, to)
         assert_same_bits(out, expected)
         out.zero_(), expected.zero_()
         assert torch.equal(memory, expected_memory)

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from sidestream.kernels.optim import adamw as flat_adamw
-from sidestream.kernels.optim import reference as reference_optim
-from sidestream.kernels.optim import sgd as flat_sgd
+from sidestream.kernels.optim import adamw, reference, sgd
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.optim import cases as optim_cases
 
@@ -22,7 +20,7 @@ def scalar(value, dtype=torch.float32):
     return torch.tensor(value, dtype=dtype)
 
 
-def adamw(module, shards, step, options):
+def adamw_step(module, shards, step, options):
     module.flat_adamw_(
         shards.param,
         shards.grad,
@@ -36,7 +34,7 @@ def adamw(module, shards, step, options):
     )
 
 
-def sgd(module, shards, step, options):
+def sgd_step(module, shards, step, options):
     options = SHARED | SGD | options
     has_momentum = options["momentum"] != 0
     module.flat_sgd_(
@@ -67,7 +65,7 @@ def check(step_, kernels, shards, step=3, **options):
         options["compute_scale"] = scalar(150.0)
     before, expected = shards.again(), shards.again()
     step_(kernels, shards, count, options)
-    step_(reference_optim, expected, count, options)
+    step_(reference, expected, count, options)
     optim_cases.assert_same_outcome(shards, expected)
     return before
 
@@ -76,7 +74,7 @@ def check(step_, kernels, shards, step=3, **options):
 @pytest.mark.parametrize("grad", oracle.DTYPES, ids=str)
 def test_adamw_dtypes(grad, compute):
     shards = optim_cases.with_special_values(optim_cases.make_shards(NUMEL, grad, compute))
-    check(adamw, flat_adamw, shards)
+    check(adamw_step, adamw, shards)
 
 
 ADAMW_CASES = {
@@ -92,13 +90,13 @@ ADAMW_CASES = {
 @pytest.mark.parametrize("options", ADAMW_CASES.values(), ids=ADAMW_CASES)
 def test_adamw_options(options):
     shards = optim_cases.make_shards(NUMEL, torch.bfloat16, torch.uint8)
-    check(adamw, flat_adamw, shards, **options)
+    check(adamw_step, adamw, shards, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32], ids=str)
 @pytest.mark.parametrize("step", [1, 2047, 2048, 10_000_000])
 def test_adamw_steps(step, dtype):
-    check(adamw, flat_adamw, optim_cases.make_shards(100), scalar(step, dtype))
+    check(adamw_step, adamw, optim_cases.make_shards(100), scalar(step, dtype))
 
 
 SGD_CASES = {
@@ -114,17 +112,17 @@ SGD_CASES = {
 @pytest.mark.parametrize("options", SGD_CASES.values(), ids=SGD_CASES)
 def test_sgd_options(options, step):
     shards = optim_cases.make_shards(NUMEL, torch.bfloat16, torch.bfloat16)
-    check(sgd, flat_sgd, optim_cases.with_special_values(shards), step, **options)
+    check(sgd_step, sgd, optim_cases.with_special_values(shards), step, **options)
 
 
 @pytest.mark.parametrize("compute", [None, torch.uint8], ids=str)
 def test_sgd_dtypes(compute):
     for grad in oracle.DTYPES:
-        check(sgd, flat_sgd, optim_cases.make_shards(NUMEL, grad, compute))
+        check(sgd_step, sgd, optim_cases.make_shards(NUMEL, grad, compute))
 
 
 OPTIMIZERS = pytest.mark.parametrize(
-    ("step_", "kernels"), [(adamw, flat_adamw), (sgd, flat_sgd)], ids=["adamw", "sgd"]
+    ("step_", "kernels"), [(adamw_step, adamw), (sgd_step, sgd)], ids=["adamw", "sgd"]
 )
 
 

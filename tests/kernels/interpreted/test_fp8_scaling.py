@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 
-from sidestream.kernels.fp8 import kernel, two_pass
-from sidestream.kernels.fp8 import reference as reference_fp8
+from sidestream.kernels.fp8 import kernel, reference, two_pass
 from sidestream.tests.kernels.oracle import assert_same_bits
 
 POISON = 0xAB
-ELEMENTS = pytest.mark.parametrize("element", reference_fp8.ELEMENTS)
+ELEMENTS = pytest.mark.parametrize("element", reference.ELEMENTS)
 # Short and full lines, several programs, tails, rows that are and are not a multiple of 16.
 SHAPES = {
     "tensor": [(), (9000,), (3, 4096), (1,)],
@@ -45,10 +44,10 @@ def poisoned(shape, dtype, start):
 
 def check(x, scaling, element, power_of_2=False, scale=None, start=16):
     results = []
-    for module in (kernel, reference_fp8):
-        dtype = reference_fp8.ELEMENTS[element].dtype
+    for module in (kernel, reference):
+        dtype = reference.ELEMENTS[element].dtype
         codes, memory = poisoned(x.shape, dtype, start)
-        shape = reference_fp8.scale_shape(x.shape, scaling)
+        shape = reference.scale_shape(x.shape, scaling)
         scale_inv, scale_memory = poisoned(shape, torch.float32, 16)
         amax = None if scale is None else torch.tensor([0.25])
         module.quantize_fp8_(codes, scale_inv, x, scaling, power_of_2, scale, amax)
@@ -62,7 +61,7 @@ def check(x, scaling, element, power_of_2=False, scale=None, start=16):
 
 def check_back(codes, scale_inv, scaling, dtype, start=16):
     results = []
-    for module in (kernel, reference_fp8):
+    for module in (kernel, reference):
         out, memory = poisoned(codes.shape, dtype, start)
         module.dequantize_fp8_(out, codes, scale_inv, scaling)
         results.append((out.clone(), memory))
@@ -123,7 +122,7 @@ def test_update_scales(length, margin, algorithm):
     scales = torch.arange(12.0)
     expected_history, expected = history.clone(), scales.clone()
     two_pass.update_fp8_scales_(history, scales, "e4m3", margin, algorithm)
-    reference_fp8.update_fp8_scales_(expected_history, expected, "e4m3", margin, algorithm)
+    reference.update_fp8_scales_(expected_history, expected, "e4m3", margin, algorithm)
     assert (scales[6] == 2.0**-126) == (margin > 3)
     assert_same_bits(history, expected_history)
     assert_same_bits(scales, expected)

@@ -8,7 +8,7 @@ import torch
 from sidestream.kernels.formats.device_table import codec_of
 from sidestream.kernels.formats.table import MXFP8, SCALE_RULES
 from sidestream.kernels.mx import kernel as mx
-from sidestream.kernels.mx import reference as reference_mx
+from sidestream.kernels.mx import reference
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.mx import cases as mx_cases
 
@@ -33,7 +33,7 @@ def check(x, options, dtypes=oracle.DTYPES[1:2], margin=mx_cases.MARGIN):
     """Quantize with kernels and reference, then dequantize to each of `dtypes` with both."""
     element, swizzled = options[0], options[-1]
     found = mx_cases.quantized(mx.quantize_mx_, x, options, margin)
-    expected = mx_cases.quantized(reference_mx.quantize_mx_, x, options, margin)
+    expected = mx_cases.quantized(reference.quantize_mx_, x, options, margin)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     shapes = mx_cases.shapes(x.shape, element, swizzled)
@@ -44,7 +44,7 @@ def check(x, options, dtypes=oracle.DTYPES[1:2], margin=mx_cases.MARGIN):
     for dtype in dtypes:
         arguments = (data, scales, element, swizzled)
         values = mx_cases.dequantized(mx.dequantize_mx_, x.shape, dtype, arguments)
-        wanted = mx_cases.dequantized(reference_mx.dequantize_mx_, x.shape, dtype, arguments)
+        wanted = mx_cases.dequantized(reference.dequantize_mx_, x.shape, dtype, arguments)
         oracle.assert_same_bits(values, wanted)
 
 
@@ -128,7 +128,7 @@ def test_elements_beyond_32_bits(full):
     )
     near = torch.stack([x[row, :128] for row in chosen.tolist()])
     options = ("e4m3", "rceil", None, 0, False)
-    expected = mx_cases.quantized(reference_mx.quantize_mx_, near, options, 0)
+    expected = mx_cases.quantized(reference.quantize_mx_, near, options, 0)
     found = torch.stack([data[row, :128] for row in chosen.tolist()])
     assert torch.equal(found.view(-1), expected[0])
     position = (chosen % 32) * 16 + chosen // 32 * 4

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 
 from sidestream.kernels.formats import device_swizzle, swizzle
-from sidestream.kernels.nvfp4 import hadamard
+from sidestream.kernels.nvfp4 import hadamard, reference
 from sidestream.kernels.nvfp4 import kernel as nvfp4
-from sidestream.kernels.nvfp4 import reference as reference_nvfp4
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.nvfp4 import cases as nvfp4_cases
 
@@ -49,7 +48,7 @@ def check(x, amax=None, *, dtype=torch.float32, torchao=False, swizzled=False, *
     if amax is None:
         amax = torch.tensor(math.nan)
         hadamard = options.get("hadamard", False)
-        reference_nvfp4.amax_nvfp4_(amax, x, hadamard)
+        reference.amax_nvfp4_(amax, x, hadamard)
         found = Poisoned((), torch.float32)
         nvfp4.amax_nvfp4_(found.tensor, x, hadamard)
         found.assert_same(amax)
@@ -61,7 +60,7 @@ def check(x, amax=None, *, dtype=torch.float32, torchao=False, swizzled=False, *
     options |= {"torchao": torchao, "swizzled": swizzled}
     nvfp4.quantize_nvfp4_(data.tensor, scales.tensor, x, amax, **options)
     expected_data, expected_scales = (torch.full_like(p.tensor, 1) for p in (data, scales))
-    reference_nvfp4.quantize_nvfp4_(expected_data, expected_scales, x, amax, **options)
+    reference.quantize_nvfp4_(expected_data, expected_scales, x, amax, **options)
     scales.assert_same(expected_scales)
     data.assert_same(expected_data)
 
@@ -69,7 +68,7 @@ def check(x, amax=None, *, dtype=torch.float32, torchao=False, swizzled=False, *
     arguments = (expected_data, expected_scales, amax, torchao, swizzled)
     nvfp4.dequantize_nvfp4_(out.tensor, *arguments)
     expected_out = torch.full_like(out.tensor, 1.5)
-    reference_nvfp4.dequantize_nvfp4_(expected_out, *arguments)
+    reference.dequantize_nvfp4_(expected_out, *arguments)
     oracle.assert_same_bits(out.tensor, expected_out)
     out.assert_same(out.tensor.clone())
 
@@ -158,6 +157,6 @@ def test_hadamard(dtype, inverse):
         found = Poisoned(x.shape, dtype)
         hadamard.hadamard16_(found.tensor, x, inverse)
         expected = torch.full_like(x, 1.5)
-        reference_nvfp4.hadamard16_(expected, x, inverse)
+        reference.hadamard16_(expected, x, inverse)
         oracle.assert_same_bits(found.tensor, expected)
         found.assert_same(found.tensor.clone())

@@ -6,12 +6,12 @@ import math
 import torch
 
 from sidestream.kernels.formats.swizzle import swizzled_numel
-from sidestream.kernels.mx import reference as reference_mx
+from sidestream.kernels.mx import reference
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.formats import code_cases
 
 SEED = code_cases.SEED
-ELEMENTS = tuple(reference_mx.elements())
+ELEMENTS = tuple(reference.elements())
 POISON = 0xAB
 MARGIN = 32  # bytes around a result, which must stay as they were; keeps it 16-byte aligned
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from sidestream.kernels.optim import op as optim_ops
+from sidestream.kernels.optim import op
 from sidestream.tests.kernels import oracle
 
 CANARIES = 32  # elements on each side of every shard that must stay as they are
@@ -79,12 +79,12 @@ def with_special_values(shards: Shards) -> Shards:
     return shards
 
 
-def make_segments(numel: int, dtype=torch.float32) -> optim_ops.Segments:
+def make_segments(numel: int, dtype=torch.float32) -> op.Segments:
     """Five segments: one empty, one of three elements that leaves the next one unaligned."""
     starts = [0, numel // 2, numel // 2, numel // 2 + 3, numel - 16]
     lr_scales = torch.tensor([1.0, 5.0, 0.1, 0.0, 3.0], dtype=dtype)
     weight_decays = torch.tensor([0.1, 7.0, 0.0, 0.3, 0.01], dtype=dtype)
-    return optim_ops.Segments(starts, lr_scales, weight_decays)
+    return op.Segments(starts, lr_scales, weight_decays)
 
 
 def naive_coefficients(numel, lr, weight_decay, segments):

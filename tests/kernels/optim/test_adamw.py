@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sidestream.kernels.optim import op as optim_ops
-from sidestream.kernels.optim import reference as reference_optim
+from sidestream.kernels.optim import op, reference
 from sidestream.kernels.optim.op import flat_adamw_
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.optim import cases as optim_cases
@@ -194,9 +193,9 @@ def test_any_sharding_gives_the_same_bits():
 @pytest.mark.parametrize("beta", [0.9, 0.999, 0.99999, 0.0])
 def test_powers_are_pythons_for_2047_steps_and_close_beyond(beta):
     for step in (1, 2, 100, 2047):
-        assert reference_optim._power(beta, step) == beta**step
+        assert reference._power(beta, step) == beta**step
     for step in (2048, 2049, 123_456, 5_000_000, 2**33 - 1):
-        assert reference_optim._power(beta, step) == pytest.approx(beta**step, rel=2.0**-51)
+        assert reference._power(beta, step) == pytest.approx(beta**step, rel=2.0**-51)
 
 
 GOOD = {
@@ -208,7 +207,7 @@ GOOD = {
     "step": torch.tensor(1),
 }
 ONES = torch.ones(2)
-SEGMENTS = optim_ops.Segments
+SEGMENTS = op.Segments
 REFUSED = [
     ({"param": torch.ones(4, 8)}, r"param: expected a contiguous 1-D tensor.*\(4, 8\)"),
     ({"param": torch.ones(32).double()}, r"param: expected torch\.float32, got torch\.float64"),
@@ -253,7 +252,7 @@ def test_refused_before_anything_is_written(change, message):
 
 def test_empty_shards_are_no_error():
     empty = {name: torch.empty(0) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
-    segments = optim_ops.Segments([0, 0], ONES, ONES)
+    segments = op.Segments([0, 0], ONES, ONES)
     flat_adamw_(**GOOD | empty)
     flat_adamw_(**GOOD | empty, segments=segments)
 

@@ -10,7 +10,7 @@ from sidestream.kernels.formats.table import E4M3, E8M0
 from sidestream.kernels.fp8.op import dequantize_fp8, quantize_fp8
 from sidestream.kernels.mx.op import dequantize_mx, quantize_mx
 from sidestream.kernels.nvfp4.op import dequantize_nvfp4, quantize_nvfp4
-from sidestream.kernels.wire import reference as reference_message
+from sidestream.kernels.wire import reference
 from sidestream.kernels.wire.layout import header_bytes, message_layout, read_header
 from sidestream.kernels.wire.op import pack_message_, unpack_message_
 from sidestream.tests.kernels import oracle
@@ -296,7 +296,7 @@ def test_large_messages_are_packed_in_pieces(monkeypatch):
         options = {} if name in cases.ALWAYS_NEAREST else {"rounding": "stochastic", "seed": 5}
         expected, _ = pack(tensors, name, **options)
         with monkeypatch.context() as patched:
-            patched.setattr(reference_message.reference, "CHUNK_NUMEL", 4096)
+            patched.setattr(reference.reference, "CHUNK_NUMEL", 4096)
             assert torch.equal(pack(tensors, name, **options)[0], expected)
 
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sidestream.kernels import message_layout, pack_message_, unpack_message_
 from sidestream.kernels.pack import reference
-from sidestream.kernels.wire import op as reduce_message
+from sidestream.kernels.wire import op
 from sidestream.kernels.wire import reference as definition
 from sidestream.kernels.wire.layout import header_bytes, layout_of_numel
 from sidestream.tests.kernels import oracle
@@ -30,7 +30,7 @@ def public(name):
         if name == "reduce_peer_messages_":
             messages = list(messages)
         options = {"scale": scale, "accumulate": accumulate, "row_numel": row_numel}
-        getattr(reduce_message, name)(out, messages, format, **options)
+        getattr(op, name)(out, messages, format, **options)
 
     return call
 
@@ -63,7 +63,7 @@ def test_what_ranks_pack_is_summed_as_each_of_them_unpacks_it(format):
             got = unpacked[offset : offset + tensor.numel()].view(tensor.shape)
             torch.testing.assert_close(got, tensor, rtol=0.25, atol=0.4)
     out = torch.full((layout.numel,), math.nan)
-    reduce_message.reduce_messages_(out, messages, format, row_numel=256)
+    op.reduce_messages_(out, messages, format, row_numel=256)
     assert torch.equal(out, expected)
 
 
@@ -129,16 +129,14 @@ E2M1 = bytes([0x42, 0x7D]) + bytes(62)
 )
 def test_golden_messages(message, format, expected):
     out = torch.full((128,), math.nan)
-    reduce_message.reduce_messages_(out, message, format, row_numel=128)
+    op.reduce_messages_(out, message, format, row_numel=128)
     wanted = torch.zeros(128)
     wanted[: len(expected)] = torch.tensor(expected)
     oracle.assert_same_bits(out, wanted)
     twice = [message[0], message[0]]
-    reduce_message.reduce_peer_messages_(out, twice, format, scale=0.5, row_numel=128)
+    op.reduce_peer_messages_(out, twice, format, scale=0.5, row_numel=128)
     oracle.assert_same_bits(out, wanted)
-    reduce_message.reduce_peer_messages_(
-        out, twice, format, scale=0.5, accumulate=True, row_numel=128
-    )
+    op.reduce_peer_messages_(out, twice, format, scale=0.5, accumulate=True, row_numel=128)
     oracle.assert_same_bits(out, wanted * 2)
 
 
@@ -149,9 +147,9 @@ def test_ranks_are_added_in_their_order():
     messages[:, layout.data_at :] = rows.view(torch.uint8)
     out = torch.empty(128)
     for order, expected in (((0, 1, 2, 3), 0.0), ((1, 2, 0, 3), 2.0), ((3, 0, 1, 2), 2.0)):
-        reduce_message.reduce_messages_(out, messages[list(order)], "fp32")
+        op.reduce_messages_(out, messages[list(order)], "fp32")
         assert out.eq(expected).all()
-        reduce_message.reduce_peer_messages_(out, [messages[rank] for rank in order], "fp32")
+        op.reduce_peer_messages_(out, [messages[rank] for rank in order], "fp32")
         assert out.eq(expected).all()
 
 
@@ -204,14 +202,14 @@ def test_a_nan_scale_leaves_its_neighbours_alone(format):
     else:
         messages[:, at : at + layout.num_scales] = 127
     clean, out = torch.empty(1024), torch.empty(1024)
-    reduce_message.reduce_messages_(clean, messages, format, row_numel=256)
+    op.reduce_messages_(clean, messages, format, row_numel=256)
     assert clean.isfinite().all()
     for index in (0, 1, 1024 // block - 1):
         bad = messages.clone()
         bad[1, at + index * size : at + (index + 1) * size] = torch.frombuffer(
             bytearray(nan), dtype=torch.uint8
         )
-        reduce_message.reduce_messages_(out, bad, format, row_numel=256)
+        op.reduce_messages_(out, bad, format, row_numel=256)
         affected = torch.zeros(1024, dtype=torch.bool)
         affected[index * block : (index + 1) * block] = True
         assert torch.equal(out.isnan(), affected)
@@ -237,7 +235,7 @@ def test_headers_and_padding_are_not_read(format):
     found = []
     for these in (messages, changed):
         found.append(torch.full((numel,), math.nan))
-        reduce_message.reduce_messages_(found[-1], these, format, row_numel=128)
+        op.reduce_messages_(found[-1], these, format, row_numel=128)
     oracle.assert_same_bits(*found)
 
 
@@ -248,8 +246,8 @@ def test_empty_messages(format):
         bytearray(header_bytes(layout_of_numel(format, 0))), dtype=torch.uint8
     )
     assert len(header) == 16
-    reduce_message.reduce_messages_(out, header.repeat(3, 1), format)
-    reduce_message.reduce_peer_messages_(out, [header, header], format, accumulate=True)
+    op.reduce_messages_(out, header.repeat(3, 1), format)
+    op.reduce_peer_messages_(out, [header, header], format, accumulate=True)
     assert out.shape == (0,)
 
 
@@ -331,26 +329,24 @@ def refused(function, message, out, messages, **changed):
 
 @pytest.mark.parametrize(("out", "message"), BAD_OUTS, ids=range(len(BAD_OUTS)))
 def test_results_that_are_refused(out, message):
-    refused(reduce_message.reduce_messages_, message, out, MESSAGES)
-    refused(reduce_message.reduce_peer_messages_, message, out, list(MESSAGES))
+    refused(op.reduce_messages_, message, out, MESSAGES)
+    refused(op.reduce_peer_messages_, message, out, list(MESSAGES))
 
 
 @pytest.mark.parametrize(("changed", "message"), BAD_OPTIONS, ids=range(len(BAD_OPTIONS)))
 def test_options_that_are_refused(changed, message):
-    refused(reduce_message.reduce_messages_, message, torch.zeros(256), MESSAGES, **changed)
-    refused(
-        reduce_message.reduce_peer_messages_, message, torch.zeros(256), list(MESSAGES), **changed
-    )
+    refused(op.reduce_messages_, message, torch.zeros(256), MESSAGES, **changed)
+    refused(op.reduce_peer_messages_, message, torch.zeros(256), list(MESSAGES), **changed)
 
 
 @pytest.mark.parametrize(("messages", "message"), BAD_MESSAGES, ids=range(len(BAD_MESSAGES)))
 def test_messages_that_are_refused(messages, message):
-    refused(reduce_message.reduce_messages_, message, torch.zeros(256), messages)
+    refused(op.reduce_messages_, message, torch.zeros(256), messages)
 
 
 @pytest.mark.parametrize(("messages", "message"), BAD_PEERS, ids=range(len(BAD_PEERS)))
 def test_lists_of_messages_that_are_refused(messages, message):
-    refused(reduce_message.reduce_peer_messages_, message, torch.zeros(256), messages)
+    refused(op.reduce_peer_messages_, message, torch.zeros(256), messages)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
@@ -358,8 +354,8 @@ def test_fake_tensors_run_and_write_nothing(device):
     with FakeTensorMode():
         out = torch.empty(256, device=device)
         messages = torch.empty(2, NUM_BYTES, device=device, dtype=torch.uint8)
-        reduce_message.reduce_messages_(out, messages, "mxfp8")
-        reduce_message.reduce_peer_messages_(out, list(messages), "mxfp8", accumulate=True)
+        op.reduce_messages_(out, messages, "mxfp8")
+        op.reduce_peer_messages_(out, list(messages), "mxfp8", accumulate=True)
     assert out.shape == (256,)
 
 
@@ -383,8 +379,8 @@ def test_opcheck(name):
 
 def test_nothing_is_recorded_for_autograd():
     out = torch.nn.Parameter(torch.ones(256))
-    reduce_message.reduce_messages_(out, MESSAGES, "mxfp8", accumulate=True)
-    reduce_message.reduce_peer_messages_(out, list(MESSAGES), "mxfp8", accumulate=True)
+    op.reduce_messages_(out, MESSAGES, "mxfp8", accumulate=True)
+    op.reduce_peer_messages_(out, list(MESSAGES), "mxfp8", accumulate=True)
     assert out.is_leaf
     assert out.grad_fn is None
     assert out.eq(1.0).all()
