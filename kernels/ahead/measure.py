@@ -233,6 +233,9 @@ def _read(key: str) -> Measured | None:
         values = {field.name: content[field.name] for field in dataclasses.fields(Measured)}
         for name in ("load_bits", "store_bits"):
             values[name] = tuple(map(int, values[name]))
+        numbers = [value for value in values.values() if not isinstance(value, tuple)]
+        if not all(isinstance(number, int | float | None) for number in numbers):
+            return None
         return Measured(**values)
     except (OSError, ValueError, KeyError, TypeError):
         return None

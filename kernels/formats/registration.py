@@ -78,15 +78,16 @@ def _check(rows: tuple[Row, ...]) -> None:
 
 
 def _check_element(row: ElementFormat) -> None:
-    if not row.has_sign or row.exponent_bits < 1:
-        raise ValueError(
-            f"{row.name}: expected a sign and at least one bit of exponent, got "
-            f"has_sign={row.has_sign}, exponent_bits={row.exponent_bits}; only E8M0 has no sign"
-        )
     if not _MIN_ELEMENT_BITS <= row.bits <= BITS_PER_BYTE:
         raise ValueError(
             f"{row.name}: expected an element of {_MIN_ELEMENT_BITS} to {BITS_PER_BYTE} bits, got "
             f"{row.bits}; widen the mantissa or the exponent, or narrow them"
+        )
+    if not row.has_sign or row.exponent_bits < 1 or row.mantissa_bits < 1:
+        raise ValueError(
+            f"{row.name}: expected a sign and at least one bit each of exponent and mantissa, got "
+            f"has_sign={row.has_sign}, {row.exponent_bits} and {row.mantissa_bits}; others have "
+            "no rounding to even in kernels"
         )
     if not 0 < row.max_code < row.sign_code:
         raise ValueError(
@@ -113,8 +114,20 @@ def _check_block(row: BlockFormat) -> None:
             f"{row.name}: expected a codec, got None; pass `Codec(module, module)`, or another "
             "row's, which tells how scales are made"
         )
-    if row.scale_dtype is not torch.float32 and row.scale_dtype.itemsize != 1:
+    codec = row.codec
+    for name in ("scale_dtype", "tensor_scale"):
+        wanted, found = getattr(codec, name), getattr(row, name)
+        if found != wanted:
+            raise ValueError(
+                f"{row.name}: expected {name}={wanted}, which its codec has functions for, got "
+                f"{found}; take another codec or write one"
+            )
+    if row.block_numel is None and codec.scale_dtype is not torch.float32:
         raise ValueError(
-            f"{row.name}: expected a scale_dtype of torch.float32 or of one byte, got "
-            f"{row.scale_dtype}; take one of them"
+            f"{row.name}: expected a block_numel, got None; only FP32 scales may be those of rows"
+        )
+    if codec.block_numel not in (None, row.block_numel):
+        raise ValueError(
+            f"{row.name}: expected block_numel={codec.block_numel}, which its codec has functions "
+            f"for, got {row.block_numel}; take another codec or write one"
         )

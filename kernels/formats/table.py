@@ -214,12 +214,17 @@ class Codec:
     x is FP32 [n, elements of a block], or with ``in_halves`` two of them, [n, half of a block], so
     that a thread has all of a block. Of the two kinds of scales, one that the format has not may be
     anything that is returned, and is None where it is passed. `CODEC` is the `device_table.Codec`.
-    One module may be both.
+    One module may be both. The rest is what the functions are for: scales of ``scale_dtype``, which
+    are those of whole rows only if they are FP32; blocks of ``block_numel``, ``None`` if of any;
+    and whether there is a ``tensor_scale``.
     """
 
     definition: str
     device: str
+    scale_dtype: torch.dtype
     in_halves: bool = False
+    block_numel: int | None = None
+    tensor_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,9 +331,12 @@ SCALE_RULES = {
     for name in ("rceil", "floor", "ceil", "even")
 }
 
-_FP8 = Codec(".fp8.codec", ".fp8.device_codec")
-_MX = Codec(".mx.codec", ".mx.device_codec")
-_NVFP4 = Codec(".nvfp4.codec", ".nvfp4.device_codec", in_halves=True)
+_FP8 = Codec(".fp8.codec", ".fp8.device_codec", torch.float32)
+_MX = Codec(".mx.codec", ".mx.device_codec", E8M0.dtype)
+_NVFP4 = Codec(
+    ".nvfp4.codec", ".nvfp4.device_codec", E4M3.dtype,
+    in_halves=True, block_numel=16, tensor_scale=True,
+)  # fmt: skip
 
 FP8_TENSOR = BlockFormat("fp8_tensor", E4M3, None, torch.float32)
 FP8_ROW = BlockFormat("fp8_row", E4M3, None, torch.float32, codec=_FP8)

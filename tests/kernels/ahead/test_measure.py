@@ -53,6 +53,14 @@ def test_a_file_that_is_damaged_is_written_anew(folder, compilations, text):
     assert len(compilations) == 2
 
 
+def test_a_number_that_is_text_is_measured_anew(folder, compilations):
+    first = measure.measure(CASE, "sm_90")
+    (file,) = folder.iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"registers": "9"}))
+    assert measure.measure(CASE, "sm_90") == first
+    assert len(compilations) == 2
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path, compilations):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -16,6 +16,7 @@ from sidestream.kernels.formats.table import (
     FP8_TENSOR,
     MESSAGES,
     MXFP8,
+    NVFP4,
     SCALE_RULES,
     ElementFormat,
 )
@@ -27,7 +28,13 @@ REFUSED = {
     "block of 48": (replace(TOY, block_numel=48), "power of two up to 128, .* got 48; no block"),
     "block of 256": (replace(TOY, block_numel=256), "power of two up to 128, .* got 256"),
     "no codec": (replace(TOY, codec=None), "toy: expected a codec, got None; pass"),
-    "wide scale": (replace(TOY, scale_dtype=torch.float16), r"expected a scale_dtype.*float16"),
+    "other scale": (replace(TOY, scale_dtype=torch.float16), r"scale_dtype=.*e8m0.*float16"),
+    "tensor's scale": (replace(TOY, tensor_scale=True), "tensor_scale=False, .* got True"),
+    "row of E8M0": (replace(TOY, block_numel=None), "expected a block_numel, got None; only FP32"),
+    "NVFP4 of 32": (replace(NVFP4, name="wide", block_numel=32), "block_numel=16, .* got 32"),
+    "no mantissa": (
+        ElementFormat("e3m0", 3, 0, 3, 0x7, None, torch.uint8), "exponent and mantissa, got",
+    ),
     "message's name": (replace(TOY, name=MXFP8.name), "expected new names, got 'mxfp8' again"),
     "name of no message": (replace(TOY, name=FP8_TENSOR.name), "got 'fp8_tensor' again"),
     "element's name": (replace(E3M2, name=E8M0.name), "got 'e8m0' again"),
@@ -65,8 +72,8 @@ def test_two_rows_of_one_name_are_refused():
         pass
 
 
-@pytest.mark.parametrize("block_numel", [None, 2, 128], ids="{}".format)
-def test_whole_rows_and_powers_of_two_are_taken(block_numel):
+@pytest.mark.parametrize("block_numel", [2, 128], ids="{}".format)
+def test_powers_of_two_are_taken(block_numel):
     form = replace(TOY, block_numel=block_numel)
     with registered(E3M2, form, GENEROUS):
         assert MESSAGES["toy"] is form
