@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .kernel_cases.case import OURS
+from .kernel_cases.competitors import OURS
 from .reports import Report, ReportError, Row, read_report
 
 LIMIT = 1.15

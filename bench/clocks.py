@@ -26,7 +26,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from ..kernels.case import Operands
-from .kernel_cases.case import Run
+from .kernel_cases.competitors import Run
 from .reports import CPU_METHOD, EVENTS_METHOD, GRAPH_METHOD
 
 # Twice the cache: what is read again has long been replaced.

@@ -20,7 +20,7 @@ from ..kernels.case import Case
 from ..kernels.inputs import offsets_of
 from . import clocks, kernel_table
 from .gpu_steps import FAILED, NO_TIME, NOT_RUN, OK, Result
-from .kernel_cases.case import OURS
+from .kernel_cases.competitors import OURS
 from .kernel_cases.selection import Selection, select
 from .reports import Report, Row
 

@@ -27,7 +27,7 @@ from ..kernels.cases import case_of, cases
 from ..kernels.launch import ACCESS_BYTES, THREADS_PER_WARP
 from .ahead.measuring import occupancy_of
 from .clocks import Clock, Ticker, rotation_of
-from .kernel_cases.case import ours
+from .kernel_cases.competitors import ours
 from .kernel_table import GATE_NUMEL
 from .op_names import ops_named
 from .sweep import NotTimedError, size_of

@@ -121,9 +121,11 @@ class Operands:
         tensors = (*self.read, *self.written, *self.updated, *self.scalars)
         return sum(tensor.nbytes for tensor in tensors)
 
-    def results(self) -> list[torch.Tensor]:
-        """What a call leaves changed."""
-        return [*self.written, *self.updated]
+    def results(self, returned: object = None) -> list[torch.Tensor]:
+        """What a call that returned this has made: by default what it leaves changed."""
+        if returned is None:
+            return [*self.written, *self.updated]
+        return list(returned) if isinstance(returned, tuple) else [returned]  # type: ignore[list-item]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +177,7 @@ class Case:
 
     def results(self, operands: Operands, **options: int) -> list[torch.Tensor]:
         """What one call makes."""
-        returned = self.call(operands, **options)
-        if returned is None:
-            return operands.results()
-        return list(returned) if isinstance(returned, tuple) else [returned]  # type: ignore[list-item]
+        return operands.results(self.call(operands, **options))
 
     def agrees(self, device: torch.device, numel: int) -> bool:
         """Whether the call on `device` makes the bits of the definition, the call on a CPU."""

@@ -45,9 +45,8 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[None]:
     A collective at both ends, of which the second compares the ranks' values. After an exception
     inside nothing is written, and the sharded parameters are back; it should come on all ranks:
     those without it wait for the others at the end of the block until the process group's timeout
-    has passed or the others have gone. Parameters of units whose
-    forward or backward runs are whole already: they stay as they are, and writes count as others
-    inside forward.
+    has passed or the others have gone. Parameters of units whose forward or backward runs are whole
+    already: they stay as they are, and writes count as others inside forward.
 
     Raises:
         TypeError: an argument of the wrong type.

@@ -2,10 +2,11 @@
 
     python tests/side_by_side.py [options of pytest]
 
-Tests of kernels and bench compute, and many of the others wait: for ranks, processes, time limits.
-What runs beside is printed when both have ended.
+Many tests wait: for ranks, processes, time limits. `BESIDE` is about half of them by time. What runs
+beside is printed when both have ended, or when an interrupt or a limit of time ends them.
 """
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,11 +15,14 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-BESIDE = ("kernels", "bench")
+BESIDE = ("kernels", "bench", "training", "sharding/checkpoint")
+REGULAR_ENDS = (0, 1)
+END_S = 10.0
 
 
 def main(folder: Path, options: list[str]) -> int:
     """Run what is in `folder`; return the exit status that pytest gave for either half."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     started = time.monotonic()
     beside = [str(folder / name) for name in BESIDE]
     rest = [str(folder), *(f"--ignore={path}" for path in beside)]
@@ -33,14 +37,30 @@ def main(folder: Path, options: list[str]) -> int:
             # Of the two, only one may write what failed last.
             first = [*commands[0], "-p", "no:cacheprovider"]
             with subprocess.Popen(first, stdout=output, stderr=subprocess.STDOUT) as process:
-                status = subprocess.run(commands[1], check=False).returncode
-            output.seek(0)
-            print(output.read())
+                try:
+                    status = subprocess.run(commands[1], check=False).returncode
+                    process.wait()
+                except BaseException:
+                    process.send_signal(signal.SIGINT)  # pytest writes what there is
+                    raise
+                finally:
+                    _end(process)
+                    output.seek(0)
+                    print(output.read(), flush=True)
         counts = sum((_counts(report) for report in reports), Counter())
     kinds = [kind for kind in ("failed", "passed", "skipped") if counts[kind]]
-    told = ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
+    codes = (process.returncode, status)
+    ends = [f"a half ended with {code}" for code in codes if code not in REGULAR_ENDS]
+    told = ", ".join([*ends, *(f"{counts[kind]} {kind}" for kind in kinds)])
     print(f" {told} in {time.monotonic() - started:.0f} s ".center(80, "="))
     return status or process.returncode
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _counts(report: str) -> Counter[str]:

@@ -128,7 +128,7 @@ def tail_of(log: Path, num_bytes: int = TAIL_BYTES) -> str:
         return stream.read().decode(errors="replace")
 
 
-# ---- functions: each answers with a file
+# Functions: each answers with a file.
 
 
 def answer(folder: Path, rank: int, work: Callable[[], Any]) -> None:

@@ -59,21 +59,6 @@ class RunResult:
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
-def parse_result(output: str) -> dict[str, object]:
-    """Return the figures in the last RESULT line of a run's output.
-
-    Raises:
-        ValueError: there is no such line.
-    """
-    for line in reversed(output.splitlines()):
-        if line.startswith(RESULT_PREFIX):
-            return json.loads(line.removeprefix(RESULT_PREFIX))
-    raise ValueError(
-        f"expected a line that starts with {RESULT_PREFIX!r}, got {output[-200:]!r}; did the run "
-        "end early?"
-    )
-
-
 def sha256_of(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of the tensors' FP32 values as little-endian bytes, in the order of their
     names.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...kernels.case import Case
-from .case import COMPILED, OURS, Bind, ours
+from .competitors import COMPILED, OURS, Bind, ours
 from .packages import quiet
 from .plain import plain_of
 from .rivals import rivals_of

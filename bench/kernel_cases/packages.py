@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...kernels.case import Operands
-from .case import COMPILED, Bind, Run
+from .competitors import COMPILED, Bind, Run
 
 TORCHAO, TORCHAO_TRITON = f"torchao, {COMPILED}", "torchao, Triton"
 ENGINE = "TransformerEngine"

@@ -11,7 +11,7 @@ import torch
 
 from ...kernels import E2M1, E4M3, NVFP4
 from ...kernels.case import Case, Operands
-from .case import Bind, as_bind
+from .competitors import Bind, as_bind
 from .rivals import (
     accumulates,
     cast_by_torch,

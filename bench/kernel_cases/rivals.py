@@ -16,7 +16,7 @@ from ...kernels import hadamard16
 from ...kernels.case import Case, Operands
 from ...kernels.inputs import offsets_of
 from . import packages
-from .case import Bind, Run
+from .competitors import Bind, Run
 
 _CHUNK_CAT, _SPLIT = "_chunk_cat", "split_with_sizes"
 UNCAPTURED = frozenset((_CHUNK_CAT, _SPLIT))
@@ -26,7 +26,7 @@ is free as soon as they return."""
 Rivals = Mapping[str, Bind]
 _NONE: Rivals = {}
 _NEVER = 1e30  # a norm to clip at
-_LR, _BETAS, _EPS, _DECAY, _MOMENTUM = 1e-3, (0.9, 0.999), 1e-8, 1e-2, 0.9
+_BETAS, _EPS, _DECAY, _MOMENTUM = (0.9, 0.999), 1e-8, 1e-2, 0.9
 _GROUP = 16
 _SCALINGS = {f"fp8_{scaling}": scaling for scaling in ("tensor", "row", "1x128", "128x128")}
 # What torch casts to and from.

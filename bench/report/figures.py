@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from ..kernel_cases.case import OURS
+from ..kernel_cases.competitors import OURS
 from .roofline import Point, Roofline, spread_out
 from .series import Group, Style, labels_apart, rates, shares, size_text
 from .svg import COLOURS, as_svg, new_axes, styled

@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..kernel_cases.case import OURS
+from ..kernel_cases.competitors import OURS
 from ..reports import Report, remarks
 from . import figures
 from .roofline import Roofline, is_of_gpu

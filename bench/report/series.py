@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..kernel_cases.case import OURS
+from ..kernel_cases.competitors import OURS
 from ..reports import Row
 
 BYTES_PER_US_IN_A_GB_PER_S = 1e3

@@ -106,6 +106,19 @@ def test_a_fault_in_the_tail_of_what_is_timed_is_found(name, monkeypatch):
     assert found == "not the bits of its definition in the tail"
 
 
+def test_a_call_that_fails_leaves_what_it_reads_as_it_was():
+    case = BY_NAME["l2_norm of bf16"]
+    operands = case.operands(CPU, NUMEL)
+    before = operands.copied()
+
+    def call():
+        raise RuntimeError("no such address")
+
+    with pytest.raises(RuntimeError, match="no such address"):
+        parts.fault(case, operands, call)
+    assert all(map(torch.equal, operands.read, before.read))
+
+
 @standard_case
 def test_rotated_operands_lie_in_twice_the_cache(case):
     cache_bytes = 64 * 1024

@@ -7,7 +7,7 @@ import torch
 
 from sidestream.bench import clocks, kernel_table
 from sidestream.bench.kernel_cases import candidates, parts
-from sidestream.bench.kernel_cases.case import OURS
+from sidestream.bench.kernel_cases.competitors import OURS
 from sidestream.bench.kernel_cases.selection import Selection, select
 from sidestream.bench.kernel_table import Pace, measure, report_of
 from sidestream.bench.reports import EVENTS_METHOD, GRAPH_METHOD, format_table
@@ -32,6 +32,7 @@ class FakeClock:
 
     def __init__(self):
         self.asked = []
+        self.tell = lambda name: None
         self.runs = {}
 
     def tickers(self, runs, *, uncaptured):
@@ -39,14 +40,17 @@ class FakeClock:
         self.runs |= {name: len(calls) for name, calls in runs.items()}
         return {
             name: clocks.Ticker(
-                lambda name=name, index=index: self._sample(name, index),
+                lambda name=name, index=index, calls=calls: self._sample(name, index, calls),
                 EVENTS_METHOD if name in uncaptured else GRAPH_METHOD,
             )
-            for index, name in enumerate(runs, first)
+            for index, (name, calls) in enumerate(runs.items(), first)
         }
 
-    def _sample(self, name, index):
+    def _sample(self, name, index, calls):
         self.asked.append(name)
+        self.tell(name)
+        for call in calls:
+            call()
         return (index + 1) / 1000
 
     def synchronize(self):
@@ -129,11 +133,10 @@ def test_passes_end_in_time(clock, monkeypatch):
     """Each takes ten seconds."""
     now = [0.0]
 
-    def sampled(name, index):
+    def pass_time(name):
         now[0] += 10.0 if name == OURS else 0.0
-        return 0.001
 
-    clock._sample = sampled
+    clock.tell = pass_time
     monkeypatch.setattr(kernel_table.time, "monotonic", lambda: now[0])
     for limit_s, num_passes in ((35.0, 3), (0.0, 1)):
         pace = replace(TINY, passes=9, limit_s=limit_s)
@@ -165,6 +168,65 @@ def test_a_wrong_result_has_no_times_and_is_told(numel, clock, monkeypatch):
     assert fault.endswith("in the tail") or numel == NUMEL
     text = format_table(report_of(measured, CPU, TINY, "command"))
     assert f"WRONG, so not timed: {fault}" in text
+
+
+@pytest.mark.parametrize(
+    "name", [CAST, "hadamard16 of bf16", "l2_norm of bf16", "pack bf16 to fp32 accumulate"]
+)
+def test_timed_calls_that_go_wrong_are_found_by_what_they_leave(name, clock):
+    """The first half of the calls is right: all before the clock starts, and some by the clock."""
+    (case,) = _cases(name)
+    num_calls = 0
+
+    def call(operands, **options):
+        nonlocal num_calls
+        results = case.results(operands, **options)
+        if operands.footprint_bytes > 600_000:
+            num_calls += 1
+            if num_calls > late:
+                results[0].view(-1).view(torch.uint8)[0] ^= 1
+        return tuple(results)
+
+    late = 1 << 30
+    measured = measure([replace(case, call=call)], [400_000], CPU, TINY)
+    assert measured.wrong == () and measured.rows
+    late, num_calls = num_calls // 2, 0
+    measured = measure([replace(case, call=call)], [400_000], CPU, TINY)
+    assert measured.rows == ()
+    assert "not the bits of its definition in the" in measured.wrong[0]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_ours_that_fails_before_it_is_timed_is_wrong_and_others_keep_their_rows(passes, clock):
+    """In the last pass: what was measured of it before is no longer told."""
+    failing, right = _cases(SUM, CAST)
+    num_calls = 0
+
+    def call(operands):
+        nonlocal num_calls
+        num_calls += operands.read[0].device == CPU and operands.written[0].numel() == NUMEL // 2
+        if num_calls > fatal:
+            raise RuntimeError("no such address")
+        return failing.call(operands)
+
+    fatal = 1 << 30
+    measure([replace(failing, call=call)], [NUMEL], CPU, replace(TINY, passes=passes))
+    fatal, num_calls = num_calls - 4, 0
+    measured = measure(
+        [right, replace(failing, call=call)], [NUMEL], CPU, replace(TINY, passes=passes)
+    )
+    assert {row.case for row in measured.rows} == {CAST}
+    assert measured.wrong == (f"{SUM}, {NUMEL} elements: RuntimeError: no such address",)
+
+
+def test_a_kernel_that_cannot_run_is_as_wrong():
+    def fail(operands):
+        raise RuntimeError("no such instruction")
+
+    (case,) = _cases(CAST)
+    measured = measure([replace(case, call=fail)], [NUMEL], CPU, TINY)
+    assert measured.rows == ()
+    assert "RuntimeError: no such instruction" in measured.wrong[0]
 
 
 def _raises(error):

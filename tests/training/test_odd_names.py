@@ -7,10 +7,9 @@ import types
 import pytest
 
 from sidestream import cli
-from sidestream.tests.training.processes import one_thread_each
+from sidestream.tests.training.processes import one_thread_each, parse_result
 from sidestream.training.errors import OptionsError
 from sidestream.training.options import options_from
-from sidestream.training.result import parse_result
 
 TRAIN = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]
 

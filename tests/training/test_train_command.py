@@ -1,3 +1,4 @@
+import json
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from sidestream.cli import main
-from sidestream.tests.training.processes import one_thread_each
+from sidestream.tests.training.processes import one_thread_each, parse_result
 from sidestream.training import train_command
 
 TINY = ["--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "12"]
@@ -73,3 +74,20 @@ def test_killed_rank_ends_the_others_with_an_error_that_names_what_they_waited_f
         assert "of unit" in failed[0] or "the mean of the loss" in failed[0], told
     assert "still running" not in told
     assert "RESULT" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_two_ranks_train_and_the_last_line_is_the_result(tmp_path):
+    path = tmp_path / "result.json"
+    command = [sys.executable, "-m", "sidestream", "train", "--nproc", "2", *TINY]
+    command += ["--steps", "3", "--grad-wire", "bf16", "--bucket-mib", "0.1", "--json", str(path)]
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=one_thread_each(), check=False
+    )
+    assert run.returncode == 0, run.stderr
+    result = parse_result(run.stdout)
+    assert result == json.loads(path.read_text())
+    assert (result["world"], result["steps"], result["grad_wire"]) == (2, 3, "bf16")
+    assert result["wire_bytes_per_step"] > 0
+    assert len(result["params_sha256"]) == 64
