@@ -2,8 +2,8 @@
 
     python tests/side_by_side.py [options of pytest]
 
-Many tests wait: for ranks, processes, time limits. `BESIDE` is about half of them by time. What runs
-beside is printed when both have ended, or when an interrupt or a limit of time ends them.
+Many tests wait: for ranks, processes, time limits. `BESIDE` is about half of them by time. What
+runs beside is printed when both have ended, or when an interrupt or a limit of time ends them.
 """
 
 import signal
@@ -24,7 +24,7 @@ def main(folder: Path, options: list[str]) -> int:
     """Run what is in `folder`; return the exit status that pytest gave for either half."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     started = time.monotonic()
-    beside = [str(folder / name) for name in BESIDE]
+    beside = [str(path) for name in BESIDE if (path := folder / name).exists()]
     rest = [str(folder), *(f"--ignore={path}" for path in beside)]
     with tempfile.TemporaryDirectory(prefix="sidestream-tests-") as results:
         reports = [f"{results}/beside.xml", f"{results}/rest.xml"]

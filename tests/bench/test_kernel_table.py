@@ -204,29 +204,18 @@ def test_ours_that_fails_before_it_is_timed_is_wrong_and_others_keep_their_rows(
 
     def call(operands):
         nonlocal num_calls
-        num_calls += operands.read[0].device == CPU and operands.written[0].numel() == NUMEL // 2
+        num_calls += 1
         if num_calls > fatal:
             raise RuntimeError("no such address")
         return failing.call(operands)
 
+    cases, pace = [right, replace(failing, call=call)], replace(TINY, passes=passes)
     fatal = 1 << 30
-    measure([replace(failing, call=call)], [NUMEL], CPU, replace(TINY, passes=passes))
-    fatal, num_calls = num_calls - 4, 0
-    measured = measure(
-        [right, replace(failing, call=call)], [NUMEL], CPU, replace(TINY, passes=passes)
-    )
+    measure(cases, [NUMEL], CPU, pace)
+    fatal, num_calls = num_calls - 4, 0  # but what a pass calls
+    measured = measure(cases, [NUMEL], CPU, pace)
     assert {row.case for row in measured.rows} == {CAST}
     assert measured.wrong == (f"{SUM}, {NUMEL} elements: RuntimeError: no such address",)
-
-
-def test_a_kernel_that_cannot_run_is_as_wrong():
-    def fail(operands):
-        raise RuntimeError("no such instruction")
-
-    (case,) = _cases(CAST)
-    measured = measure([replace(case, call=fail)], [NUMEL], CPU, TINY)
-    assert measured.rows == ()
-    assert "RuntimeError: no such instruction" in measured.wrong[0]
 
 
 def _raises(error):
