@@ -72,7 +72,8 @@ def test_one_case_is_measured_shown_and_written(tmp_path, capsys):
     assert f"{hopper.registers}/64" in printed.out
     assert "bytes 1.00" in printed.out
     assert printed.out.count("hadamard16_  of fp32 inverse") == 2
-    assert "compiled 2/2: hadamard16_ of fp32 inverse gfx942" in printed.err
+    # What another test has left in the cache is told first.
+    assert "compiled 2/2: hadamard16_ of fp32 inverse" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,10 @@ BUDGETS = {
 
 
 def registered_ops():
-    names = torch._C._dispatch_get_all_op_names()
-    return sorted({name.partition("::")[2] for name in names if name.startswith("sidestream::")})
+    """Ours, but for that of the tests' own room."""
+    names = {name.partition("::") for name in torch._C._dispatch_get_all_op_names()}
+    ops = {op for namespace, _, op in names if namespace == "sidestream"}
+    return sorted(op for op in ops if not op.startswith("toy_"))
 
 
 def test_every_op_has_a_row_and_cases_of_which_one_is_standard():
