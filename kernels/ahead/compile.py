@@ -48,7 +48,10 @@ _POINTERS = {
 }
 _INT32 = 1 << 31
 _WORDS = {"ubyte": 8, "sbyte": 8, "byte": 8, "ushort": 16, "sshort": 16, "short": 16, "dword": 32}
-_SASS = re.compile(r"(?P<label>\.L_x_\d+):|/\*[0-9a-f]{4,}\*/\s+(?P<text>[^;]+);")
+# For sm_120 Triton 3.6's disassembler ends an instruction with its waits: `&req={0} ?trans5`.
+_SASS = re.compile(
+    r"(?P<label>\.L_x_\d+):|/\*[0-9a-f]{4,}\*/\s+(?P<text>[^;]+?)(?:\s+(?:&\w+=|\?)[^\s;]+)*\s*;"
+)
 _SASS_BRANCH = re.compile(
     r"(?P<guard>@\S+ )?BRA\S* +(?P<operand>!?U?P\d+, *)?`\((?P<label>\.L_x_\d+)\)"
 )

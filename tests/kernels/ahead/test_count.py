@@ -79,6 +79,13 @@ def test_the_wide_path_is_counted_with_the_longer_of_its_ways():
     assert path.accesses == (Access(True, 128), Access(False, 128), Access(False, 8))
 
 
+def test_waits_that_a_disassembler_tells_are_no_part_of_an_instruction():
+    """As that of Triton 3.6 does for sm_120."""
+    text = SASS.replace(" ;", "   &req={3,0} &wr=0x2   ?WAIT5_END_GROUP;")
+    assert text != SASS
+    assert instructions_of(text, "cuda") == instructions_of(SASS, "cuda")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [(SASS_LOOP, "without loops"), (SASS_BACKWARD, "16 bytes, got none"), ("", "got none")],
