@@ -2,12 +2,11 @@
 
 A case whose result is not its definition's, bit for bit, has no times: all of a small one, and the
 head, the middle and the tail of the one that is timed, before it is and of what the timed calls
-leave in every pass. The copy moves the bytes of the case, half
-of them read and half written, in the same rounds, by the fastest way there is: a candidate's share
-of its rate is the median of paired ratios, so what slows the machine slows both. Ratios are of
-times taken alike: where a rival cannot be part of a CUDA graph, ours and the copy are timed by
-launches as well. All cases are gone over several times, each with new memory, so that neither one
-moment nor one placement decides.
+leave in every pass. The copy moves the bytes of the case, half of them read and half written, in
+the same rounds, by the fastest way there is: a candidate's share of its rate is the median of
+paired ratios, so what slows the machine slows both. Ratios are of times taken alike: where a rival
+cannot be part of a CUDA graph, ours and the copy are timed by launches as well. All cases are gone
+over several times, each with new memory, so that neither one moment nor one placement decides.
 """
 
 from __future__ import annotations

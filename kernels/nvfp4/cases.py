@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,8 @@ _DEQUANTIZE_GATES = {
     "to bf16 swizzled": Gate(15.5),
 }
 _HADAMARD_GATES = {"of bf16": Gate(9.0), "of fp32 inverse": Gate(9.0)}
+
+Make = Callable[[torch.device, int], Operands]
 
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "hadamard": {"hadamard": True},
@@ -132,16 +134,20 @@ def _amax_case(dtype: str, words: str) -> Case:
     )
 
 
-def _quantize_case(dtype: str, words: str) -> Case:
-    name = f"from {dtype} {words}".rstrip()
-    moved = DTYPES[dtype].itemsize + _bytes()
+def _with_amax(maker: Callable[..., Make], dtype: str, words: str) -> Make:
+    """What `maker` makes of a matrix and its quantised parts, and the amax they are made by."""
 
     def make(device: torch.device, numel: int) -> Operands:
         amax = torch.tensor(AMAX, device=device)
-        parts = made_from(
-            dtype, lambda x: quantize_nvfp4(x, global_amax=amax, **_options(words))[:2]
-        )
+        parts = maker(dtype, lambda x: quantize_nvfp4(x, global_amax=amax, **_options(words))[:2])
         return replace(parts(device, numel), scalars=[amax])
+
+    return make
+
+
+def _quantize_case(dtype: str, words: str) -> Case:
+    name = f"from {dtype} {words}".rstrip()
+    moved = DTYPES[dtype].itemsize + _bytes()
 
     def call(operands: Operands, **index: Any) -> None:
         (x,), (data, scales), (amax,) = operands.read, operands.written, operands.scalars
@@ -152,7 +158,7 @@ def _quantize_case(dtype: str, words: str) -> Case:
         name=name,
         format=NVFP4.name,
         dtype=dtype,
-        make=make,
+        make=_with_amax(made_from, dtype, words),
         call=call,
         numel=matrix_numel,
         num_bytes=lambda numel: round(matrix_numel(numel) * moved),
@@ -166,13 +172,6 @@ def _dequantize_case(dtype: str, words: str) -> Case:
     name = f"to {dtype} {words}".rstrip()
     moved = _bytes() + DTYPES[dtype].itemsize
 
-    def make(device: torch.device, numel: int) -> Operands:
-        amax = torch.tensor(AMAX, device=device)
-        parts = decoded_from(
-            dtype, lambda x: quantize_nvfp4(x, global_amax=amax, **_options(words))[:2]
-        )
-        return replace(parts(device, numel), scalars=[amax])
-
     def call(operands: Operands) -> None:
         (data, scales), (out,), (amax,) = operands.read, operands.written, operands.scalars
         options: dict[str, Any] = _options(words) | {"dtype": out.dtype}
@@ -184,7 +183,7 @@ def _dequantize_case(dtype: str, words: str) -> Case:
         name=name,
         format=NVFP4.name,
         dtype=dtype,
-        make=make,
+        make=_with_amax(decoded_from, dtype, words),
         call=call,
         numel=matrix_numel,
         num_bytes=lambda numel: round(matrix_numel(numel) * moved),

@@ -37,11 +37,11 @@ def scaled(halves, CODEC: tl.constexpr, ROW: tl.constexpr, HARDWARE: tl.constexp
     low, high = halves
     BLOCKS: tl.constexpr = low.shape[0]
     ROWS: tl.constexpr = BLOCKS * 16 // ROW
-    block_amax = largest_of(tl.maximum(magnitudes(low), magnitudes(high)), 1)
+    block_amax = amaxes_of(low, high)
     row_amax = tl.max(tl.reshape(block_amax, [ROWS, ROW // 16]), 1)
     row_scale = tensor_scale_of(row_amax, False)[:, None] + tl.zeros([ROWS, ROW // 16], tl.float32)
     low, high, scale_bytes = scaled_halves(
-        low, high, tl.reshape(row_scale, [BLOCKS]), False, HARDWARE
+        low, high, block_amax, tl.reshape(row_scale, [BLOCKS]), False, HARDWARE
     )
     return (low, high), scale_bytes, row_amax
 
@@ -120,10 +120,15 @@ def largest_of(magnitude, axis: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def amaxes_of(low, high) -> tl.tensor:
+    """The largest magnitudes of blocks, FP32 [blocks, 8] twice -> [blocks]; NaNs are left out."""
+    return largest_of(tl.maximum(magnitudes(low), magnitudes(high)), 1)
+
+
+@triton.jit
 def scaled_halves(
-    low, high, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.constexpr
+    low, high, block_amax, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
     """FP32 [blocks, 8] twice -> (both as they are to be encoded, scale bytes [blocks])."""
-    largest = largest_of(tl.maximum(magnitudes(low), magnitudes(high)), 1)
-    scale_bytes, factors = _block_scales(largest, tensor_scale, TORCHAO, HARDWARE)
+    scale_bytes, factors = _block_scales(block_amax, tensor_scale, TORCHAO, HARDWARE)
     return low * factors[:, None], high * factors[:, None], scale_bytes

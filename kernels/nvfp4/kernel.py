@@ -28,7 +28,14 @@ from ..formats.table import wire_format_of
 from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import covered, round_to
 from ..tuned import config_for
-from .device_codec import decode_factors, largest_of, magnitudes, scaled_halves, tensor_scale_of
+from .device_codec import (
+    amaxes_of,
+    decode_factors,
+    largest_of,
+    magnitudes,
+    scaled_halves,
+    tensor_scale_of,
+)
 from .hadamard import cut_of, full_halves, joined, masked_halves
 from .reference import BLOCK_NUMEL
 
@@ -59,7 +66,8 @@ def _quantize_masked_blocks(
     if seed is not None:
         low_bits = device.noise_of(seed, first_index + places)
         high_bits = device.noise_of(seed, first_index + places + 8)
-    low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
+    block_amax = amaxes_of(low, high)
+    low, high, scale_bytes = scaled_halves(low, high, block_amax, tensor_scale, TORCHAO, HARDWARE)
     row_bytes = (row_numel + 1) // 2
     columns = (blocks % row_blocks)[:, None] * 8 + tl.arange(0, 4)[None, :]
     columns = tl.where((blocks < num_blocks)[:, None], columns, row_bytes)
@@ -116,7 +124,10 @@ def _quantize_kernel(
     if FLAT and start + TILE <= row_numel:
         at = scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS)
         low, high = full_halves(source + start, HADAMARD, False, TILE)
-        low, high, scale_bytes = scaled_halves(low, high, tensor_scale, TORCHAO, HARDWARE)
+        block_amax = amaxes_of(low, high)
+        low, high, scale_bytes = scaled_halves(
+            low, high, block_amax, tensor_scale, TORCHAO, HARDWARE
+        )
         low_bits = None
         high_bits = None
         if seed is not None:
@@ -142,6 +153,14 @@ def _quantize_kernel(
             tl.store(at, scale_bytes, mask=blocks < num_blocks)
 
 
+@triton.jit
+def _raise_amax(amax, low, high):
+    """max(amax, the largest magnitude of halves of blocks): for floats >= 0 their bits' order."""
+    found = tl.maximum(magnitudes(low), magnitudes(high))
+    largest = largest_of(tl.reshape(found, [found.numel]), 0)
+    tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
+
+
 @triton.jit(
     do_not_specialize=["num_blocks", "row_blocks", "row_numel"],
     do_not_specialize_on_alignment=["source", "amax"],
@@ -156,23 +175,19 @@ def _amax_kernel(
     FLAT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """max(amax, the largest magnitude of TILE / 16 blocks): for floats >= 0 their bits' order."""
+    """Raises amax to the largest magnitude of TILE / 16 blocks."""
     BLOCKS: tl.constexpr = TILE // 16
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first_block * 16
     cut = (num_blocks, row_blocks, row_numel)
     if FLAT and start + TILE <= row_numel:
         low, high = full_halves(source + start, HADAMARD, False, TILE)
-        found = tl.maximum(magnitudes(low), magnitudes(high))
-        largest = largest_of(tl.reshape(found, [TILE // 2]), 0)
-        tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
+        _raise_amax(amax, low, high)
     else:
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
             low, high, _, _ = masked_halves(source, blocks, cut, HADAMARD, False)
-            found = tl.maximum(magnitudes(low), magnitudes(high))
-            largest = largest_of(tl.reshape(found, [TILE // 8]), 0)
-            tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
+            _raise_amax(amax, low, high)
 
 
 @triton.jit(
