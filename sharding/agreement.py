@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.tuned import Fingerprint
 from .collectives import Collectives
-from .partition import Signature
+from .modules.partition import Signature
 
 _logger = logging.getLogger("sidestream")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .sharded_tensor import ShardedTensor
+from .tensor.sharded_tensor import ShardedTensor
 
 
 def follow_sharded_inputs() -> None:

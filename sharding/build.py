@@ -11,20 +11,20 @@ from torch import nn
 
 from ..buffers import BufferPool, flat_layout
 from ..kernels import pack_
-from .cached_params import let_rnns_be
 from .collectives import Collectives
 from .config import ShardConfig
-from .hidden_writes import modules_that_use_data
 from .hooks import Entry, install_hooks, install_root_hooks
 from .lanes import make_lane
+from .modules.cached_params import let_rnns_be
+from .modules.hidden_writes import modules_that_use_data
+from .modules.partition import GroupPlan, ParamEntry
+from .modules.tree_watch import TreeWatch
 from .param_faces import ParamSlot
-from .partition import GroupPlan, ParamEntry
 from .placements import Placement
 from .precision import resolve_dtypes
 from .runtime import Runtime
-from .sharded_tensor import ShardedTensor
-from .torch_state_dict import part_like, teach_torch
-from .tree_watch import TreeWatch
+from .tensor.sharded_tensor import ShardedTensor
+from .tensor.torch_state_dict import part_like, teach_torch
 from .unit import Unit, UnitSpec
 from .use_order import UnitGroup
 

@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from .arguments import kind_of, require_flag, require_module
-from .cached_params import let_rnns_be
 from .fully_shard import runtimes
 from .gathered_unit import (
     GatheredUnit,
@@ -23,8 +22,9 @@ from .gathered_unit import (
     check_same_units,
     check_whole,
 )
-from .hidden_writes import method_uses_data
 from .hooks import entry_of
+from .modules.cached_params import let_rnns_be
+from .modules.hidden_writes import method_uses_data
 from .runtime import Runtime
 from .unit import Unit
 

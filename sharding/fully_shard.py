@@ -14,26 +14,32 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.tuned import fingerprint
-from . import replaced_params
 from .agreement import check_ranks_agree
 from .arguments import require_forward, require_module
 from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
-from .cached_params import find_cached_params
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
-from .flat_runs import Located, Location, locate_params, sharded_locations
-from .optimizer import adopt, bind, is_bound, watch_all_steps
-from .optimizer_kinds import check_elementwise, describe_options
-from .partition import GroupPlan, ParamEntry, collect_params, partition, tree_signature
+from .modules.cached_params import find_cached_params
+from .modules.partition import (
+    GroupPlan,
+    ParamEntry,
+    collect_params,
+    partition,
+    tree_signature,
+)
+from .modules.rank_dependent_writes import refuse_rank_dependent_writes
+from .modules.tree_watch import watches_of
+from .modules.uncompiled import without_compile
+from .modules.unit_classes import UnitClass, resolve_unit_classes
+from .optim import replaced_params
+from .optim.flat_runs import Located, Location, locate_params, sharded_locations
+from .optim.kinds import check_elementwise, describe_options
+from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
 from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups, require_mesh
-from .rank_dependent_writes import refuse_rank_dependent_writes
 from .runtime import Runtime
-from .sharded_tensor import ShardedTensor
-from .tree_watch import watches_of
-from .uncompiled import without_compile
-from .unit_classes import UnitClass, resolve_unit_classes
+from .tensor.sharded_tensor import ShardedTensor
 
 _logger = logging.getLogger("sidestream")
 _RUNTIMES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from .uncompiled import uncompiled
+from .modules.uncompiled import uncompiled
 
 
 class GradientWatch:

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from .modules.structures import map_tensors, tensors_in
+from .modules.tree_watch import TreeWatch
+from .modules.uncompiled import uncompiled
 from .runtime import Runtime
-from .structures import map_tensors, tensors_in
-from .torch_state_dict import teach_torch
-from .tree_watch import TreeWatch
-from .uncompiled import uncompiled
+from .tensor.torch_state_dict import teach_torch
 from .use_order import UnitGroup
 
 _NO_COPY = (

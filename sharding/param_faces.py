@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from .sharded_tensor import ShardedTensor
+from .tensor.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from .gathered_unit import GradientPath

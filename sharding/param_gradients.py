@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .sharded_tensor import ShardedTensor
+from .tensor.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from .unit import Unit

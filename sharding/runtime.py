@@ -24,9 +24,9 @@ from .collectives import Collectives
 from .exchange_order import ExchangeOrder
 from .gathered_unit import agree_on_paths, check_not_gathered
 from .lanes import Lane
+from .modules.structures import tensors_in
+from .modules.uncompiled import uncompiled
 from .schedule import Kind, Trace
-from .structures import tensors_in
-from .uncompiled import uncompiled
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
 

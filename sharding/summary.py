@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from .fully_shard import runtime_of
+from .modules.tree_watch import watches_of
 from .placements import Placement
 from .runtime import Runtime
-from .tree_watch import watches_of
 from .unit import Unit
 from .use_order import UnitGroup
 

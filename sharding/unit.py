@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from ..buffers import BufferPool, FlatBuffer, FlatLayout
 from .bits import with_changes
 from .collectives import Collectives, Pending
-from .grad_source import GradSource
 from .grad_watch import GradientWatch
 from .gradients import Exchange, FlatRun, UnitGradients
 from .lanes import DONE, Event, Lane
@@ -34,7 +33,8 @@ from .param_faces import ParamFaces, ParamSlot
 from .param_gradients import ParamGradients
 from .placements import Placement, Placements
 from .precision import UnitDtypes, require_masters
-from .sharded_tensor import ShardedTensor
+from .tensor.grad_source import GradSource
+from .tensor.sharded_tensor import ShardedTensor
 
 
 class UnitState(Enum):

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor
 from .plain_values import read_back
 
 _logger = logging.getLogger("sidestream")

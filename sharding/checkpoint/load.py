@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..arguments import require_flag
 from ..fully_shard import runtime_of
-from ..optimizer_state import load_scalars, named_state, prepare_state
-from ..uncompiled import plain_name, uncompiled
+from ..modules.uncompiled import plain_name, uncompiled
+from ..optim.state import load_scalars, named_state, prepare_state
 from ..untrusted import one_line, shown
 from . import folder as checkpoint_folder
 from .agreement import Alike

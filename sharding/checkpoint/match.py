@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..messages import listed
-from ..optimizer_state import SCALAR_STATE
+from ..optim.state import SCALAR_STATE
 from ..untrusted import shown
 from .stored import BadCheckpoint, Key, KeyPath, Stored
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..checkpoint_chunks import CheckpointChunks
+from ..tensor.chunks import CheckpointChunks
 from ..untrusted import read_at
 from .files import open_regular
 from .stored import BadCheckpoint, Chunk, Ints, Key, KeyPath, Place, Stored, overlap

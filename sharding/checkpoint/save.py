@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import require_flag
-from ..uncompiled import uncompiled
+from ..modules.uncompiled import uncompiled
 from ..untrusted import shown
 from . import folder as checkpoint_folder
 from . import plain_values

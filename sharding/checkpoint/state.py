@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ..arguments import kind_of, require_module
 from ..entries import check_sharded
 from ..fully_shard import runtime_of
-from ..optimizer_state import named_state
-from ..sharded_tensor import ShardedTensor
-from ..tree_watch import watches_of
-from ..uncompiled import plain_name, uncompiled
+from ..modules.tree_watch import watches_of
+from ..modules.uncompiled import plain_name, uncompiled
+from ..optim.state import named_state
+from ..tensor.sharded_tensor import ShardedTensor
 
 
 @torch.no_grad()

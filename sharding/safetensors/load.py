@@ -20,8 +20,8 @@ from torch.autograd.graph import increment_version
 from ..arguments import require_flag
 from ..checkpoint.agreement import Alike
 from ..checkpoint.ranks import ranks_of
-from ..sharded_tensor import ShardedTensor
-from ..uncompiled import uncompiled
+from ..modules.uncompiled import uncompiled
+from ..tensor.sharded_tensor import ShardedTensor
 from ..untrusted import shown
 from .files import Source, Staging, StoredModel, open_model
 from .format import FileTensor

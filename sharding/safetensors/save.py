@@ -23,8 +23,8 @@ from ..checkpoint.ranks import claim, ranks_of
 from ..collectives import start_all_gather
 from ..errors import communicating
 from ..messages import room_in
-from ..sharded_tensor import ShardedTensor
-from ..uncompiled import uncompiled
+from ..modules.uncompiled import uncompiled
+from ..tensor.sharded_tensor import ShardedTensor
 from ..untrusted import shown
 from .files import CHUNK_BYTES, Staging
 from .folder import ExportFolder

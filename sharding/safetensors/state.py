@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ..arguments import require_module
 from ..entries import check_sharded
-from ..sharded_tensor import ShardedTensor
-from ..tree_watch import watches_of
-from ..uncompiled import plain_name
+from ..modules.tree_watch import watches_of
+from ..modules.uncompiled import plain_name
+from ..tensor.sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 
 import sidestream as ss
-from sidestream.sharding import flat_runs
+from sidestream.sharding.optim import flat_runs
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 from sidestream.tests.sharding.trainer import Block, Transformer
 

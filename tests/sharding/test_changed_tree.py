@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sidestream as ss
-from sidestream.sharding.tree_watch import watches_of
+from sidestream.sharding.modules.tree_watch import watches_of
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 

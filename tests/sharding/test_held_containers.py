@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import sidestream as ss
-from sidestream.sharding.cached_params import HeldContainer
+from sidestream.sharding.modules.cached_params import HeldContainer
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 

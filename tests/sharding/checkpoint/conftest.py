@@ -7,7 +7,7 @@ from torch.distributed import checkpoint as dcp
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.optimizer_state import named_state
+from sidestream.sharding.optim.state import named_state
 from sidestream.tests.sharding.checkpoint.whole import EXTRA, Case, everything, make
 
 

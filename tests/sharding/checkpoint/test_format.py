@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 import sidestream
 from sidestream.sharding.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.optimizer_state import named_state
-from sidestream.sharding.sharded_tensor import Intervals, ShardedTensor
+from sidestream.sharding.optim.state import named_state
+from sidestream.sharding.tensor.sharded_tensor import Intervals, ShardedTensor
 from sidestream.tests.ranks import run_on_ranks
 
 pytestmark = [

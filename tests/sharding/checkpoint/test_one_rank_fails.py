@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import sidestream as ss
-from sidestream.sharding import optimizer_state
 from sidestream.sharding.checkpoint import load as checkpoint_load
 from sidestream.sharding.checkpoint.opening import open_checkpoint
+from sidestream.sharding.optim import state as optimizer_state
 from sidestream.tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.timeout(120)

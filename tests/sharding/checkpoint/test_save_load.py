@@ -16,8 +16,8 @@ import sidestream
 from sidestream.sharding.checkpoint import folder as checkpoint_folder
 from sidestream.sharding.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.optimizer_state import named_state
-from sidestream.sharding.sharded_tensor import ShardedTensor
+from sidestream.sharding.optim.state import named_state
+from sidestream.sharding.tensor.sharded_tensor import ShardedTensor
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.optimizer_state import named_state
+from sidestream.sharding.optim.state import named_state
 from sidestream.tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.timeout(120)

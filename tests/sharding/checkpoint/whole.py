@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.optimizer_state import named_state
+from sidestream.sharding.optim.state import named_state
 
 EXTRA = {"step": 7, "note": "a text"}
 

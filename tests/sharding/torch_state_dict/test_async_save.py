@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import sidestream
-from sidestream.sharding.sharded_tensor import ShardedTensor
+from sidestream.sharding.tensor.sharded_tensor import ShardedTensor
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.torch_state_dict.models import MARKS, Both, are_equal
 

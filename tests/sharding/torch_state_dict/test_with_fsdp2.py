@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import DTensor
 
 import sidestream
-from sidestream.sharding.sharded_tensor import ShardedTensor
+from sidestream.sharding.tensor.sharded_tensor import ShardedTensor
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.torch_state_dict.models import (
     FROM_RANK_0,

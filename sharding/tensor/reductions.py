@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .errors import communicating
+from ..errors import communicating
 from .exact_norm import exact_norms
 
 if TYPE_CHECKING:

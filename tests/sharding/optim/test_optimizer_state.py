@@ -6,7 +6,7 @@ from torch import Tensor
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.optimizer_state import load_scalars, named_state, prepare_state
+from sidestream.sharding.optim.state import load_scalars, named_state, prepare_state
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding.trainer import Block, Transformer, batch, loss_of
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..modules.uncompiled import uncompiled
 from .sharded_tensor import Intervals, ShardedTensor
-from .uncompiled import uncompiled
 
 _Function = Callable[..., Any]
 

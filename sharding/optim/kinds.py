@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from .arguments import kind_of, require_flag
+from ..arguments import kind_of, require_flag
 
 _ELEMENTWISE = (
     torch.optim.Adadelta,

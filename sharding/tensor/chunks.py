@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..buffers.boxes import Box, interval_boxes
+from ...buffers.boxes import Box, interval_boxes
 
 # Only checkpoints need them at run time, and they take longer to import than all of sidestream.
 if TYPE_CHECKING:

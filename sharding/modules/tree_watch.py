@@ -22,10 +22,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from .messages import listed
-from .sharded_tensor import ShardedTensor
+from ..messages import listed
+from ..tensor.sharded_tensor import ShardedTensor
+from ..unit import Unit
 from .uncompiled import param_places
-from .unit import Unit
 
 
 class TreeWatch:

@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from .messages import listed
+from ..messages import listed
 
 # By id, since tensors compare elementwise; the reference tells when an id was given to another.
 _REPLACED: dict[int, tuple[weakref.ref[Tensor], str]] = {}

@@ -13,10 +13,16 @@ import torch
 from torch import nn
 
 import sidestream as ss
-from sidestream.sharding import flat_runs
 from sidestream.sharding.fully_shard import runtime_of
+from sidestream.sharding.optim import flat_runs
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.trainer import Block, Transformer, batch, full_params, loss_of
+from sidestream.tests.sharding.trainer import (
+    Block,
+    Transformer,
+    batch,
+    full_params,
+    loss_of,
+)
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sidestream.sharding.sharded_tensor import ShardedTensor
+from sidestream.sharding.tensor.sharded_tensor import ShardedTensor
 from sidestream.tests.ranks import run_on_ranks
 
 SHAPE, START, STOP = (7, 3), 4, 15

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.optim.norm_op import Quantities, largest_magnitudes, norms_of, power_sums
+from ...kernels.optim.norm_op import Quantities, largest_magnitudes, norms_of, power_sums
 
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 """Reduces a small tensor over the ranks, in place."""

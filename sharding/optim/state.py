@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradients import FlatRun
-from .runtime import Runtime
-from .sharded_tensor import ShardedTensor
-from .torch_state_dict import part_like
-from .unit import Unit
+from ..gradients import FlatRun
+from ..runtime import Runtime
+from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.torch_state_dict import part_like
+from ..unit import Unit
 
 SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 """Counters and the like: 0-d tensors in every state, so that shape does not tell them from a 0-d

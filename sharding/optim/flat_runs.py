@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .gradients import FlatRun
-from .messages import listed
-from .runtime import Runtime
-from .unit import Unit
+from ..gradients import FlatRun
+from ..messages import listed
+from ..runtime import Runtime
+from ..unit import Unit
 
 CACHED_RUN_NUMEL = 256 * 1024
 """On a CPU an optimizer passes over each parameter some ten times, so a flat parameter takes no

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .arguments import require_flag, require_number
-from .exact_norm import exact_norms
-from .fully_shard import runtime_of
-from .runtime import Runtime
-from .uncompiled import uncompiled
+from ..arguments import require_flag, require_number
+from ..fully_shard import runtime_of
+from ..modules.uncompiled import uncompiled
+from ..runtime import Runtime
+from ..tensor.exact_norm import exact_norms
 
 
 @uncompiled

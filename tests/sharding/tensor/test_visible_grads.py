@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.sharded_tensor import ShardedTensor
+from sidestream.sharding.tensor.sharded_tensor import ShardedTensor
 from sidestream.tests.ranks import run_on_ranks
 
 WIDTH = 8

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from . import replaced_params
-from .arguments import lacks_forward
-from .messages import listed
-from .precision import MixedPrecisionPolicy, resolve_dtypes
-from .sharded_tensor import ShardedTensor
+from ..arguments import lacks_forward
+from ..messages import listed
+from ..optim import replaced_params
+from ..precision import MixedPrecisionPolicy, resolve_dtypes
+from ..tensor.sharded_tensor import ShardedTensor
 from .uncompiled import named_buffers, param_places, plain_name
 from .unit_classes import class_names
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sidestream.sharding.partition import GroupPlan, collect_params, partition
+from sidestream.sharding.modules.partition import GroupPlan, collect_params, partition
 from sidestream.sharding.precision import MixedPrecisionPolicy
 
 

@@ -26,6 +26,11 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
+from ..gradients import FlatRun
+from ..modules.uncompiled import uncompiled
+from ..runtime import Runtime
+from ..tensor.torch_state_dict import teach_torch
+from ..unit import Unit
 from . import replaced_params
 from .flat_runs import (
     Located,
@@ -36,8 +41,7 @@ from .flat_runs import (
     replaced_owners,
     sharded_locations,
 )
-from .gradients import FlatRun
-from .optimizer_state import (
+from .state import (
     ShardedState,
     flat_state,
     is_shown,
@@ -45,10 +49,6 @@ from .optimizer_state import (
     shown_state,
     take_own_parts,
 )
-from .runtime import Runtime
-from .torch_state_dict import teach_torch
-from .uncompiled import uncompiled
-from .unit import Unit
 
 
 def adopt(optimizer: torch.optim.Optimizer, runtime: Runtime, located: Located) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .arguments import kind_of
+from ..arguments import kind_of
 
 UnitClass = type[nn.Module] | str
 

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .arguments import kind_of
-from .checkpoint_chunks import CheckpointChunks
-from .collectives import start_all_gather
+from ..arguments import kind_of
+from ..collectives import start_all_gather
+from ..errors import communicating
+from ..modules.uncompiled import uncompiled
+from .chunks import CheckpointChunks
 from .contributions import Contribution
 from .elementwise import dispatch
-from .errors import communicating
 from .grad_source import GradSource, HoldsSum
-from .uncompiled import uncompiled
 from .without_storage import WithoutStorage
 
 Intervals = tuple[tuple[int, int], ...]
