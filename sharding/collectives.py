@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import communicating, communication_error
+from .communicators import gather_objects
+from .errors import communication_error
 from .process_groups import DataParallelGroups
 from .ranges import ranged
 
@@ -87,10 +88,11 @@ class Collectives:
         self.rank = groups.rank
         self.world_size = groups.world_size
         self.traffic = Traffic()
+        (self._axis,) = groups.axes
         self._point_to_point = (
-            groups.gather is not None
+            self._axis.gather is not None
             and groups.device.type == "cpu"
-            and dist.get_backend(groups.gather) == "gloo"
+            and dist.get_backend(self._axis.gather) == "gloo"
         )
         self._peers = [r for r in range(groups.world_size) if r != groups.rank]
 
@@ -103,14 +105,14 @@ class Collectives:
         `source` may be this rank's own slice. Nothing may write `source` or read `flat` before the
         waits.
         """
-        return self._gather(self.groups.gather, "gather", flat, slices, source, what)
+        return self._gather(self._axis.gather, "gather", flat, slices, source, what)
 
     def gather_reduced(self, flat: Tensor, slices: Sequence[Tensor], what: str) -> list[Pending]:
         """Start an in-place all-gather of this rank's slice of `flat`, on the reducing
         communicator.
         """
         return self._gather(
-            self.groups.reduce, "gather_reduced", flat, slices, slices[self.rank], what
+            self._axis.reduce, "gather_reduced", flat, slices, slices[self.rank], what
         )
 
     def _gather(
@@ -123,7 +125,7 @@ class Collectives:
         what: str,
     ) -> list[Pending]:
         own, peers = slices[self.rank], self._peers
-        if group is None or self.world_size == 1:
+        if group is None:
             if source is not own:
                 own.copy_(source)
             return []
@@ -170,7 +172,7 @@ class Collectives:
 
         Nothing may write `sent` or read `received` before the waits.
         """
-        group = self.groups.reduce
+        group = self._axis.reduce
         assert group is not None, "exchange needs a process group"
         numel = sent.numel() // self.world_size
         self.traffic.count("exchange", len(self._peers) * numel * sent.itemsize)
@@ -185,7 +187,7 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         """Overwrite `tensor` with rank 0's; blocks."""
-        group = self.groups.gather
+        group = self.groups.group
         if group is None or self.world_size == 1:
             return
         self.traffic.count("broadcast", tensor.nbytes if self.rank == 0 else 0)
@@ -195,7 +197,7 @@ class Collectives:
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
         """Reduce a small `tensor` over all ranks in place; blocks. For order-free reductions."""
-        group = self.groups.gather
+        group = self.groups.group
         if group is None or self.world_size == 1:
             return
         self.traffic.count("all_reduce", tensor.nbytes)
@@ -211,9 +213,8 @@ class Collectives:
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. For set-up and error messages only."""
-        if self.groups.gather is None or self.world_size == 1:
+        group = self.groups.group
+        if group is None:
             return [value]
-        gathered: list[T] = [value] * self.world_size
-        with communicating("comparison of the ranks' models"):
-            dist.all_gather_object(gathered, value, group=self.groups.gather)
-        return gathered
+        what = "comparison of the ranks' models"
+        return gather_objects(value, group, self.groups.device, what)

@@ -19,6 +19,7 @@ class ShardConfig:
     """All options, resolved."""
 
     placements: Placements
+    outer_strategy: str
     policy: MixedPrecisionPolicy
     classes: tuple[type[nn.Module], ...]
     reshard_after_forward: bool | None
@@ -31,6 +32,7 @@ class ShardConfig:
         mib = None if self.bucket_bytes is None else self.bucket_bytes / 2**20
         options = {
             "zero_dp_strategy": self.placements.name,
+            "outer_dp_sharding_strategy": self.outer_strategy,
             "mixed_precision_policy": self.policy,
             "fsdp_unit_modules": self.classes,
             "reshard_after_forward": self.reshard_after_forward,
@@ -52,6 +54,7 @@ def resolve_config(
     reshard_after_forward: bool | None,
     bucket_mib: float | None,
     prefetch: int,
+    outer_strategy: str,
 ) -> ShardConfig:
     """Resolve the options of `fully_shard`; raises what that says about them."""
     if policy is not None:
@@ -69,6 +72,7 @@ def resolve_config(
     )
     return ShardConfig(
         placements=resolve_strategy(strategy),
+        outer_strategy=outer_strategy,
         policy=policy or MixedPrecisionPolicy(),
         classes=classes,
         reshard_after_forward=reshard_after_forward,

@@ -167,7 +167,7 @@ class Unit:
             shape=layout.segments[index].shape,
             start=start,
             name=self.spec.names[index],
-            group=self._collectives.groups.gather,
+            group=self._collectives.groups.group,
             intervals=intervals,
             requires_grad=requires_grad,
             grad_source=grad_source,

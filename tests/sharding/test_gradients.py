@@ -16,9 +16,9 @@ from sidestream.sharding.gradients import UnitGradients
 from sidestream.sharding.lanes import DeferredLane, Lane, SerialLane
 from sidestream.sharding.placements import STRATEGIES
 from sidestream.sharding.precision import UnitDtypes
-from sidestream.sharding.process_groups import DataParallelGroups
 from sidestream.sharding.unit import UnitSpec
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.axes import one_axis
 
 SHAPES = [(5, 3), (127,)]
 FP32 = UnitDtypes(*[torch.float32] * 5)
@@ -31,7 +31,7 @@ def gradients_on(device: torch.device) -> tuple[UnitGradients, list[nn.Parameter
         param.grad = torch.ones_like(param)
     layout = flat_layout(SHAPES, 1)
     spec = UnitSpec(0, "unit", ("matrix", "vector"), layout, FP32, STRATEGIES[2])
-    alone = Collectives(DataParallelGroups(0, 1, device, None, None))
+    alone = Collectives(one_axis(0, 1, device))
     return UnitGradients(spec, layout.shard_range(0), alone, BufferPool(device)), params
 
 

@@ -24,9 +24,9 @@ from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.grad_packing import GradientPacker
 from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
-from sidestream.sharding.process_groups import DataParallelGroups
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
+from sidestream.tests.sharding.axes import one_axis
 from sidestream.tests.sharding.fake_streams import Late, LoopbackGroup, Machine, Stream
 from sidestream.tests.sharding.race_detector import Racing
 from sidestream.tests.sharding.trainer import Job
@@ -95,7 +95,7 @@ def sharding(
 ) -> Iterator[None]:
     """Models made inside have lanes of `make_lane` and groups in which all ranks are alike."""
     gather, reduce = (LoopbackGroup(machine, world_size) for _ in range(2))
-    groups: Any = (0, world_size, torch.device("cpu"), gather, reduce)
+    groups = one_axis(0, world_size, torch.device("cpu"), gather, reduce)
 
     def do_nothing(*_: object) -> None:
         """No mock: it would keep the tensors that it was called with."""
@@ -103,7 +103,7 @@ def sharding(
     entry = sys.modules[ss.fully_shard.__module__]
     with (
         machine.installed(),
-        mock.patch.object(entry, "data_parallel_groups", lambda *_: DataParallelGroups(*groups)),
+        mock.patch.object(entry, "data_parallel_groups", lambda *_, **__: groups),
         mock.patch.object(build, "make_lane", lambda device, _overlap: make_lane(device)),
         mock.patch.object(collectives, "start_all_gather", LoopbackGroup.all_gather),
         mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
