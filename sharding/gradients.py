@@ -235,10 +235,10 @@ class UnitGradients:
         sent: Tensor
         received: Tensor
 
-        def start() -> list[Pending]:
-            nonlocal sent, received
+        def pack() -> list[Pending]:
+            nonlocal sent
             layout, dtype = self._spec.layout, self._spec.dtypes.wire
-            sent = received = self._pool.lease(layout.numel, dtype)
+            sent = self._pool.lease(layout.numel, dtype)
             leases.append(sent)
             if accumulated is None:
                 self._packer.pack(sent, grads)
@@ -249,6 +249,12 @@ class UnitGradients:
             if sent.device.type == "cpu":
                 # On a GPU the pack is only enqueued: the gradients live until the event advances.
                 grads.clear()
+            return []
+
+        def swap() -> list[Pending]:
+            nonlocal received
+            layout, dtype = self._spec.layout, self._spec.dtypes.wire
+            received = sent
             if layout.world_size == 1 or not layout.numel:
                 return []
             # Only now, in what the gradients took.
@@ -263,7 +269,7 @@ class UnitGradients:
                 self._make_current(cleared, kept)
             return self._reduce(sent, received, into_existing)
 
-        return Exchange(lane.submit(self._exchange_name, start, complete), leases, grads)
+        return Exchange(lane.submit(self._exchange_name, pack, swap, complete), leases, grads)
 
     def _parts(self, sent: Tensor, received: Tensor) -> tuple[Tensor | None, list[Tensor]]:
         """Every rank's part of our slice, in rank order; as one table too, where it is one."""

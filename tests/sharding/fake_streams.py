@@ -171,29 +171,30 @@ def _shape_of(tensor: Tensor) -> Tensor:
 
 
 class LoopbackGroup:
-    """A process group with a stream of its own, as NCCL has; every rank holds what this one holds.
-
-    `wait` of the work that a call returns makes the current stream wait.
+    """A process group whose collectives run in the current stream, as NCCL's do when asked to;
+    every rank holds what this one holds.
     """
 
     def __init__(self, machine: Machine, world_size: int) -> None:
         self._machine, self._world_size = machine, world_size
-        self._stream = machine.new_stream()
+        self.options: list[Any] = []
+        """What each collective was given."""
 
     def size(self) -> int:
         return self._world_size
 
-    def all_gather(self, flat: Tensor, source: Tensor) -> mock.Mock:
-        return self._start(flat, source)
+    def all_gather_single(self, flat: Tensor, source: Tensor, options: Any) -> None:
+        self.options.append(options)
+        self.move("gather", flat, source)
 
-    def alltoall_base(self, received: Tensor, sent: Tensor, *_: object) -> mock.Mock:
-        return self._start(received, sent.chunk(self._world_size)[0])
+    _allgather_base = all_gather_single
 
-    def _start(self, target: Tensor, part: Tensor) -> mock.Mock:
-        self._stream.wait_stream(self._machine.current)
-        with self._machine.on(self._stream):
-            for own in target.chunk(self._world_size):
-                if own.data_ptr() != part.data_ptr():
-                    own.copy_(part)
-        event = self._stream.record_event()
-        return mock.Mock(wait=lambda: self._machine.current.wait_event(event))
+    def alltoall_base(self, received: Tensor, sent: Tensor, _: Any, __: Any, options: Any) -> None:
+        self.options.append(options)
+        self.move("exchange", received, sent.chunk(self._world_size)[0])
+
+    def move(self, kind: str, target: Tensor, part: Tensor) -> None:
+        """Bring `part` to every rank's place in `target`."""
+        for own in target.chunk(self._world_size):
+            if own.data_ptr() != part.data_ptr():
+                own.copy_(part)

@@ -1,7 +1,7 @@
 """Training over CUDA streams, on fake ones: every conflict is ordered, and no wait can be left out.
 
-stream     0          1             2              3              4
-carries    compute    all-gathers   all-to-alls    gather lane    reduce lane
+stream     0          1              2
+carries    compute    gather lane    reduce lane, or its even works (pipelined: the odd ones on 3)
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.buffers import BufferPool
-from sidestream.sharding import build, collectives
+from sidestream.sharding import build
 from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.grad_packing import GradientPacker
-from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
+from sidestream.sharding.lanes import Lane, SerialLane, StreamLane, _StreamEvent
 from sidestream.sharding.process_groups import DataParallelGroups
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
@@ -60,15 +60,13 @@ class Wait:
 
 
 WAITS = {
-    "gather lane for compute, zero3": Wait(3, "wait_stream", 3, side_first=True),
-    "gather lane for compute, zero2": Wait(3, "wait_stream", 2, side_first=True),
-    "gather lane for its all-gather": Wait(1, "record_event", 3),
-    "compute for gather lane, zero3": Wait(3, "record_event", 3),
-    "compute for gather lane, zero2": Wait(3, "record_event", 2),
-    "reduce lane for compute": Wait(4, "wait_stream", 3, side_first=True),
-    "reduce lane for its all-to-all": Wait(2, "record_event", 2),
-    "compute for reduce lane, zero3": Wait(4, "record_event", 3),
-    "compute for reduce lane, zero0": Wait(4, "record_event", 0),
+    "gather lane for compute, zero3": Wait(1, "wait_stream", 3, side_first=True),
+    "gather lane for compute, zero2": Wait(1, "wait_stream", 2, side_first=True),
+    "compute for gather lane, zero3": Wait(1, "record_event", 3),
+    "compute for gather lane, zero2": Wait(1, "record_event", 2),
+    "reduce lane for compute": Wait(2, "wait_stream", 3, side_first=True),
+    "compute for reduce lane, zero3": Wait(2, "record_event", 3),
+    "compute for reduce lane, zero0": Wait(2, "record_event", 0),
 }
 
 
@@ -105,7 +103,6 @@ def sharding(
         machine.installed(),
         mock.patch.object(entry, "data_parallel_groups", lambda *_: DataParallelGroups(*groups)),
         mock.patch.object(build, "make_lane", lambda device, _overlap: make_lane(device)),
-        mock.patch.object(collectives, "start_all_gather", LoopbackGroup.all_gather),
         mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
         mock.patch.multiple(dist, get_backend=lambda _: "nccl", get_rank=lambda _: 0),
         mock.patch.object(trainer, "make_optimizer", make_optimizer),
@@ -122,12 +119,18 @@ def run(
     world_size: int = 2,
     without: Wait | None = None,
     holds: bool = True,
+    catches_up: bool = True,
 ) -> list[Tensor]:
-    """Two steps of `job` on `machine`; returns this rank's main parameters, unit by unit."""
+    """Two steps of `job` on `machine`; returns this rank's main parameters, unit by unit.
+
+    `catches_up`: whether owners wait for the compute before their memory is freed.
+    """
     with sharding(machine, make_lane, world_size, holds):
         model, optimizer = trainer.build(job)
         if without is not None:
             setattr(machine.streams[without.stream], without.method, lambda *_: {})
+        if not catches_up:
+            runtime_of(model).pool.before_free = lambda: None
         with machine:
             for step in range(2):
                 with torch.no_grad():
@@ -138,7 +141,9 @@ def run(
                 optimizer.step()
                 optimizer.zero_grad()
         machine.synchronize()
-        return [unit.main.detach().clone() for unit in runtime_of(model).units]
+        mains = [unit.main.detach().clone() for unit in runtime_of(model).units]
+        del model, optimizer  # while there are streams
+        return mains
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -152,6 +157,7 @@ def test_every_conflict_is_ordered(job: Job, world_size: int) -> None:
     machine = Racing()
     run(machine, job, world_size=world_size)
     assert set(machine.hazards) == set()
+    assert set(machine.early_frees) == set()
 
 
 @pytest.mark.parametrize("side_first", SIDES.values(), ids=SIDES)
@@ -163,12 +169,22 @@ def test_bits_do_not_depend_on_when_streams_run(job: Job, side_first: bool) -> N
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_no_wait_can_be_left_out(wait: Wait) -> None:
-    job = Job(zero=wait.zero)
+    # In these jobs something is freed before each submit, whose owner waits for the compute too.
+    job, changes = Job(zero=wait.zero), {"without": wait, "catches_up": False}
     machine = Racing()
-    run(machine, job, without=wait)
+    run(machine, job, **changes)
     assert machine.hazards
     expected = run(Machine(), job, lambda _: SerialLane())
-    assert not same(expected, run(Late(side_first=wait.side_first), job, without=wait))
+    assert not same(expected, run(Late(side_first=wait.side_first), job, **changes))
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_memory_is_freed_once_its_owner_knows_of_the_compute(zero: int) -> None:
+    machine = Racing()
+    run(machine, Job(zero=zero), catches_up=False)
+    lanes = ("memory of stream 1 is", "memory of stream 2 is")
+    assert machine.early_frees
+    assert all(found.startswith(lanes) and "on stream 0" in found for found in machine.early_frees)
 
 
 def test_gradients_must_be_held_until_the_pack_has_ended() -> None:
@@ -176,7 +192,7 @@ def test_gradients_must_be_held_until_the_pack_has_ended() -> None:
     run(machine, Job(zero=2), holds=False)
     assert machine.hazards
     assert all(
-        "on stream 0 reuses memory of a read by" in hazard and "on stream 4" in hazard
+        "on stream 0 reuses memory of a read by" in hazard and "on stream 2" in hazard
         for hazard in machine.hazards
     )
 
@@ -195,32 +211,49 @@ def allocating_on(stream: Stream, machine: Machine) -> Any:
     return mock.patch.multiple(BufferPool, **methods)
 
 
-def abandon(zero: int, *, on_compute_stream: bool = False) -> list[str]:
-    """Fail in the middle of a backward, drop the model, compute on; which writes come too late."""
-    machine = Racing()
-    pool = (
-        allocating_on(machine.streams[0], machine)
-        if on_compute_stream
-        else contextlib.nullcontext()
-    )
+def abandon(zero: int, *, on_compute_stream: bool = False, waits: bool = True) -> Racing:
+    """Fail in the middle of a backward, drop the model, compute on.
 
+    `waits`: whether the compute stream waits for what the lanes were given.
+    """
+    machine = Racing()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sharding(machine, StreamLane, 2, holds=True))
+        if on_compute_stream:
+            stack.enter_context(allocating_on(machine.streams[0], machine))
+        if not waits:
+            stack.enter_context(mock.patch.object(_StreamEvent, "abandon", lambda *_: None))
+        stack.enter_context(machine)
+        _fail_in_backward(zero)
+        gc.collect()
+        torch.arange(8).mul(2)
+    return machine
+
+
+def _fail_in_backward(zero: int) -> None:
     def fail(*_: object) -> None:
         raise ArithmeticError
 
-    with sharding(machine, StreamLane, 2, holds=True), pool, machine:
-        with contextlib.suppress(ArithmeticError):
-            model, _ = trainer.build(Job(zero=zero))
-            model.get_submodule("blocks.0").register_full_backward_pre_hook(fail)
-            trainer.loss_of(model, trainer.batch(0, rank=0, world_size=2)).backward()
-        del model, _
-        gc.collect()
-        torch.arange(8).mul(2)
+    model, _ = trainer.build(Job(zero=zero))
+    model.get_submodule("blocks.0").register_full_backward_pre_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        trainer.loss_of(model, trainer.batch(0, rank=0, world_size=2)).backward()
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_lanes_have_passed_when_the_memory_of_a_dropped_model_goes(zero: int) -> None:
+    machine = abandon(zero)
+    assert (machine.hazards, set(machine.early_frees)) == ([], set())
+    assert abandon(zero, waits=False).early_frees
+
+
+def test_what_lanes_write_is_their_own_memory() -> None:
+    assert _late_writes(abandon(3, waits=False)) == []
+    assert _late_writes(abandon(3, waits=False, on_compute_stream=True))
+
+
+def _late_writes(machine: Racing) -> list[str]:
     return [hazard for hazard in machine.hazards if "reuses memory of a write" in hazard]
-
-
-def test_what_lanes_write_when_a_model_is_dropped_is_their_own_memory() -> None:
-    assert abandon(3) == []
-    assert abandon(3, on_compute_stream=True)
 
 
 def step_after_failed_forward() -> list[str]:
@@ -238,6 +271,7 @@ def step_after_failed_forward() -> list[str]:
         with contextlib.suppress(ArithmeticError):
             model(trainer.batch(1, rank=0, world_size=2))
         optimizer.step()
+        del model, optimizer
     return machine.hazards
 
 
