@@ -1,4 +1,4 @@
-"""What the lanes launch in two steps of four units: a collective is one launch, a kernel another."""
+"""What lanes launch in two steps of four units: a collective is one launch, a kernel another."""
 
 from collections import Counter
 from typing import Any
