@@ -29,7 +29,7 @@ Intervals = tuple[tuple[int, int], ...]
 """The (start, stop) of every rank of a group."""
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=64)  # all ranks' numbers: of thousands of ranks, some 100 KiB each
 def shares_of(intervals: Intervals) -> Intervals:
     """What each rank answers for: its interval, or a piece of it where several ranks hold the same.
 
@@ -45,6 +45,8 @@ def shares_of(intervals: Intervals) -> Intervals:
                 f"intervals: expected two of them to be equal or have no element in common, got "
                 f"element {start} in several that differ, of {intervals}"
             )
+    if len(holders) == len(intervals):
+        return intervals
     shares = []
     met: Counter[tuple[int, int]] = Counter()
     for interval in intervals:
@@ -92,8 +94,13 @@ class GroupParts:
 
     @property
     def share(self) -> Tensor:
-        """Those of `local` that this rank answers for [share numel]: a view."""
-        start, stop = self.shares[0 if self.group is None else dist.get_rank(self.group)]
+        """Those of `local` that this rank answers for [share numel]: a view.
+
+        Raises:
+            RuntimeError: the tensor was made without its group.
+        """
+        rank = 0 if len(self.intervals) == 1 else dist.get_rank(self.communicator)
+        start, stop = self.shares[rank]
         return self.local[start - self.start : stop - self.start]
 
     @property
