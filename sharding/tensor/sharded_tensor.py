@@ -37,10 +37,11 @@ class ShardedTensor(WithoutStorage, GroupParts, CheckpointChunks, torch.Tensor):
     """Elements [start, start + local.numel()) of a tensor of `shape`, as a tensor of that shape.
 
     `local` [interval numel] is a contiguous 1-D view; in-place operators on this tensor write to
-    it. `intervals` are the (start, stop) of every rank of `group`, known from the layout alone.
-    With `is_parameter` (by default where it requires or could get a gradient) it counts as an
-    `nn.Parameter`. Reading and writing `.grad` goes to `grad_source` if there is one; to avoid a
-    reference cycle through the owner, pass a `weakref.proxy`.
+    it. `intervals` are the (start, stop) of every rank of `group`, known from the layout alone; two
+    are equal or have no element in common, and they need not ascend. With `is_parameter` (by
+    default where it requires or could get a gradient) it counts as an `nn.Parameter`. Reading and
+    writing `.grad` goes to `grad_source` if there is one; to avoid a reference cycle through the
+    owner, pass a `weakref.proxy`.
     """
 
     name: str = ""  # a value, so that the read-only `Tensor.name` is out of the way
@@ -248,7 +249,8 @@ class ShardedTensor(WithoutStorage, GroupParts, CheckpointChunks, torch.Tensor):
             value = self.with_local(self.interval_of(value).clone())
         if value is not None and not self.has_layout_of(value):
             raise RuntimeError(
-                f"grad of {self.describe()}: expected its layout, got that of {value.describe()}"
+                f"grad of {self.describe()}: expected its layout on all ranks, got that of "
+                f"{value.describe()}"
             )
         if self.grad_source is not None:
             self.grad_source.set_grad(self, value)
