@@ -162,6 +162,11 @@ class Collectives:
         return pending
 
     @property
+    def exchanges(self) -> bool:
+        """Whether there is anybody to exchange with, be it oneself over a group of one."""
+        return self._axis.reduce is not None and self.received_parts > 0
+
+    @property
     def received_parts(self) -> int:
         """How many parts an exchange brings: the world's, or all but our own."""
         return self.world_size - int(self._point_to_point)

@@ -249,7 +249,7 @@ class UnitGradients:
             if sent.device.type == "cpu":
                 # On a GPU the pack is only enqueued: the gradients live until the event advances.
                 grads.clear()
-            if layout.world_size == 1 or not layout.numel:
+            if not (self._collectives.exchanges and layout.numel):
                 return []
             # Only now, in what the gradients took.
             received = self._pool.lease(
