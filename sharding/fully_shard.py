@@ -20,7 +20,7 @@ from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
-from .mesh_axes import require_mesh, require_outer_strategy
+from .mesh_axes import require_mesh
 from .modules.cached_params import find_cached_params
 from .modules.partition import (
     GroupPlan,
@@ -55,6 +55,8 @@ def fully_shard(
     dp_outer_dim: str | None = None,
     outer_dp_sharding_strategy: str = "no_shard",
     ranks_per_node: int | None = None,
+    reduce: str = "exact",
+    gradient_divide_factor: float | None = None,
     fsdp_unit_modules: Iterable[UnitClass] | None = None,
     zero_dp_strategy: int | str = 3,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
@@ -78,16 +80,18 @@ def fully_shard(
         optimizer: an elementwise optimizer over its parameters; keeps its class, groups, options
             and state.
         device_mesh: mesh to shard over (None: all ranks; without a process group, world size 1).
-        dp_shard_dim: name of the mesh dimension to shard over, which may be one that dimensions
-            were flattened to; needed when the mesh has several.
-        dp_outer_dim: name of the dimension along which copies of the shards lie (HSDP). Gradients
-            are averaged over both: summed inside the shard axis first, then along this one.
-        outer_dp_sharding_strategy: 'no_shard', or 'optim' to divide main parameters, gradients and
-            optimizer state along `dp_outer_dim` too (HFSDP).
-        ranks_per_node: how many neighbours of the shard axis exchange among themselves first, then
-            with their like in other blocks; fewer bytes between nodes, and another order of sums.
-            None: as torchrun says, if the axis spans nodes with equally many ranks side by side.
-            1: never.
+        dp_shard_dim: name of the mesh dimension to shard over, also one that others were flattened
+            to; needed when the mesh has several.
+        dp_outer_dim: name of a second mesh dimension, along which models are replicated (HSDP), or
+            the optimizer is sharded too (HFSDP).
+        outer_dp_sharding_strategy: what is sharded along it: 'no_shard' or 'optim'.
+        ranks_per_node: neighbours on the shard axis that share a node (None: as the launcher says,
+            where all nodes have equally many, side by side): sums are taken inside a node first,
+            and travel between nodes once. 1: no such split. Bits depend on it.
+        reduce: 'exact': sums in FP32, in rank order, the same bits everywhere. 'native': the
+            backend's own reduce-scatter, in its own order and precision.
+        gradient_divide_factor: what the sum over all data-parallel ranks is divided by (None: how
+            many there are, so gradients are means; 1: they are sums).
         fsdp_unit_modules: classes whose instances are gathered and reduced as one unit each; or
             their import paths, or bare names such as 'LlamaDecoderLayer' and the names in a model's
             `_no_split_modules`, for every class of that name in the model. None: the whole module
@@ -121,15 +125,17 @@ def fully_shard(
         zero_dp_strategy,
         mixed_precision_policy,
         resolve_unit_classes(fsdp_unit_modules, module),
+        outer_dim=dp_outer_dim,
+        outer_strategy=outer_dp_sharding_strategy,
+        reduce=reduce,
+        gradient_divide_factor=gradient_divide_factor,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         reshard_after_forward=reshard_after_forward,
         bucket_mib=bucket_mib,
         prefetch=prefetch,
-        outer_strategy=outer_dp_sharding_strategy,
     )
     require_mesh(device_mesh, dp_shard_dim, dp_outer_dim)
-    require_outer_strategy(outer_dp_sharding_strategy, dp_outer_dim)
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     root = without_compile(module)
@@ -150,14 +156,13 @@ def fully_shard(
     check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
     _note_missing_units(config, groups)
     runtime = build_runtime(root, plans, collectives, config)
-    _follow(root, runtime, entries)
+    _register(root, runtime, entries)
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return module, optimizer
 
 
-def _follow(root: nn.Module, runtime: Runtime, entries: list[ParamEntry]) -> None:
-    """Have what is done to the model from now on reach `runtime`."""
+def _register(root: nn.Module, runtime: Runtime, entries: list[ParamEntry]) -> None:
     follow_sharded_inputs()
     _RUNTIMES[root] = runtime
     watch_all_steps()
