@@ -139,9 +139,7 @@ def fully_shard(
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     root = without_compile(module)
-    entries = collect_params(root)
-    if not entries:
-        raise ValueError("module: expected at least one floating-point parameter, got none")
+    entries = _params_of(root)
     find_cached_params(root, entries)
     plans = partition(root, entries, config.classes, config.policy, config.bucket_bytes)
     located = _locate(optimizer, plans, entries)
@@ -160,6 +158,13 @@ def fully_shard(
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return module, optimizer
+
+
+def _params_of(root: nn.Module) -> list[ParamEntry]:
+    entries = collect_params(root)
+    if not entries:
+        raise ValueError("module: expected at least one floating-point parameter, got none")
+    return entries
 
 
 def _register(root: nn.Module, runtime: Runtime, entries: list[ParamEntry]) -> None:
