@@ -4,14 +4,14 @@ import torch
 import torch.distributed as dist
 
 from sidestream.sharding.collectives import Channel, Traffic
-from sidestream.sharding.process_groups import Axis
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.axes import one_axis
 
 
 def _channel(rank, world_size, device_type):
-    group, traffic = dist.group.WORLD, Traffic()
-    axis = Axis("dp_shard", world_size, rank, group, group)
-    return Channel(axis, torch.device(device_type), traffic), traffic
+    device, traffic = torch.device(device_type), Traffic()
+    (axis,) = one_axis(rank, world_size, device, dist.group.WORLD).axes
+    return Channel(axis, device, traffic), traffic
 
 
 def _gather(rank, world_size, device_type):
