@@ -20,7 +20,7 @@ from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
-from .mesh_axes import require_mesh, require_outer_strategy
+from .mesh_axes import require_mesh
 from .modules.cached_params import find_cached_params
 from .modules.partition import (
     GroupPlan,
@@ -124,7 +124,6 @@ def fully_shard(
     require_module(module)
     require_forward(module)
     require_mesh(device_mesh, dp_shard_dim, dp_outer_dim)
-    require_outer_strategy(outer_dp_sharding_strategy, dp_outer_dim)
     config = resolve_config(
         zero_dp_strategy,
         mixed_precision_policy,
