@@ -130,7 +130,7 @@ def _build_unit(
     first = members[0].param
     spec = UnitSpec(
         index=index,
-        name=plan.name or "(root)",
+        name=plan.unit_name(members),
         names=tuple(entry.name for entry in members),
         layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
         dtypes=resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad),

@@ -13,6 +13,9 @@ from .placements import Placements, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
 from .runtime import RuntimeOptions
 
+# Below it an exchange costs more to start than its bytes take.
+SPLIT_ROOT_MIB = 16.0
+
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
@@ -23,23 +26,36 @@ class ShardConfig:
     classes: tuple[type[nn.Module], ...]
     reshard_after_forward: bool | None
     bucket_bytes: int | None
+    split_root_bytes: int | None
     overlap_grad_reduce: bool
     runtime: RuntimeOptions
 
     def described(self) -> dict[str, str]:
         """The options by their names in `fully_shard`, to compare between ranks."""
-        mib = None if self.bucket_bytes is None else self.bucket_bytes / 2**20
         options = {
             "zero_dp_strategy": self.placements.name,
             "mixed_precision_policy": self.policy,
             "fsdp_unit_modules": self.classes,
             "reshard_after_forward": self.reshard_after_forward,
-            "bucket_mib": mib,
+            "bucket_mib": _mib(self.bucket_bytes),
+            "split_root_mib": _mib(self.split_root_bytes),
             "overlap_grad_reduce": self.overlap_grad_reduce,
             "overlap_param_gather": self.runtime.overlap_param_gather,
             "prefetch": self.runtime.prefetch,
         }
         return {name: f"{value!r}" for name, value in options.items()}
+
+
+def _mib(nbytes: int | None) -> float | None:
+    return None if nbytes is None else nbytes / 2**20
+
+
+def _bytes(name: str, mib: float | None) -> int | None:
+    if mib is None:
+        return None
+    expected = "None or a positive number of MiB"
+    require_number(name, mib, expected, lambda value: 0 < value < math.inf)
+    return int(mib * 2**20)
 
 
 def resolve_config(
@@ -51,6 +67,7 @@ def resolve_config(
     overlap_param_gather: bool,
     reshard_after_forward: bool | None,
     bucket_mib: float | None,
+    split_root_mib: float | None,
     prefetch: int,
 ) -> ShardConfig:
     """Resolve the options of `fully_shard`; raises what that says about them."""
@@ -60,9 +77,6 @@ def resolve_config(
     require_flag("overlap_param_gather", overlap_param_gather)
     if reshard_after_forward is not None:
         require_flag("reshard_after_forward", reshard_after_forward)
-    if bucket_mib is not None:
-        expected = "None or a positive number of MiB"
-        require_number("bucket_mib", bucket_mib, expected, lambda mib: 0 < mib < math.inf)
     expected = "a whole number of at least 0"
     require_number(
         "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
@@ -72,7 +86,8 @@ def resolve_config(
         policy=policy or MixedPrecisionPolicy(),
         classes=classes,
         reshard_after_forward=reshard_after_forward,
-        bucket_bytes=None if bucket_mib is None else int(bucket_mib * 2**20),
+        bucket_bytes=_bytes("bucket_mib", bucket_mib),
+        split_root_bytes=_bytes("split_root_mib", split_root_mib),
         overlap_grad_reduce=overlap_grad_reduce,
         runtime=RuntimeOptions(prefetch=int(prefetch), overlap_param_gather=overlap_param_gather),
     )

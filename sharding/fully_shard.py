@@ -19,7 +19,7 @@ from .arguments import require_forward, require_module
 from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
-from .config import ShardConfig, resolve_config
+from .config import SPLIT_ROOT_MIB, ShardConfig, resolve_config
 from .modules.cached_params import find_cached_params
 from .modules.partition import (
     GroupPlan,
@@ -58,6 +58,7 @@ def fully_shard(
     overlap_param_gather: bool = True,
     reshard_after_forward: bool | None = None,
     bucket_mib: float | None = None,
+    split_root_mib: float | None = SPLIT_ROOT_MIB,
     prefetch: int = 1,
     elementwise: bool = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
@@ -86,6 +87,11 @@ def fully_shard(
         reshard_after_forward: free gathered parameters after forward (ZeRO-3 only). None: units
             do; the root, which backward needs first, does not.
         bucket_mib: split a unit into messages of at most so many MiB of compute-dtype parameters.
+        split_root_mib: beside `fsdp_unit_modules`, give each module outside the units that has at
+            least so many MiB of trainable parameters in the compute dtype (an embedding, a head)
+            a unit of its own, so that a head's gradient is exchanged while backward runs; a tied
+            weight is one. They stay gathered with the root, so whoever uses their weights without
+            calling them finds them. None: the root is one unit. No bit depends on it.
         prefetch: how many units ahead of the one in use are gathered (ZeRO-3).
         elementwise: vouch that an optimizer class unknown to sidestream updates each element by
             itself.
@@ -111,6 +117,7 @@ def fully_shard(
         overlap_param_gather=overlap_param_gather,
         reshard_after_forward=reshard_after_forward,
         bucket_mib=bucket_mib,
+        split_root_mib=split_root_mib,
         prefetch=prefetch,
     )
     require_mesh(device_mesh, dp_shard_dim)
@@ -121,7 +128,14 @@ def fully_shard(
     if not entries:
         raise ValueError("module: expected at least one floating-point parameter, got none")
     find_cached_params(root, entries)
-    plans = partition(root, entries, config.classes, config.policy, config.bucket_bytes)
+    plans = partition(
+        root,
+        entries,
+        config.classes,
+        config.policy,
+        config.bucket_bytes,
+        config.split_root_bytes,
+    )
     located = _locate(optimizer, plans, entries)
     groups = data_parallel_groups(device_mesh, dp_shard_dim)
     collectives = Collectives(groups)
