@@ -4,10 +4,12 @@ changed.
 Each parameter goes to the nearest enclosing module whose class is in `fsdp_unit_modules`, else to
 the root. What several units would own, a tied parameter or a module that stands in two of them,
 goes to the root. A module's parameters are then split by dtype and by whether they are trainable,
-and into buckets when `bucket_bytes` is given. Of what the root owns, the trainable parameters of a
-large module, as an embedding and a head are, have a unit of their own: a head's gradient is there
-first and an embedding's last, and one unit would keep both until then. Such a unit is still
-gathered and released with the root, since code may use its weights without calling its module.
+and into buckets where these are asked for.
+
+Of what the root owns, the trainable parameters of a large module, as an embedding and a head are,
+have a unit of their own: a head's gradient is there first and an embedding's last, and one unit
+would keep both until then. Such a unit is still gathered and released with the root, since code may
+use its weights without calling its module.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..arguments import lacks_forward
+from ..config import UnitSizes
 from ..messages import listed
 from ..optim import replaced_params
 from ..precision import MixedPrecisionPolicy, resolve_dtypes
@@ -182,14 +185,13 @@ def partition(
     entries: Sequence[ParamEntry],
     classes: tuple[type[nn.Module], ...],
     policy: MixedPrecisionPolicy,
-    bucket_bytes: int | None,
-    split_root_bytes: int | None = None,
+    sizes: UnitSizes,
 ) -> list[GroupPlan]:
     """The groups of `module`, root first, then unit modules in registration order. Empty ones are
     left out.
 
-    `split_root_bytes`: modules with at least so many bytes of trainable parameters in the compute
-    dtype, of those that the root owns, have a unit of their own; None, or no `classes`: none has.
+    With `classes`, modules with at least `sizes.split_root_bytes` of trainable parameters, of those
+    that the root owns, have a unit of their own.
 
     Raises:
         ValueError: a unit class of which the model has no instance.
@@ -221,13 +223,13 @@ def partition(
                 "called; name the class of its elements"
             )
     parts = {name: [members] for name, members in owned.items() if members or not name}
-    if classes and split_root_bytes is not None:
-        parts[""] = _large_modules_apart(owned[""], policy, split_root_bytes)
+    if classes and sizes.split_root_bytes is not None:
+        parts[""] = _large_modules_apart(owned[""], policy, sizes.split_root_bytes)
     return [
         GroupPlan(
             plain_name(name),
             matches.get(name, module),
-            [unit for part in members for unit in _split(part, policy, bucket_bytes)],
+            [unit for part in members for unit in _split(part, policy, sizes.bucket_bytes)],
             is_root=not name,
         )
         for name, members in parts.items()

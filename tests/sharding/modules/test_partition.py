@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from sidestream.sharding.config import UnitSizes
 from sidestream.sharding.modules.partition import GroupPlan, collect_params, partition
 from sidestream.sharding.precision import MixedPrecisionPolicy
 
@@ -27,8 +28,8 @@ def plans_of(
     classes: tuple[type[nn.Module], ...] = (Layer,),
 ) -> list[GroupPlan]:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
-    entries = collect_params(module)
-    return partition(module, entries, classes, policy, bucket_bytes, split_root_bytes)
+    sizes = UnitSizes(bucket_bytes, split_root_bytes)
+    return partition(module, collect_params(module), classes, policy, sizes)
 
 
 def names_of(plan: GroupPlan) -> list[list[str]]:
