@@ -185,8 +185,9 @@ class _Gathering:
             with sink.noting_errors():
                 own = tensor.local[done : done + count]
                 part.view(dtype)[: own.numel()].copy_(own)
-            with communicating(f"gather of parameter {tensor.name!r}"):
-                start_all_gather(tensor.communicator, parts, part).wait()
+            what = f"gather of parameter {tensor.name!r}"
+            with communicating(what):
+                start_all_gather(tensor.communicator, parts, part, what).wait()
             received = parts.view(dtype).view(world_size, count)
             for (start, stop), values in zip(tensor.intervals, received, strict=True):
                 if start + done < stop:

@@ -284,8 +284,9 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
         parts = part.new_empty(len(self.intervals), len(part))
         # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
         flat, source = parts.view(-1).view(torch.uint8), part.view(torch.uint8)
-        with communicating(f"gather of parameter {self.name!r}"):
-            start_all_gather(group, flat, source).wait()
+        what = f"gather of parameter {self.name!r}"
+        with communicating(what):
+            start_all_gather(group, flat, source, what).wait()
         return parts
 
     @property
