@@ -1,6 +1,7 @@
 """sidestream: sharded data-parallel training for PyTorch. See `fully_shard`."""
 
 from .sharding import (
+    AdamW,
     CommunicationError,
     MixedPrecisionPolicy,
     ShardedTensor,
@@ -21,6 +22,7 @@ from .sharding import (
 )
 
 __all__ = [
+    "AdamW",
     "CommunicationError",
     "MixedPrecisionPolicy",
     "ShardedTensor",

@@ -34,6 +34,7 @@ from .param_gradients import ParamGradients
 from .placements import Placement, Placements
 from .precision import UnitDtypes, require_masters
 from .tensor.grad_source import GradSource
+from .tensor.lent import Lent
 from .tensor.sharded_tensor import ShardedTensor
 
 
@@ -96,6 +97,8 @@ class Unit:
         self._is_main = self._shares_memory and self._replicates_main
         self._gathered_version = self.main._version
         self._stale = not self._shares_memory
+        self._cast_version: int | None = None  # of `main` when a step wrote its casts too
+        self._lent = Lent()
         self._gather_name = f"gather of unit '{spec.name}'"
         self._gather_event: Event = DONE
         self.gradients = UnitGradients(spec, self.main_span, collectives, pool)
@@ -138,6 +141,8 @@ class Unit:
             for index, trainable in enumerate(requires_grad)
         ]
         self._param_gradients.own(sharded)
+        for tensor in sharded:
+            tensor.lent = self._lent
         # What is written to a shared buffer has reached the main parameters.
         self.faces = ParamFaces(full, sharded, slots, counts_writes=not self._shares_memory)
         self._watch = GradientWatch(full, on_ready)
@@ -259,6 +264,30 @@ class Unit:
     def mark_stale(self) -> None:
         """The main parameters changed in a way their version counter does not show."""
         self._stale = True
+        self._cast_version = None
+
+    def compute_shard(self, run: FlatRun) -> Tensor | None:
+        """Where a gather puts the cast of the main parameters of `run` [run numel, compute dtype];
+        None if it makes none, or frees that memory.
+        """
+        if self._frees or not self._casts:
+            return None
+        return self._target.data[slice(*self.main_span)][run.start : run.stop]
+
+    @property
+    def holds_casts(self) -> bool:
+        """Whether, at rest, all `compute_shard`s are casts of the main parameters: a step that
+        writes to both leaves the next gather none to make.
+        """
+        return self.state is UnitState.SHARDED and (self.is_fresh or self._is_cast)
+
+    def mark_cast(self) -> None:
+        """A step that began with `holds_casts` wrote to `compute_shard`s what it did to `main`."""
+        self._cast_version = self.main._version
+
+    @property
+    def _is_cast(self) -> bool:
+        return self._cast_version == self.main._version and not self._lent.out
 
     @property
     def frees_parameters(self) -> bool:
@@ -299,13 +328,15 @@ class Unit:
     def _fill(self) -> list[Pending]:
         if self._frees:
             self._pool.grow(self._storage, self._storage_bytes)
+        is_cast, self._cast_version = self._is_cast, None
         if self._replicates_main:
-            self._target.data.copy_(self.main)
+            if not is_cast:
+                self._target.data.copy_(self.main)
             return []
         source = self._target_slices[self._rank]
-        if self._casts:
+        if self._casts and not is_cast:
             source.copy_(self.main)
-        elif not self._shares_memory:
+        elif not self._casts and not self._shares_memory:
             source = self.main
         return self._collectives.gather(
             self._target.data, self._target_slices, source, self._gather_name
@@ -343,7 +374,7 @@ class Unit:
 
         All ranks must do so: what is gathered counts as stale after it, whoever wrote what.
         """
-        self._stale = True
+        self.mark_stale()
         if flat is None:
             assert self.state is UnitState.GATHERED, f"{self.spec.name} is {self.state.value}"
             if self._shares_memory:
