@@ -1,4 +1,4 @@
-"""`sidestream.AdamW` steps by the kernel as by its definition, over a sharded model's flat shards."""
+"""`sidestream.AdamW` steps flat shards by the kernel as by its definition, bit for bit."""
 
 import copy
 from typing import Any
@@ -44,6 +44,7 @@ def test_a_sharded_step_by_the_kernel_is_one_by_its_definition(zero):
                 scaler.scale(loss).backward()
                 with launching_on_cpu(), torch.no_grad():
                     scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
                 losses.append(loss.item())
         state = copy.deepcopy(optimizer.state_dict()["state"])
