@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..gradients import FlatRun
+from ..optimizer_view import FlatRun
 from ..unit import Unit
 from .adamw import AdamW, ComputeShards
 
