@@ -220,19 +220,23 @@ class Unit:
         self._stale = True
         self._cast_version = None
 
-    def compute_shard(self, run: FlatRun) -> Tensor | None:
-        """Where a gather puts the cast of the main parameters of `run` [run numel, compute dtype];
-        None if it makes none, or frees that memory.
+    def compute_shard(self, run: FlatRun) -> Tensor:
+        """Where a gather puts the cast of the main parameters of `run` [run numel, compute dtype],
+        if `holds_casts`.
         """
         casts = self.buffers.main_casts
-        return None if casts is None else casts[run.start : run.stop]
+        assert casts is not None, "a gather casts nothing, or where memory is freed"
+        return casts[run.start : run.stop]
 
     @property
     def holds_casts(self) -> bool:
-        """Whether, at rest, all `compute_shard`s are casts of the main parameters: a step that
-        writes to both leaves the next gather none to make.
+        """Whether, at rest, there are `compute_shard`s, all of them casts of the main parameters: a
+        step that writes to both leaves the next gather none to make.
         """
-        return self.state is UnitState.SHARDED and (self.is_fresh or self._is_cast)
+        is_current = self.is_fresh or self._is_cast
+        return (
+            is_current and self.state is UnitState.SHARDED and self.buffers.main_casts is not None
+        )
 
     def mark_cast(self) -> None:
         """A step that began with `holds_casts` wrote to `compute_shard`s what it did to `main`."""

@@ -11,7 +11,8 @@ device, so a CUDA graph may hold a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from ...kernels import flat_adamw_
 from ...kernels.op import launches
+from .flat_runs import CACHED_RUN_NUMEL
 
 _STATED = {"fused": (None, True), "foreach": (None, False), "differentiable": (None, False)}
 """Options of torch's that say how it computes, and what they may be here."""
@@ -37,7 +39,7 @@ class ComputeShards:
     written: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Update:
     """What a step reads and writes of one parameter, all of its shape but `step`, a counter."""
 
@@ -251,13 +253,8 @@ def _step_by_kernel(
 def _step_by_torch(
     updates: Sequence[_Update], options: Mapping[str, Any], scaling: _Scaling
 ) -> None:
-    batches: dict[object, list[_Update]] = {}
-    for update in updates:
-        # What has a copy goes by itself, so that the copy reads what a cache still holds.
-        key = update.param.dtype if update.copy is None else id(update)
-        batches.setdefault(key, []).append(update)
     beta1, beta2 = map(float, options["betas"])
-    for batch in batches.values():
+    for batch in _batches(updates):
         torch._fused_adamw_(
             [update.param for update in batch],
             [update.grad for update in batch],
@@ -275,5 +272,24 @@ def _step_by_torch(
             grad_scale=scaling.grad_scale,
             found_inf=scaling.found_inf,
         )
-        if (copy := batch[0].copy) is not None:
-            copy.copy_(batch[0].param)
+        for update in batch:
+            if update.copy is not None:
+                update.copy.copy_(update.param)
+
+
+def _batches(updates: Sequence[_Update]) -> Iterator[list[_Update]]:
+    """Updates of one dtype each, on a CPU cut so that copies read what a cache still holds."""
+    limit = CACHED_RUN_NUMEL if updates[0].param.is_cpu else math.inf
+    by_dtype: dict[torch.dtype, list[_Update]] = {}
+    for update in updates:
+        by_dtype.setdefault(update.param.dtype, []).append(update)
+    for alike in by_dtype.values():
+        batch, numel = [], 0
+        for update in alike:
+            batch.append(update)
+            numel += update.param.numel()
+            if numel >= limit:
+                yield batch
+                batch, numel = [], 0
+        if batch:
+            yield batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -25,14 +26,14 @@ def lend_copies(
         return []
     if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(AdamW.step):
         return []
-    units: dict[Unit, bool] = {}
+    units: list[Unit] = []
     shards: dict[Tensor, Tensor] = {}
-    for unit, run in runs:
-        shard = unit.compute_shard(run)
-        if shard is not None and units.setdefault(unit, unit.holds_casts):
-            shards[run.param] = shard
+    for unit, its_runs in itertools.groupby(runs, lambda pair: pair[0]):
+        if unit.holds_casts:
+            units.append(unit)
+            shards |= {run.param: unit.compute_shard(run) for _, run in its_runs}
     optimizer.compute_shards = ComputeShards(shards)
-    return [unit for unit, is_lent in units.items() if is_lent]
+    return units
 
 
 def take_copies_back(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:

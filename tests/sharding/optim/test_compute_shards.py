@@ -354,7 +354,7 @@ def test_units_that_two_optimizers_share() -> None:
 def test_a_model_that_goes_takes_its_memory_along() -> None:
     job = Job(0, 1, 1)
     job.train()
-    storage = runtime_of(job.model).units[0]._storage._weak_ref()
+    storage = runtime_of(job.model).units[0].faces.full[0].untyped_storage()._weak_ref()
     optimizer = job.optimizer
     del job
     assert torch.UntypedStorage._new_with_weak_ptr(storage) is None
