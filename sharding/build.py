@@ -14,7 +14,7 @@ from ..kernels import pack_
 from .collectives import Collectives
 from .config import ShardConfig
 from .hooks import Entry, install_hooks, install_root_hooks
-from .lanes import make_lane
+from .lanes import make_lane, streams_catch_up
 from .modules.cached_params import let_rnns_be
 from .modules.hidden_writes import modules_that_use_data
 from .modules.partition import GroupPlan, ParamEntry
@@ -60,6 +60,7 @@ def build_runtime(
         make_lane(device, config.runtime.overlap_param_gather),
         make_lane(device, config.overlap_grad_reduce),
     )
+    pool.before_free = streams_catch_up(lanes)
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
     _attach(plans, runtime)
     let_rnns_be(module)

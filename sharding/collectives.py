@@ -12,6 +12,7 @@ sends and receives would take their addresses for the host's. Sums are left to a
 
 from __future__ import annotations
 
+import datetime
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from ..buffers import Grid, Hop, Placements, redistribute
-from .errors import communicating, communication_error
+from .communicators import gather_objects
+from .errors import communication_error
 from .process_groups import Axis, DataParallelGroups
 from .ranges import ranged
 
@@ -37,10 +40,25 @@ _ALL_GATHER = (
 )  # the name before torch 2.13
 
 
-def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> dist.Work:
+# On CUDA a collective belongs to the stream that is current: it has the priority of the lane that
+# starts it, and needs no hop to a stream of the communicator and back. A group's default is such a
+# stream, of normal priority. Where no stream counts, as in gloo, the option does nothing.
+_GATHER_OPTIONS, _EXCHANGE_OPTIONS = AllgatherOptions(), AllToAllOptions()
+_GATHER_OPTIONS.asyncOp = _EXCHANGE_OPTIONS.asyncOp = False
+
+
+def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor, what: str) -> Pending:
     """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
-    work: dist.Work = getattr(group, _ALL_GATHER)(flat, source)
-    return work
+    return Pending(getattr(group, _ALL_GATHER)(flat, source, _GATHER_OPTIONS), what)
+
+
+def start_all_to_all(
+    group: dist.ProcessGroup, received: Tensor, sent: Tensor, what: str
+) -> Pending:
+    """Start the backend's all-to-all: part r of `sent` [world * n] goes to rank r, into `received`
+    [world * n] comes every rank's part for this one.
+    """
+    return Pending(group.alltoall_base(received, sent, [], [], _EXCHANGE_OPTIONS), what)
 
 
 _REDUCE_SCATTER = (
@@ -50,33 +68,41 @@ _REDUCE_SCATTER = (
 )
 
 
-def start_reduce_scatter(group: dist.ProcessGroup, own: Tensor, flat: Tensor) -> dist.Work:
+def start_reduce_scatter(group: dist.ProcessGroup, own: Tensor, flat: Tensor, what: str) -> Pending:
     """Start the backend's sum of every rank's `flat` [world * n], of which this rank's part comes
     into `own` [n].
     """
     options = dist.ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-    work: dist.Work = getattr(group, _REDUCE_SCATTER)(own, flat, options)
-    return work
+    options.reduceOp, options.asyncOp = dist.ReduceOp(dist.ReduceOp.SUM), False
+    return Pending(getattr(group, _REDUCE_SCATTER)(own, flat, options), what)
 
 
 @dataclass(slots=True)
 class Pending:
     """A started operation. `wait` blocks the host on CPU and the current stream on CUDA.
 
+    `work`: None where the operation is a part of the stream that was current when it started.
+
     Raises:
         CommunicationError: the operation failed, for example because a peer died.
     """
 
-    work: dist.Work
+    work: dist.Work | None
     what: str
 
     def wait(self) -> None:
         """Wait for the operation to end."""
+        if self.work is None:
+            return
         try:
             ranged("wait", self.what, self.work.wait)
         except RuntimeError as error:
             raise communication_error(self.what, error) from error
+
+    def wait_at_most(self, limit: datetime.timedelta) -> None:
+        """Wait for the operation to end; raises what the backend raises at the limit."""
+        if self.work is not None:
+            self.work.wait(limit)
 
 
 @dataclass(slots=True)
@@ -154,7 +180,7 @@ class Channel:
         self._count(kind, len(peers) * source.nbytes)
         try:
             if not self._point_to_point:
-                return [Pending(start_all_gather(group, flat, source), what)]
+                return [start_all_gather(group, flat, source, what)]
             incoming = [slices[peer] for peer in peers]
             pending = self._swap(group, incoming, [source] * len(peers), _GATHER_TAG, what)
         except RuntimeError as error:
@@ -200,7 +226,7 @@ class Channel:
         self._count("exchange", len(self._peers) * numel * sent.itemsize)
         try:
             if not self._point_to_point:
-                return [Pending(group.alltoall_base(received, sent, [], []), what)]
+                return [start_all_to_all(group, received, sent, what)]
             parts = sent.split(numel)
             outgoing = [parts[peer] for peer in self._peers]
             return self._swap(group, received.split(numel), outgoing, _EXCHANGE_TAG, what)
@@ -215,7 +241,7 @@ class Channel:
         assert group is not None, "a reduce-scatter needs a process group"
         self._count("reduce_scatter", len(self._peers) * received.nbytes)
         try:
-            return [Pending(start_reduce_scatter(group, received, sent), what)]
+            return [start_reduce_scatter(group, received, sent, what)]
         except RuntimeError as error:
             raise communication_error(what, error) from error
 
@@ -269,9 +295,8 @@ class Collectives:
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. For set-up and error messages only."""
-        if self.groups.group is None or self.world_size == 1:
+        group = self.groups.group
+        if group is None:
             return [value]
-        gathered: list[T] = [value] * self.world_size
-        with communicating("comparison of the ranks' models"):
-            dist.all_gather_object(gathered, value, group=self.groups.group)
-        return gathered
+        what = "comparison of the ranks' models"
+        return gather_objects(value, group, self.groups.device, what)

@@ -10,8 +10,7 @@ Along the first axis, the ranks that share a shard axis or a node, come the grad
 ranks; along each further one sums over the axes before it. So the order of additions is fixed by
 the mesh alone: no strategy, unit or overlap changes a bit.
 
-Buffers are leased inside the stages, whose lane owns them, and given back as soon as the last use
-of them has been submitted.
+Buffers are leased inside the stages, whose lane owns them, and given back to its next exchange.
 """
 
 from __future__ import annotations
@@ -93,19 +92,17 @@ class Reduction:
 
     def peak_bytes(self) -> int:
         """The most that the buffers of one exchange take at once."""
-        peak = partial = 0
+        wire = self.wire(0)
+        peak = wire.part_numel(self.spec.layout.numel) * wire.dtype.itemsize
         for place, hop in enumerate(self.sums):
             wire = self.wire(place)
             part = wire.part_numel(hop.part_numel) * wire.dtype.itemsize
-            sent = 0 if self.sends_as_it_is(place) else hop.parts * part
-            received = wire.received_parts(self.channels[hop.axis]) * part
-            summed = hop.part_numel * torch.float32.itemsize if hop is not self.sums[-1] else 0
-            # Where the partial sum is not sent itself, what it becomes is made beside it.
-            peak = max(peak, partial + sent, partial * (not sent) + sent + received + summed)
-            partial = summed
-        wire = self.wire(0)
-        alone = wire.part_numel(self.spec.layout.numel) * wire.dtype.itemsize
-        return peak if self.sums else alone
+            peak += wire.received_parts(self.channels[hop.axis]) * part
+            if place > 0 and not self.sends_as_it_is(place):
+                peak += hop.parts * part
+            if hop is not self.sums[-1]:
+                peak += hop.part_numel * torch.float32.itemsize
+        return peak
 
 
 class Exchange:
@@ -121,6 +118,7 @@ class Exchange:
         self._shown = shown
         # Taken now: what the next backward accumulates waits for the next exchange.
         self._waiting: Tensor | None = None
+        self._leases: list[Tensor] = []
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
 
@@ -136,12 +134,17 @@ class Exchange:
         self._waiting = how.view.take_sum()
         sums = [functools.partial(self._sum, place) for place in range(len(how.sums) or 1)]
         gathers = [functools.partial(self._gather, hop) for hop in how.gathers[1:]]
-        return [self._pack, *sums, *gathers]
+        return [self._pack, self._swap, *sums, *gathers]
 
     def finish(self) -> None:
-        """Order the following compute after the pack, and let go of what it read."""
+        """Order the following compute after the pack, let go of what it read, and give the buffers
+        back: to the lane's next exchange, which comes after this one.
+        """
         self.event.advance()
         self._grads.clear()
+        for lease in self._leases:
+            self._how.pool.release(lease)
+        self._leases.clear()
 
     # ---- stages
 
@@ -166,15 +169,18 @@ class Exchange:
             how.view.forget_cleared(waiting, self._shown)
             self._grads.add_to(waiting)
             self._sent = self._packed(FlatSource(waiting), how.wire(0), parts)
-            how.pool.release(waiting)
+            self._leases.append(waiting)
         self._free_packed()
-        return self._send(0) if how.sums else []
+        return []
+
+    def _swap(self) -> list[Pending]:
+        return self._send(0) if self._how.sums else []
 
     def _sum(self, place: int) -> Sequence[Pending]:
         how = self._how
         is_last = place + 1 >= len(how.sums)
         if not is_last:
-            partial = how.pool.lease(how.sums[place].part_numel, torch.float32)
+            partial = self._lease(how.sums[place].part_numel, torch.float32)
             self._reduce(place, partial)
             return self._send_on(place + 1, partial)
         into_existing = bool(self._shown.kept)
@@ -193,9 +199,13 @@ class Exchange:
 
     # ---- their parts
 
+    def _lease(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self._leases.append(self._how.pool.lease(numel, dtype))
+        return self._leases[-1]
+
     def _packed(self, source: Source, wire: Wire, parts: int) -> Tensor:
         numel = parts * wire.part_numel(source.numel // parts)
-        sent = self._how.pool.lease(numel, wire.dtype)
+        sent = self._lease(numel, wire.dtype)
         wire.pack(sent, source, parts)
         return sent
 
@@ -210,7 +220,7 @@ class Exchange:
         assert self._sent is not None
         # Only now, in what the gradients took.
         numel = wire.received_parts(channel) * wire.part_numel(hop.part_numel)
-        self._received = how.pool.lease(numel, wire.dtype)
+        self._received = self._lease(numel, wire.dtype)
         return wire.exchange(channel, self._received, self._sent, how.name)
 
     def _send_on(self, place: int, partial: Tensor) -> list[Pending]:
@@ -220,7 +230,6 @@ class Exchange:
             self._sent = partial
         else:
             self._sent = self._packed(FlatSource(partial), wire, how.sums[place].parts)
-            how.pool.release(partial)
         return self._send(place)
 
     def _reduce(
@@ -240,10 +249,6 @@ class Exchange:
         else:
             table, *rows = self._rows(sent, 1)
         wire.reduce(out, rows, table=table, scale=scale, accumulate=accumulate)
-        for lease in (sent, self._received):
-            if lease is not None:
-                how.pool.release(lease)
-        self._sent = self._received = None
 
     def _rows(self, buffer: Tensor, parts: int) -> list[Tensor]:
         """`buffer` as one table [parts, n], and its rows."""
