@@ -1,6 +1,7 @@
 """sidestream: sharded data-parallel training for PyTorch. See `fully_shard`."""
 
 from .sharding import (
+    AdamW,
     CommunicationError,
     MixedPrecisionPolicy,
     ShardedTensor,
@@ -22,6 +23,7 @@ from .sharding import (
 )
 
 __all__ = [
+    "AdamW",
     "CommunicationError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
