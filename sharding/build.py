@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from ..buffers import BufferPool, flat_layout
-from ..kernels import pack_
 from .collectives import Collectives
 from .config import ShardConfig
 from .hooks import Entry, install_hooks, install_root_hooks
+from .initialisation import Initialisation
 from .lanes import make_lane
 from .modules.cached_params import let_rnns_be
 from .modules.hidden_writes import modules_that_use_data
 from .modules.partition import GroupPlan, ParamEntry
 from .modules.tree_watch import TreeWatch
+from .optim import replaced_params
 from .param_faces import ParamSlot
 from .placements import Placement
 from .precision import resolve_dtypes
@@ -31,36 +32,41 @@ from .use_order import UnitGroup
 
 @torch.no_grad()
 def build_runtime(
-    module: nn.Module, plans: list[GroupPlan], collectives: Collectives, config: ShardConfig
+    module: nn.Module,
+    plans: list[GroupPlan],
+    collectives: Collectives,
+    config: ShardConfig,
+    initialisation: Initialisation | None,
 ) -> Runtime:
-    """Allocate the units of `plans`, put their parameters into the modules, attach the hooks."""
+    """Allocate the units of `plans`, put their parameters into the modules, attach the hooks.
+
+    A plain parameter is let go of as soon as its unit has the values, so that a whole model and its
+    shards need not fit at once.
+    """
     device = collectives.groups.device
     pool = BufferPool(device)
-    groups: list[UnitGroup] = []
+    owner = _Owner()
+    units = _make_units(plans, collectives, pool, config, initialisation, owner)
     ancestors = _ancestors(plans)
-    count = 0
-    for plan in plans:
-        units = []
-        for members in plan.units:
-            units.append(_build_unit(count, plan, members, collectives, pool, config))
-            count += 1
-        groups.append(
-            UnitGroup(
-                len(groups),
-                plan.name,
-                units,
-                _reshards(plan, config),
-                plan.is_root,
-                ancestors=ancestors[len(groups)],
-            )
+    left = iter(units)
+    groups = [
+        UnitGroup(
+            place,
+            plan.name,
+            [next(left) for _ in plan.units],
+            _reshards(plan, config),
+            plan.is_root,
+            ancestors=ancestors[place],
         )
+        for place, plan in enumerate(plans)
+    ]
     pool.trim()
     lanes = (
         make_lane(device, config.runtime.overlap_param_gather),
         make_lane(device, config.overlap_grad_reduce),
     )
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
-    _attach(plans, runtime)
+    owner.runtime = weakref.ref(runtime)
     let_rnns_be(module)
     _watch_data(module, plans, groups)
     _share_buffers(module, collectives)
@@ -119,63 +125,118 @@ def _reshards(plan: GroupPlan, config: ShardConfig) -> bool:
     )
 
 
-def _build_unit(
-    index: int,
-    plan: GroupPlan,
-    members: list[ParamEntry],
+def _make_units(
+    plans: list[GroupPlan],
     collectives: Collectives,
     pool: BufferPool,
     config: ShardConfig,
-) -> Unit:
+    initialisation: Initialisation | None,
+    owner: _Owner,
+) -> list[Unit]:
+    """All units with rank 0's values, attached."""
+    all_members = [(plan, members) for plan in plans for members in plan.units]
+    units: dict[int, Unit] = {}
+
+    def unit_at(number: int) -> Unit:
+        if number not in units:
+            spec = _unit_spec(number, *all_members[number], collectives.world_size, config)
+            units[number] = Unit(spec, collectives, pool)
+        return units[number]
+
+    filled = set()
+    if initialisation is not None:
+        places = {
+            id(entry.param): (number, index)
+            for number, (_, members) in enumerate(all_members)
+            for index, entry in enumerate(members)
+        }
+        for param, whole in initialisation.values():
+            number, index = places[id(param)]
+            _fill(unit_at(number), index, whole, collectives)
+            filled.add((number, index))
+            del whole  # the next one comes first
+        initialisation.finish(collectives)
+    for number, (_, members) in enumerate(all_members):
+        for index, entry in enumerate(members):
+            if (number, index) not in filled:
+                _fill(unit_at(number), index, _from_rank_0(entry.param, collectives), collectives)
+        _attach(unit_at(number), members, owner)
+    return [units[number] for number in range(len(all_members))]
+
+
+def _unit_spec(
+    index: int, plan: GroupPlan, members: list[ParamEntry], world_size: int, config: ShardConfig
+) -> UnitSpec:
     first = members[0].param
-    spec = UnitSpec(
+    return UnitSpec(
         index=index,
         name=plan.name or "(root)",
         names=tuple(entry.name for entry in members),
-        layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
+        layout=flat_layout([entry.param.shape for entry in members], world_size),
         dtypes=resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad),
         placements=config.placements,
     )
-    full = pool.lease(spec.layout.numel, spec.dtypes.main)
-    full.zero_()
-    pack_(full, [entry.param.detach().to(pool.device) for entry in members], spec.layout.offsets)
-    if spec.layout.numel:
-        collectives.broadcast(full, f"broadcast of the initial values of unit '{spec.name}'")
-    return Unit(spec, full, collectives, pool)
 
 
-def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
-    reference = weakref.ref(runtime)
+def _from_rank_0(param: torch.Tensor, collectives: Collectives) -> torch.Tensor:
+    """`param` on the device in one piece; on other ranks memory for it."""
+    device = collectives.groups.device
+    if collectives.rank == 0:
+        return param.detach().to(device).contiguous()
+    return torch.empty(param.shape, dtype=param.dtype, device=device)
 
-    def on_ready(index: int) -> None:
-        current = reference()
+
+def _fill(unit: Unit, index: int, whole: torch.Tensor, collectives: Collectives) -> None:
+    """Give `unit` rank 0's `whole` of tensor `index`; elsewhere that is overwritten."""
+    whole = whole.contiguous()
+    if whole.numel():
+        name = unit.spec.names[index]
+        # As bytes: gloo refuses some dtypes.
+        flat = whole.view(-1).view(torch.uint8)
+        collectives.broadcast(flat, f"broadcast of the initial values of parameter '{name}'")
+    unit.fill(index, whole)
+
+
+class _Owner:
+    """What units call in backward: the runtime, once there is one."""
+
+    runtime: weakref.ref[Runtime]
+
+    def _current(self) -> Runtime:
+        current = self.runtime()
         assert current is not None
+        return current
+
+    def on_ready(self, index: int) -> None:
+        """All gradients of unit `index` are there."""
+        current = self._current()
         current.unit_ready(current.units[index])
 
-    def on_contribution() -> None:
-        current = reference()
-        assert current is not None
-        current.enter_backward()
+    def on_contribution(self) -> None:
+        """A parameter that a loss used directly gets its gradient."""
+        self._current().enter_backward()
 
-    all_members = [members for plan in plans for members in plan.units]
-    for unit, members in zip(runtime.units, all_members, strict=True):
-        slots = tuple(
-            ParamSlot(parameters, attribute, index)
-            for index, entry in enumerate(members)
-            for parameters, attribute in (
-                *((place._parameters, attribute) for place, attribute in entry.places),
-                *entry.caches,
-            )
+
+def _attach(unit: Unit, members: list[ParamEntry], owner: _Owner) -> None:
+    """Put the parameters of `unit` into the modules in the place of the plain ones."""
+    slots = tuple(
+        ParamSlot(parameters, attribute, index)
+        for index, entry in enumerate(members)
+        for parameters, attribute in (
+            *((place._parameters, attribute) for place, attribute in entry.places),
+            *entry.caches,
         )
-        trainable = [entry.param.requires_grad for entry in members]
-        ready = functools.partial(on_ready, unit.spec.index)
-        unit.attach(trainable, slots, ready, on_contribution)
-        faces = unit.faces
-        for entry, sharded, param in zip(members, faces.sharded, faces.full, strict=True):
-            # Marks that people leave on parameters, such as `no_decay`, stay readable.
-            for name, value in vars(entry.param).items():
-                vars(sharded).setdefault(name, value)
-                vars(param).setdefault(name, value)
+    )
+    trainable = [entry.param.requires_grad for entry in members]
+    ready = functools.partial(owner.on_ready, unit.spec.index)
+    unit.attach(trainable, slots, ready, owner.on_contribution)
+    for entry, sharded, full in zip(members, unit.faces.sharded, unit.faces.full, strict=True):
+        # Marks that people leave on parameters, such as `no_decay`, stay readable.
+        for name, value in vars(entry.param).items():
+            vars(sharded).setdefault(name, value)
+            vars(full).setdefault(name, value)
+        replaced_params.note(entry.param, entry.name)
+        entry.param = sharded
 
 
 def _watch_data(module: nn.Module, plans: list[GroupPlan], groups: list[UnitGroup]) -> None:

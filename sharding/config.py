@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .arguments import require_flag, require_number
+from .modules.init_stages import Initialiser, require_initialiser
 from .placements import Placements, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
 from .runtime import RuntimeOptions
@@ -24,6 +25,7 @@ class ShardConfig:
     reshard_after_forward: bool | None
     bucket_bytes: int | None
     overlap_grad_reduce: bool
+    initialiser: Initialiser
     runtime: RuntimeOptions
 
     def described(self) -> dict[str, str]:
@@ -38,6 +40,10 @@ class ShardConfig:
             "overlap_grad_reduce": self.overlap_grad_reduce,
             "overlap_param_gather": self.runtime.overlap_param_gather,
             "prefetch": self.runtime.prefetch,
+            # Functions are other objects on every rank.
+            "init_model_with_meta_device": "a function"
+            if callable(self.initialiser)
+            else self.initialiser,
         }
         return {name: f"{value!r}" for name, value in options.items()}
 
@@ -52,6 +58,7 @@ def resolve_config(
     reshard_after_forward: bool | None,
     bucket_mib: float | None,
     prefetch: int,
+    initialiser: Initialiser,
 ) -> ShardConfig:
     """Resolve the options of `fully_shard`; raises what that says about them."""
     if policy is not None:
@@ -67,6 +74,7 @@ def resolve_config(
     require_number(
         "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
     )
+    require_initialiser(initialiser)
     return ShardConfig(
         placements=resolve_strategy(strategy),
         policy=policy or MixedPrecisionPolicy(),
@@ -74,5 +82,6 @@ def resolve_config(
         reshard_after_forward=reshard_after_forward,
         bucket_bytes=None if bucket_mib is None else int(bucket_mib * 2**20),
         overlap_grad_reduce=overlap_grad_reduce,
+        initialiser=initialiser,
         runtime=RuntimeOptions(prefetch=int(prefetch), overlap_param_gather=overlap_param_gather),
     )

@@ -20,7 +20,9 @@ from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
+from .initialisation import plan_initialisation
 from .modules.cached_params import find_cached_params
+from .modules.init_stages import Initialiser
 from .modules.partition import (
     GroupPlan,
     ParamEntry,
@@ -32,7 +34,6 @@ from .modules.rank_dependent_writes import refuse_rank_dependent_writes
 from .modules.tree_watch import watches_of
 from .modules.uncompiled import without_compile
 from .modules.unit_classes import UnitClass, resolve_unit_classes
-from .optim import replaced_params
 from .optim.flat_runs import Located, Location, locate_params, sharded_locations
 from .optim.kinds import check_elementwise, describe_options
 from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
@@ -60,6 +61,7 @@ def fully_shard(
     bucket_mib: float | None = None,
     prefetch: int = 1,
     elementwise: bool = False,
+    init_model_with_meta_device: Initialiser = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Shard `module` over the data-parallel ranks, in place, and `optimizer` with it.
 
@@ -70,7 +72,8 @@ def fully_shard(
     and the sum is taken in FP32, in rank order.
 
     Args:
-        module: the whole model, on CPU or the rank's GPU, not sharded yet.
+        module: the whole model, on CPU or the rank's GPU, not sharded yet; on the meta device with
+            `init_model_with_meta_device`.
         optimizer: an elementwise optimizer over its parameters; keeps its class, groups, options
             and state.
         device_mesh: mesh to shard over (None: all ranks; without a process group, world size 1).
@@ -89,6 +92,16 @@ def fully_shard(
         prefetch: how many units ahead of the one in use are gathered (ZeRO-3).
         elementwise: vouch that an optimizer class unknown to sidestream updates each element by
             itself.
+        init_model_with_meta_device: how parameters and buffers on the meta device get their values,
+            with at most a unit's at a time in memory. True: `reset_parameters` or
+            `_reset_parameters` of each module that has some, and of modules around them whose
+            constructor calls it, children first: with one seed the same bits as where modules are
+            made one after the other, each resetting itself at the end of its constructor. A
+            function: it is called with each module in that order and sets what the module has, as
+            `module.apply(function)` does. Inside a unit, and in a module without units, it may set
+            what children have too; one that calls `fully_shard` without units has no bound. All
+            that is on the meta device must be set. What is there already keeps its values, and what
+            has some on rank 0 takes those, so that other ranks may have it on the meta device.
 
     Returns:
         (module, optimizer), the objects passed in.
@@ -96,8 +109,8 @@ def fully_shard(
     Raises:
         ValueError: bad option, unit class that matches nothing, module without a forward,
             parameters that cannot be sharded, mesh without that dimension, foreign parameters in
-            the optimizer, optimizer that is not elementwise, ranks whose models or options differ.
-            Nothing has been changed then.
+            the optimizer, optimizer that is not elementwise, ranks whose models or options differ,
+            meta tensors that nothing sets. Nothing has been changed then.
         TypeError: an argument of the wrong type.
         RuntimeError: more ranks than GPUs.
     """
@@ -112,12 +125,13 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         bucket_mib=bucket_mib,
         prefetch=prefetch,
+        initialiser=init_model_with_meta_device,
     )
     require_mesh(device_mesh, dp_shard_dim)
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     root = without_compile(module)
-    entries = collect_params(root)
+    entries = collect_params(root, takes_meta=bool(config.initialiser))
     if not entries:
         raise ValueError("module: expected at least one floating-point parameter, got none")
     find_cached_params(root, entries)
@@ -129,13 +143,12 @@ def fully_shard(
     options = {**config.described(), "optimizer": describe_options(optimizer)}
     signature = tree_signature(root, entries)
     check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
+    initialisation = plan_initialisation(root, plans, collectives, config.initialiser)
     _note_missing_units(config, groups)
-    runtime = build_runtime(root, plans, collectives, config)
+    runtime = build_runtime(root, plans, collectives, config, initialisation)
     follow_sharded_inputs()
     _RUNTIMES[root] = runtime
     watch_all_steps()
-    for entry in entries:
-        replaced_params.note(entry.param, entry.name)
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return module, optimizer

@@ -62,12 +62,8 @@ class UnitSpec:
 class Unit:
     """Owns the memory of one `UnitSpec` on this rank and moves it through its life cycle."""
 
-    def __init__(
-        self, spec: UnitSpec, full: Tensor, collectives: Collectives, pool: BufferPool
-    ) -> None:
-        """`full` [layout.numel], main dtype, leased from `pool`: the initial values, taken over by
-        the unit.
-        """
+    def __init__(self, spec: UnitSpec, collectives: Collectives, pool: BufferPool) -> None:
+        """All values are zero until `fill`."""
         self.spec = spec
         self.state = UnitState.SHARDED
         self._collectives = collectives
@@ -81,7 +77,7 @@ class Unit:
         )
         self._casts = spec.dtypes.compute != spec.dtypes.main
         self._shares_memory = not self._frees and not self._casts
-        gathered, self.main = self._take_over(full)
+        gathered, self.main = self._allocate()
         # Collectives write through these: `.data` has a version counter of its own, so that tensors
         # which autograd saved from an earlier gather of the same weights stay valid.
         self._target = FlatBuffer(gathered.data, layout)
@@ -103,17 +99,25 @@ class Unit:
 
     # ---- construction
 
-    def _take_over(self, full: Tensor) -> tuple[Tensor, Tensor]:
-        """The gathered buffer [layout.numel] and `main`, from the initial values."""
-        if self._shares_memory:
-            return full, full[self.main_span[0] : self.main_span[1]]
+    def _allocate(self) -> tuple[Tensor, Tensor]:
+        """The gathered buffer [layout.numel] and `main`."""
         gathered = self._pool.lease(self.spec.layout.numel, self.spec.dtypes.compute)
-        if self._replicates_main:
-            return gathered, full
-        own = self._pool.lease(self.spec.layout.shard_numel, self.spec.dtypes.main)
-        own.copy_(full[self.main_span[0] : self.main_span[1]])
-        self._pool.release(full)
-        return gathered, own
+        start, stop = self.main_span
+        if self._shares_memory:
+            return gathered, gathered.zero_()[start:stop]
+        return gathered, self._pool.lease(stop - start, self.spec.dtypes.main).zero_()
+
+    def fill(self, index: int, whole: Tensor) -> None:
+        """Take this rank's part of the initial values `whole` [shape of tensor `index`]."""
+        layout = self.spec.layout
+        # Where others read what is `gathered` without a gather, all of it is a part.
+        is_all = self._shares_memory
+        target, span = (
+            (self._target.data, (0, layout.numel)) if is_all else (self.main.data, self.main_span)
+        )
+        start, stop = layout.overlap(index, span)
+        begin = layout.segments[index].start - span[0]
+        target[begin + start : begin + stop] = whole.reshape(-1)[start:stop]
 
     def attach(
         self,
