@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..buffers import BufferPool, flat_layout
 from .collectives import Collectives
 from .config import ShardConfig
 from .hooks import Entry, install_hooks, install_root_hooks
-from .initialisation import Initialisation
+from .initialisation import Initialisation, Staging
 from .lanes import make_lane
 from .modules.cached_params import let_rnns_be
 from .modules.hidden_writes import modules_that_use_data
@@ -46,14 +47,16 @@ def build_runtime(
     device = collectives.groups.device
     pool = BufferPool(device)
     owner = _Owner()
-    units = _make_units(plans, collectives, pool, config, initialisation, owner)
+    maker = _UnitMaker(plans, collectives, pool, config)
+    if initialisation is not None:
+        maker.initialise(initialisation)
+    units = iter(maker.make(owner))
     ancestors = _ancestors(plans)
-    left = iter(units)
     groups = [
         UnitGroup(
             place,
             plan.name,
-            [next(left) for _ in plan.units],
+            [next(units) for _ in plan.units],
             _reshards(plan, config),
             plan.is_root,
             ancestors=ancestors[place],
@@ -125,43 +128,76 @@ def _reshards(plan: GroupPlan, config: ShardConfig) -> bool:
     )
 
 
-def _make_units(
-    plans: list[GroupPlan],
-    collectives: Collectives,
-    pool: BufferPool,
-    config: ShardConfig,
-    initialisation: Initialisation | None,
-    owner: _Owner,
-) -> list[Unit]:
-    """All units with rank 0's values, attached."""
-    all_members = [(plan, members) for plan in plans for members in plan.units]
-    units: dict[int, Unit] = {}
+class _UnitMaker:
+    """Makes the units of `plans` and gives them rank 0's values, one tensor at a time."""
 
-    def unit_at(number: int) -> Unit:
-        if number not in units:
-            spec = _unit_spec(number, *all_members[number], collectives.world_size, config)
-            units[number] = Unit(spec, collectives, pool)
-        return units[number]
+    def __init__(
+        self,
+        plans: Sequence[GroupPlan],
+        collectives: Collectives,
+        pool: BufferPool,
+        config: ShardConfig,
+    ) -> None:
+        self._members = [(plan, members) for plan in plans for members in plan.units]
+        self._collectives, self._pool, self._config = collectives, pool, config
+        self._units: dict[int, Unit] = {}
+        self._filled: set[ParamEntry] = set()
 
-    filled = set()
-    if initialisation is not None:
+    def initialise(self, initialisation: Initialisation) -> None:
+        """Fill what is on the meta device. Nothing has been changed if that raises."""
         places = {
             id(entry.param): (number, index)
-            for number, (_, members) in enumerate(all_members)
+            for number, (_, members) in enumerate(self._members)
             for index, entry in enumerate(members)
         }
         for param, whole in initialisation.values():
-            number, index = places[id(param)]
-            _fill(unit_at(number), index, whole, collectives)
-            filled.add((number, index))
-            del whole  # the next one comes first
-        initialisation.finish(collectives)
-    for number, (_, members) in enumerate(all_members):
-        for index, entry in enumerate(members):
-            if (number, index) not in filled:
-                _fill(unit_at(number), index, _from_rank_0(entry.param, collectives), collectives)
-        _attach(unit_at(number), members, owner)
-    return [units[number] for number in range(len(all_members))]
+            self._fill(*places[id(param)], whole)
+        initialisation.finish(self._collectives)
+
+    def make(self, owner: _Owner) -> list[Unit]:
+        """Fill what has values already, and attach all units."""
+        waiting = (
+            entry.param
+            for _, members in self._members
+            for entry in members
+            if entry not in self._filled
+        )
+        # Rank 0 sends what it has.
+        nbytes = max((Staging.nbytes_for([param]) for param in waiting), default=0)
+        device = self._collectives.groups.device
+        staging = Staging(nbytes if self._collectives.rank else 0, device)
+        for number, (_, members) in enumerate(self._members):
+            for index, entry in enumerate(members):
+                if entry not in self._filled:
+                    staging.restart()
+                    self._fill(number, index, self._from_rank_0(entry.param, staging))
+            _attach(self._unit(number), members, owner)
+        return [self._units[number] for number in range(len(self._members))]
+
+    def _unit(self, number: int) -> Unit:
+        if number not in self._units:
+            world_size = self._collectives.world_size
+            spec = _unit_spec(number, *self._members[number], world_size, self._config)
+            self._units[number] = Unit(spec, self._collectives, self._pool)
+        return self._units[number]
+
+    def _from_rank_0(self, param: Tensor, staging: Staging) -> Tensor:
+        """`param` on the device in one piece; on other ranks memory for it."""
+        if self._collectives.rank:
+            return staging.take(param)
+        return param.detach().to(self._collectives.groups.device)
+
+    def _fill(self, number: int, index: int, whole: Tensor) -> None:
+        """Give rank 0's `whole` of tensor `index` to a unit; elsewhere `whole` is overwritten."""
+        whole = whole.contiguous()
+        unit, entry = self._unit(number), self._members[number][1][index]
+        if whole.numel():
+            # As bytes: gloo refuses some dtypes.
+            flat = whole.view(-1).view(torch.uint8)
+            what = f"broadcast of the initial values of parameter '{entry.name}'"
+            self._collectives.broadcast(flat, what)
+        unit.fill(index, whole)
+        self._filled.add(entry)
 
 
 def _unit_spec(
@@ -176,25 +212,6 @@ def _unit_spec(
         dtypes=resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad),
         placements=config.placements,
     )
-
-
-def _from_rank_0(param: torch.Tensor, collectives: Collectives) -> torch.Tensor:
-    """`param` on the device in one piece; on other ranks memory for it."""
-    device = collectives.groups.device
-    if collectives.rank == 0:
-        return param.detach().to(device).contiguous()
-    return torch.empty(param.shape, dtype=param.dtype, device=device)
-
-
-def _fill(unit: Unit, index: int, whole: torch.Tensor, collectives: Collectives) -> None:
-    """Give `unit` rank 0's `whole` of tensor `index`; elsewhere that is overwritten."""
-    whole = whole.contiguous()
-    if whole.numel():
-        name = unit.spec.names[index]
-        # As bytes: gloo refuses some dtypes.
-        flat = whole.view(-1).view(torch.uint8)
-        collectives.broadcast(flat, f"broadcast of the initial values of parameter '{name}'")
-    unit.fill(index, whole)
 
 
 class _Owner:
@@ -254,7 +271,7 @@ def _watch_data(module: nn.Module, plans: list[GroupPlan], groups: list[UnitGrou
 def _share_buffers(module: nn.Module, collectives: Collectives) -> None:
     """Bring buffers, and parameters that are not sharded, to the device and to rank 0's values."""
     device = collectives.groups.device
-    moved: dict[int, torch.Tensor] = {}  # a buffer of several modules stays one
+    moved: dict[int, Tensor] = {}  # a buffer of several modules stays one
     for submodule in module.modules():
         for name, buffer in submodule._buffers.items():
             if buffer is None:
@@ -267,7 +284,7 @@ def _share_buffers(module: nn.Module, collectives: Collectives) -> None:
             param.data = _first_ranks(param.data.to(device), f"parameter '{name}'", collectives)
 
 
-def _first_ranks(tensor: torch.Tensor, what: str, collectives: Collectives) -> torch.Tensor:
+def _first_ranks(tensor: Tensor, what: str, collectives: Collectives) -> Tensor:
     """`tensor` with rank 0's values, of any dtype, strides and layout."""
     if tensor.layout is not torch.strided:
         return collectives.gather_objects(tensor)[0].to(tensor.device)

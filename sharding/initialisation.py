@@ -8,13 +8,14 @@ Nothing else of the model may be written, and all must be: what is not raises.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..buffers.layout import round_up
 from .collectives import Collectives
 from .messages import listed
 from .modules.init_stages import (
@@ -27,6 +28,8 @@ from .modules.init_stages import (
     plan_stages,
 )
 from .modules.partition import GroupPlan
+
+_ALIGN_BYTES = 64  # as torch does
 
 
 def plan_initialisation(
@@ -56,6 +59,33 @@ def _find_missing(slots: Slots, collectives: Collectives) -> frozenset[str]:
     flags = torch.tensor([*is_meta.values()], dtype=torch.uint8, device=collectives.groups.device)
     collectives.broadcast(flags, "agreement on what has no values yet")
     return frozenset(name for name, missing in zip(is_meta, flags.tolist(), strict=True) if missing)
+
+
+class Staging:
+    """Memory on `device` that whole tensors take turns with.
+
+    One piece: what is taken and freed tensor by tensor stays with malloc, up to twice as much.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    @staticmethod
+    def nbytes_for(tensors: Iterable[Tensor]) -> int:
+        """How much `tensors` take at the same time."""
+        return sum(round_up(tensor.nbytes, _ALIGN_BYTES) for tensor in tensors)
+
+    def restart(self) -> None:
+        """Take all memory back."""
+        self._used = 0
+
+    def take(self, like: Tensor) -> Tensor:
+        """A tensor of the shape, dtype and order of elements of `like`, with any contents."""
+        form = torch.empty_like(like, device="meta")
+        start, self._used = self._used, self._used + self.nbytes_for([like])
+        flat = self._flat[start : start + form.nbytes].view(form.dtype)
+        return flat.as_strided(form.shape, form.stride())
 
 
 class _Guard(TorchDispatchMode):
@@ -118,6 +148,9 @@ class Initialisation:
                 is_new = id(slot.tensor) not in self._ends
                 if slot.name in missing and (is_new or is_applied):
                     self._ends[id(slot.tensor)] = number
+        self._staging = Staging(
+            max((Staging.nbytes_for(self._staged(stage)) for stage in stages), default=0), device
+        )
         self._shown: dict[int, Tensor] = {}
         """What stands in the place of a tensor that is not complete, by the id of that."""
         self._whole: dict[int, Tensor] = {}
@@ -128,12 +161,19 @@ class Initialisation:
         for module in stage.modules:
             yield from self._slots.of[id(module)]
 
+    def _staged(self, stage: Stage) -> Iterator[Tensor]:
+        """What gets its memory from the staging of `stage` alone."""
+        for slot in self._slots_of(stage):
+            if slot.name in self._missing and _is_sharded(slot.tensor):
+                yield slot.tensor
+
     def values(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter of the model, its value on the device) of every floating-point one that had
         none; the caller must not keep the value. After a `failure` they come without values: other
         ranks may have them, and take part in the same broadcasts.
         """
         for number, stage in enumerate(self._stages):
+            self._staging.restart()
             if self.failure is None:
                 try:
                     self._run(number, stage)
@@ -202,7 +242,9 @@ class Initialisation:
             if self._is_applied or not isinstance(old, nn.Parameter):
                 return self._shown[key]
             is_spare = True
-        stand_in = _as(old, _unset(torch.empty_like(old, device=self._device)))
+        is_staged = _is_sharded(old) and (is_spare or self._ends[key] == number)
+        new = self._staging.take(old) if is_staged else torch.empty_like(old, device=self._device)
+        stand_in = _as(old, _unset(new))
         if not is_spare:
             self._shown[key] = stand_in
         return stand_in
@@ -230,6 +272,9 @@ class Initialisation:
                 if id(old) not in self._whole:
                     self._whole[id(old)] = torch.empty_like(old, device=self._device)
                 slot.tensors[slot.key] = _as(old, self._whole[id(old)])
+        # From here on nobody else may keep what units take over, so that it goes one by one.
+        self._slots.clear()
+        self._staging = Staging(0, self._device)
 
     def _meta_attributes(self) -> list[str]:
         """Names of tensors that modules hold as plain attributes, which nobody would fill."""

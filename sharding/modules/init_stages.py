@@ -78,6 +78,11 @@ class Slots:
         for slots in self.of.values():
             yield from slots
 
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        self.of.clear()
+        self.first.clear()
+
     def storages(self) -> dict[int, str]:
         """First names by what identifies the tensors' memory, or would if they had any."""
         return {

@@ -99,9 +99,14 @@ def _distributing(distribute: _Function) -> _Function:
 def _broadcasting(broadcast: _Function) -> _Function:
     @functools.wraps(broadcast)
     def broadcast_tensors(full: Any, local: Any, keys: Any, *args: Any, **options: Any) -> Any:
-        likes = {key: local[key] for key in keys if key in local}
+        likes = {key: local[key] for key in keys if isinstance(local.get(key), ShardedTensor)}
         broadcast(full, local, keys, *args, **options)
-        local.update({key: part_like(like, local[key]) for key, like in likes.items()})
+        for key, like in likes.items():
+            if local[key].shape == like.shape:  # else whoever loads refuses it
+                # Straight to its place, which is copied to itself then: parts of the whole model
+                # would take as much memory as the model again.
+                like.copy_(local[key])
+                local[key] = like
 
     return broadcast_tensors
 

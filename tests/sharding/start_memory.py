@@ -5,15 +5,15 @@ The model is like Llama, of 172 MiB in FP32, and each rank is a fresh process. W
 of the process itself: pages of a mapped file belong to the system's cache.
 """
 
-import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
@@ -21,6 +21,7 @@ from sidestream.tests.ranks import run_on_ranks
 VOCAB, WIDTH, HIDDEN, LAYERS = 7000, 512, 1376, 12
 UNPOISONED = {"SIDESTREAM_TEST_POISON": "0"}  # filling memory would make it resident
 SAMPLE_S = 0.0005
+STATE_DICT, SAFETENSORS = "model.pt", "model.safetensors"
 
 
 class Layer(nn.Module):
@@ -108,18 +109,58 @@ def _shard(model: Model, **options: object) -> Model:
     return model
 
 
-def ordinary(_rank: int, _folder: Path) -> Model:
-    """Every rank makes the whole model."""
+def _sharded_meta_model() -> Model:
+    return _shard(_meta_model(), init_model_with_meta_device=True)
+
+
+def _ordinary(_rank: int, _folder: Path) -> Model:
     return _shard(Model())
 
 
+def _reset(_rank: int, _folder: Path) -> Model:
+    return _sharded_meta_model()
+
+
+def _rank_0_has_the_model(rank: int, _folder: Path) -> Model:
+    model = _meta_model() if rank else Model()
+    return _shard(model, init_model_with_meta_device=True)
+
+
+def _rank_0_maps_a_state_dict(rank: int, folder: Path) -> Model:
+    model = _sharded_meta_model()
+    state = {} if rank else torch.load(folder / STATE_DICT, mmap=True, weights_only=True)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    return model
+
+
+def _safetensors(_rank: int, folder: Path) -> Model:
+    model = _sharded_meta_model()
+    ss.load_safetensors(folder / SAFETENSORS, model)
+    return model
+
+
 WAYS: dict[str, Callable[[int, Path], Model]] = {
-    "ordinary": ordinary,
+    "every rank makes the model": _ordinary,
+    "meta device, reset_parameters": _reset,
+    "meta device but on rank 0, which makes the model": _rank_0_has_the_model,
+    "meta device, state dict mapped by rank 0": _rank_0_maps_a_state_dict,
+    "meta device, safetensors": _safetensors,
 }
 
 
+def write_files(folder: Path) -> None:
+    """Write what some of the ways read into `folder`."""
+    torch.manual_seed(1)
+    model = Model()
+    torch.save(model.state_dict(), folder / STATE_DICT)
+    ss.save_safetensors(folder / SAFETENSORS, model)
+
+
 def peak_of(rank: int, _world_size: int, way: str, folder: str) -> float:
-    """The share of the weights that `way` takes at most on this rank."""
+    """The share of the weights that `way` takes at most on this rank, and that it ends with one
+    model's values.
+    """
     torch.manual_seed(0)
     with Peak() as peak:
         model = WAYS[way](rank, Path(folder))
@@ -132,13 +173,19 @@ def peaks(way: str, world_size: int, folder: Path) -> list[float]:
     return run_on_ranks(peak_of, world_size, way, str(folder), env=UNPOISONED, timeout_s=120)
 
 
-def main():
-    with tempfile.TemporaryDirectory() as f:
+def main() -> None:
+    """Print the table."""
+    print(f"peak above start / weights of {weights_bytes() / 2**20:.0f} MiB, 2 ranks")
+    with tempfile.TemporaryDirectory() as name:
+        write_files(Path(name))
         for way in WAYS:
-            print(way, peaks(way, 2, Path(f)))
+            shares = "  ".join(
+                f"rank {r} {p:4.0%}" for r, p in enumerate(peaks(way, 2, Path(name)))
+            )
+            print(f"{way:50} {shares}", flush=True)
 
 
 if __name__ == "__main__":
-    from sidestream.tests.sharding.start_memory import main
+    from sidestream.tests.sharding import start_memory
 
-    main()
+    start_memory.main()  # under a name by which ranks find it
