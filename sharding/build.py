@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..buffers import BufferPool, flat_layout
+from ..buffers import BufferPool, Placement, flat_layout
 from .collectives import Collectives
 from .config import ShardConfig
 from .hooks import Entry, install_hooks, install_root_hooks
@@ -22,12 +22,13 @@ from .modules.partition import GroupPlan, ParamEntry
 from .modules.tree_watch import TreeWatch
 from .optim import replaced_params
 from .param_faces import ParamSlot
-from .placements import Placement
-from .precision import resolve_dtypes
+from .placements import unit_placements
+from .precision import resolve_dtypes, resolve_wires
 from .runtime import Runtime
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.torch_state_dict import part_like, teach_torch
-from .unit import Unit, UnitSpec
+from .unit import Unit
+from .unit_spec import UnitSpec
 from .use_order import UnitGroup
 
 
@@ -121,7 +122,7 @@ def _ancestors(plans: list[GroupPlan]) -> list[frozenset[int]]:
 
 
 def _reshards(plan: GroupPlan, config: ShardConfig) -> bool:
-    if config.placements.params is not Placement.SHARD:
+    if config.strategy.shard.params is not Placement.SHARD:
         return False
     return (
         not plan.is_root if config.reshard_after_forward is None else config.reshard_after_forward
@@ -176,8 +177,7 @@ class _UnitMaker:
 
     def _unit(self, number: int) -> Unit:
         if number not in self._units:
-            world_size = self._collectives.world_size
-            spec = _unit_spec(number, *self._members[number], world_size, self._config)
+            spec = _unit_spec(number, *self._members[number], self._collectives, self._config)
             self._units[number] = Unit(spec, self._collectives, self._pool)
         return self._units[number]
 
@@ -196,21 +196,29 @@ class _UnitMaker:
             flat = whole.view(-1).view(torch.uint8)
             what = f"broadcast of the initial values of parameter '{entry.name}'"
             self._collectives.broadcast(flat, what)
-        unit.fill(index, whole)
+        unit.buffers.fill(index, whole)
         self._filled.add(entry)
 
 
 def _unit_spec(
-    index: int, plan: GroupPlan, members: list[ParamEntry], world_size: int, config: ShardConfig
+    index: int,
+    plan: GroupPlan,
+    members: list[ParamEntry],
+    collectives: Collectives,
+    config: ShardConfig,
 ) -> UnitSpec:
     first = members[0].param
+    dtypes = resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad)
+    num_axes = len(collectives.channels)
     return UnitSpec(
         index=index,
         name=plan.name or "(root)",
         names=tuple(entry.name for entry in members),
-        layout=flat_layout([entry.param.shape for entry in members], world_size),
-        dtypes=resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad),
-        placements=config.placements,
+        layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
+        dtypes=dtypes,
+        placements=unit_placements(config.strategy, config.outer, num_axes),
+        wires=resolve_wires(config.policy, dtypes.compute, native=config.native),
+        scale=1.0 / (config.divide_factor or collectives.world_size),
     )
 
 
