@@ -3,13 +3,34 @@
 from ..kernels import ALIGN_NUMEL as BLOCK_NUMEL  # what users of buffers call it
 from .flat_buffer import FlatBuffer
 from .layout import FlatLayout, Segment, flat_layout
-from .pool import BufferPool
+from .placed_buffer import (
+    Grid,
+    Hop,
+    Movement,
+    PlacedBuffer,
+    Placement,
+    Placements,
+    Span,
+    redistribute,
+    spans,
+)
+from .pool import BufferPool, Streams
 
 __all__ = [
     "BLOCK_NUMEL",
     "BufferPool",
     "FlatBuffer",
     "FlatLayout",
+    "Grid",
+    "Hop",
+    "Movement",
+    "PlacedBuffer",
+    "Placement",
+    "Placements",
     "Segment",
+    "Span",
+    "Streams",
     "flat_layout",
+    "redistribute",
+    "spans",
 ]

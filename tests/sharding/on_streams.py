@@ -18,9 +18,9 @@ import sidestream as ss
 from sidestream.sharding import build
 from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.grad_packing import GradientPacker
+from sidestream.sharding.grad_packing import GradientPacker, Gradients
 from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
-from sidestream.sharding.process_groups import DataParallelGroups
+from sidestream.sharding.process_groups import Axis, DataParallelGroups
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
 from sidestream.tests.sharding.fake_streams import LoopbackGroup, Machine
@@ -50,7 +50,12 @@ def hold_until_advance(machine: Machine) -> Any:
             if machine.current is machine.streams[0]:
                 super().clear()
 
-    return mock.patch.object(GradientPacker, "take", lambda *args: Held(take(*args)))
+    def held(*arguments: Any) -> Gradients:
+        grads = take(*arguments)
+        grads.tensors = Held(grads.tensors)
+        return grads
+
+    return mock.patch.object(GradientPacker, "take", held)
 
 
 @contextlib.contextmanager
@@ -68,8 +73,12 @@ def sharding(
 
     `holds`: whether gradients live until their event has advanced. Delete the model inside.
     """
+    gather: Any
+    reduce: Any
     gather, reduce = (LoopbackGroup(machine, world_size) for _ in range(2))
-    groups: Any = (0, world_size, torch.device("cpu"), gather, reduce)
+    axis = Axis("dp_shard", world_size, 0, *((gather, reduce) if world_size > 1 else (None, None)))
+    places = tuple((rank,) for rank in range(world_size))
+    groups = DataParallelGroups(0, world_size, torch.device("cpu"), gather, (axis,), places)
 
     def do_nothing(*_: object) -> None:
         """No mock: it would keep the tensors that it was called with."""
@@ -78,7 +87,7 @@ def sharding(
     with (
         machine.installed(),
         _making(lanes),
-        mock.patch.object(entry, "data_parallel_groups", lambda *_: DataParallelGroups(*groups)),
+        mock.patch.object(entry, "data_parallel_groups", lambda *_, **__: groups),
         mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
         mock.patch.multiple(dist, get_backend=lambda _: "nccl", get_rank=lambda _: 0),
         mock.patch.object(trainer, "make_optimizer", make_optimizer),
