@@ -11,7 +11,7 @@ owner must know of it before the memory is freed, lest it be unmapped too early 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,9 +36,9 @@ class BufferPool:
     """Leases flat buffers on `device`, and counts every byte.
 
     A released buffer is handed out again to the next lease of its size on the same stream; its
-    memory is freed by `trim` or by the first lease of another size: units of one shape take turns
-    with the same memory, and what is kept never exceeds what was leased at once. The tensor itself
-    stays, so that `views` of it are made once. What `allocate` makes has one owner for good:
+    memory is freed by `trim` or by the first lease of another size there: units of one shape take
+    turns with the same memory, and what a stream keeps never exceeds what it had leased at once.
+    The tensor itself stays, so that `views` of it are made once. What `allocate` makes has one owner for good:
     whoever refers to it may go on reading after `forget`. `live_bytes` counts all memory held now,
     `peak_bytes` the most it ever was since `reset_peak`. To be called from one thread.
     """
@@ -49,8 +49,9 @@ class BufferPool:
     peak_bytes: int = 0
     # Strong references: an id must not come back as another tensor's.
     _leased: dict[int, tuple[_Size, Tensor]] = field(default_factory=dict)
-    _released: dict[tuple[_Size, Hashable], list[Tensor]] = field(
-        default_factory=lambda: defaultdict(list)
+    # By the stream that was current then.
+    _released: dict[Hashable, dict[_Size, list[Tensor]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
     _trimmed: dict[_Size, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     _views: dict[int, dict[Hashable, list[Tensor]]] = field(default_factory=dict)
@@ -58,10 +59,11 @@ class BufferPool:
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor [numel] with any contents, until `release`."""
         size = (numel, dtype)
-        if released := self._released[size, self.streams.current()]:
+        stream = self.streams.current()
+        if released := self._released[stream][size]:
             tensor = released.pop()
         else:
-            self.trim()
+            self._trim([stream])
             if trimmed := self._trimmed[size]:
                 tensor = trimmed[-1]
                 self.grow(tensor.untyped_storage(), numel * dtype.itemsize)
@@ -78,7 +80,7 @@ class BufferPool:
             RuntimeError: `tensor` is not on lease (a double release, or another pool's).
         """
         size = self._take_back(tensor, "release")
-        self._released[size, self.streams.current()].append(tensor)
+        self._released[self.streams.current()][size].append(tensor)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor [numel] with any contents, never handed out again, until `forget`."""
@@ -122,14 +124,17 @@ class BufferPool:
 
     def trim(self) -> None:
         """Free the memory of every buffer that is not on lease."""
-        if any(self._released.values()):
+        self._trim(list(self._released))
+
+    def _trim(self, streams: Sequence[Hashable]) -> None:
+        released = [item for stream in streams for item in self._released.pop(stream).items()]
+        if any(tensors for _, tensors in released):
             self.streams.catch_up()
-        for (size, _), released in self._released.items():
-            for tensor in released:
+        for size, tensors in released:
+            for tensor in tensors:
                 storage = tensor.untyped_storage()
                 self._free(storage, storage.nbytes())
-            self._trimmed[size] += released
-        self._released.clear()
+            self._trimmed[size] += tensors
 
     def grow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give an empty `storage` memory (contents uninitialised); tensors over it become valid."""
