@@ -33,6 +33,9 @@ def communicator(
 ) -> dist.ProcessGroup:
     """That of `purpose` over `ranks`, which call together when it is made. `like`: what its time
     limit is taken from, and its backend where none is given.
+
+    Raises:
+        CommunicationError: a rank died before it called.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -43,7 +46,8 @@ def communicator(
     # Not every backend tells its time limit.
     options = getattr(like._get_backend(like._device_types[0]), "options", None)
     name = hashlib.sha256(repr((purpose, backend, ranks, len(made))).encode()).hexdigest()
-    with _named(name), _unbound(default) as bound:
+    what = f"making of a communicator ({purpose}) of ranks {list(ranks)}"
+    with communicating(what), _named(name), _unbound(default) as bound:
         group = dist.new_group(
             list(ranks),
             timeout=getattr(options, "_timeout", None),

@@ -289,7 +289,10 @@ def _device(
         world.bound_device_id = None if bound is None else torch.device(bound)
         stack.callback(setattr, world, "bound_device_id", None)
         held = [torch.device(device) for device in devices]
-        return str(data_parallel_groups(mesh, None, devices=held).device)
+        device = str(data_parallel_groups(mesh, None, devices=held).device)
+    # A rank that left would close connections that the other has yet to make.
+    dist.barrier()
+    return device
 
 
 @pytest.mark.parametrize(
