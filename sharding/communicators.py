@@ -77,7 +77,7 @@ def gather_objects(value: T, group: dist.ProcessGroup, device: torch.device, wha
     return found
 
 
-def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def background_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A gloo group over the ranks of `group` for a thread beside training; made once (a
     collective).
 
@@ -86,8 +86,7 @@ def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     # A group that never gets a member waits for all of them however long it takes, where a
     # collective notices the dead.
-    with communicating("meeting of all ranks before an asynchronous save"):
-        dist.all_gather_object([None] * dist.get_world_size(group), None, group=group)
+    gather_objects(None, group, device, "meeting of all ranks before an asynchronous save")
     return communicator(_BACKGROUND, tuple(dist.get_process_group_ranks(group)), group, "gloo")
 
 
