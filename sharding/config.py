@@ -122,7 +122,6 @@ def resolve_config(
             "gradient_divide_factor", gradient_divide_factor, expected, lambda n: 0 < n < math.inf
         )
     level = resolve_strategy(strategy)
-    outer = resolve_outer(level, outer_strategy)
     expected = "a whole number of at least 0"
     require_number(
         "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
@@ -130,7 +129,7 @@ def resolve_config(
     require_initialiser(initialiser)
     return ShardConfig(
         strategy=level,
-        outer=None if outer_dim is None else outer,
+        outer=resolve_outer(level, outer_strategy, outer_dim),
         policy=policy or MixedPrecisionPolicy(),
         classes=classes,
         reshard_after_forward=reshard_after_forward,
