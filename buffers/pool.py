@@ -38,9 +38,10 @@ class BufferPool:
     A released buffer is handed out again to the next lease of its size on the same stream; its
     memory is freed by `trim` or by the first lease of another size there: units of one shape take
     turns with the same memory, and what a stream keeps never exceeds what it had leased at once.
-    The tensor itself stays, so that `views` of it are made once. What `allocate` makes has one owner for good:
-    whoever refers to it may go on reading after `forget`. `live_bytes` counts all memory held now,
-    `peak_bytes` the most it ever was since `reset_peak`. To be called from one thread.
+    The tensor itself stays, so that `views` of it are made once. What `allocate` makes has one
+    owner for good: whoever refers to it may go on reading after `forget`. `live_bytes` counts all
+    memory held now, `peak_bytes` the most it ever was since `reset_peak`. To be called from one
+    thread.
     """
 
     device: torch.device
