@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sidestream.buffers import BufferPool
-from sidestream.sharding.lanes import _StreamEvent
+from sidestream.sharding.lanes import _StreamEvent, make_lane
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
 from sidestream.tests.sharding.fake_streams import Late, Machine, Stream
@@ -172,6 +172,12 @@ def test_one_pair_of_exchange_buffers_is_enough() -> None:
     peak, pair = run(Machine(), JOBS["zero3"], find=peak_and_pair)
     pipelined, _ = run(Machine(), JOBS["zero3"], LANES["pipelined"], find=peak_and_pair)
     assert pipelined - peak == pair > 0
+
+
+@pytest.mark.parametrize(("overlap", "streams"), [(False, 0), (True, 1), ("pipelined", 2)])
+def test_an_option_says_how_many_streams_reduce(overlap: bool | str, streams: int) -> None:
+    with Machine().installed():
+        assert len(make_lane(torch.device("cuda"), overlap).streams) == streams
 
 
 def test_collectives_run_in_the_stream_that_starts_them() -> None:
