@@ -51,7 +51,7 @@ class ShardConfig:
     classes: tuple[type[nn.Module], ...]
     reshard_after_forward: bool | None
     sizes: UnitSizes
-    overlap_grad_reduce: bool
+    overlap_grad_reduce: bool | str
     initialiser: Initialiser
     divide_factor: float | None
     native: bool
@@ -101,7 +101,7 @@ def resolve_config(
     outer_strategy: str,
     reduce: str,
     gradient_divide_factor: float | None,
-    overlap_grad_reduce: bool,
+    overlap_grad_reduce: bool | str,
     overlap_param_gather: bool,
     reshard_after_forward: bool | None,
     bucket_mib: float | None,
@@ -112,7 +112,8 @@ def resolve_config(
     """Resolve the options of `fully_shard`; raises what that says about them."""
     if policy is not None:
         require_policy(policy)
-    require_flag("overlap_grad_reduce", overlap_grad_reduce)
+    if overlap_grad_reduce != "pipelined":
+        require_flag("overlap_grad_reduce", overlap_grad_reduce, "True, False or 'pipelined'")
     require_flag("overlap_param_gather", overlap_param_gather)
     if reshard_after_forward is not None:
         require_flag("reshard_after_forward", reshard_after_forward)

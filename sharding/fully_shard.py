@@ -61,7 +61,7 @@ def fully_shard(
     fsdp_unit_modules: Iterable[UnitClass] | None = None,
     zero_dp_strategy: int | str = 3,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
-    overlap_grad_reduce: bool = True,
+    overlap_grad_reduce: bool | str = True,
     overlap_param_gather: bool = True,
     reshard_after_forward: bool | None = None,
     bucket_mib: float | None = None,
@@ -104,7 +104,9 @@ def fully_shard(
             is one unit, and nothing overlaps.
         zero_dp_strategy: 0 'no_shard', 1 'optim', 2 'optim_grads', 3 'optim_grads_params'.
         mixed_precision_policy: dtypes of compute, main parameters, gradients and wire.
-        overlap_grad_reduce: exchange gradients beside backward.
+        overlap_grad_reduce: exchange gradients beside backward. "pipelined": on a GPU an exchange
+            also starts while the one before is being summed, for a second pair of buffers; worth it
+            where exchanges take longer than backward.
         overlap_param_gather: gather parameters beside compute.
         reshard_after_forward: free gathered parameters after forward (ZeRO-3 only). None: units
             do; the root, which backward needs first, does not.

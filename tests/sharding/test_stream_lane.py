@@ -4,7 +4,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sidestream.buffers import BufferPool
-from sidestream.sharding.lanes import _StreamEvent
+from sidestream.sharding.lanes import _StreamEvent, make_lane
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
 from sidestream.tests.sharding.fake_streams import Late, Machine, Stream
@@ -34,10 +34,23 @@ JOBS = {
     "zero2, bf16 gradients": Job(zero=2, accumulate=2, policy={"main_grads_dtype": torch.bfloat16}),
 }
 LATE_JOBS = ["zero3", "zero2", "zero0", "zero3, no_sync, clip"]
-WORLDS: dict[str, tuple[int, Lanes]] = {
-    "world 1": (1, LANES["in order"]),
-    "world 2": (2, LANES["in order"]),
-    "world 2, pipelined": (2, LANES["pipelined"]),
+WORLDS: dict[str, tuple[tuple[int, ...], Lanes]] = {
+    "world 1": ((1,), LANES["in order"]),
+    "world 2": ((2,), LANES["in order"]),
+    "world 2, pipelined": ((2,), LANES["pipelined"]),
+    "2 nodes of 2": ((2, 2), LANES["in order"]),
+}
+HSDP: dict[str, Any] = {"dp_outer_dim": "outer"}
+ON_TWO_AXES = {
+    "HSDP": Job(zero=3, options=HSDP),
+    "HSDP, zero2": Job(zero=2, accumulate=2, options=HSDP),
+    "HSDP, zero0": Job(zero=0, options=HSDP),
+    "HFSDP": Job(zero=3, options={**HSDP, "outer_dp_sharding_strategy": "optim"}),
+    "HFSDP, bf16": Job(
+        zero=3,
+        options={**HSDP, "outer_dp_sharding_strategy": "optim"},
+        policy={"param_dtype": torch.bfloat16},
+    ),
 }
 SIDES: dict[str, tuple[bool, Lanes]] = {
     "side streams first": (True, LANES["in order"]),
@@ -88,13 +101,23 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("world_size", "lanes"), WORLDS.values(), ids=WORLDS)
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_every_conflict_is_ordered(job: Job, world_size: int, lanes: Lanes) -> None:
+def assert_ordered(job: Job, sizes: Sequence[int], lanes: Lanes) -> None:
     machine = Racing()
-    run(machine, job, lanes, world_size=world_size)
+    run(machine, job, lanes, sizes=sizes)
     assert set(machine.hazards) == set()
     assert set(machine.early_frees) == set()
+
+
+@pytest.mark.parametrize(("sizes", "lanes"), WORLDS.values(), ids=WORLDS)
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_every_conflict_is_ordered(job: Job, sizes: tuple[int, ...], lanes: Lanes) -> None:
+    assert_ordered(job, sizes, lanes)
+
+
+@pytest.mark.parametrize("lanes", LANES.values(), ids=LANES)
+@pytest.mark.parametrize("job", ON_TWO_AXES.values(), ids=ON_TWO_AXES)
+def test_every_conflict_on_two_axes_is_ordered(job: Job, lanes: Lanes) -> None:
+    assert_ordered(job, (2, 2), lanes)
 
 
 @pytest.mark.parametrize(("side_first", "lanes"), SIDES.values(), ids=SIDES)
@@ -151,12 +174,18 @@ def test_one_pair_of_exchange_buffers_is_enough() -> None:
     assert pipelined - peak == pair > 0
 
 
+@pytest.mark.parametrize(("overlap", "streams"), [(False, 0), (True, 1), ("pipelined", 2)])
+def test_an_option_says_how_many_streams_reduce(overlap: bool | str, streams: int) -> None:
+    with Machine().installed():
+        assert len(make_lane(torch.device("cuda"), overlap).streams) == streams
+
+
 def test_collectives_run_in_the_stream_that_starts_them() -> None:
-    with sharding(Machine(), LANES["in order"]) as groups:
+    with sharding(Machine(), LANES["in order"]) as along:
         model, _ = trainer.build(Job(zero=3))
         trainer.loss_of(model, trainer.batch(0)).backward()
         del model, _
-    for group in groups:
+    for group in along[0]:
         assert group.options
         assert not any(options.asyncOp for options in group.options)
 
