@@ -11,12 +11,14 @@ from .process_groups import shorten_flight_record
 from .safetensors import load_safetensors, save_safetensors
 from .summary import summary
 from .tensor.sharded_tensor import ShardedTensor
+from .wire import Wire
 
 __all__ = [
     "AdamW",
     "CommunicationError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
+    "Wire",
     "clip_grad_norm_",
     "full_state_dict",
     "fully_shard",

@@ -134,7 +134,7 @@ def _build_unit(
     num_axes = len(collectives.channels)
     spec = UnitSpec(
         index=index,
-        name=plan.name or "(root)",
+        name=plan.unit_name(members),
         names=tuple(entry.name for entry in members),
         layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
         dtypes=dtypes,

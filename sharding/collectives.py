@@ -140,7 +140,8 @@ class Channel:
         self.size = axis.size
         self._traffic = traffic
         self._point_to_point = (
-            axis.gather is not None
+            axis.size > 1
+            and axis.gather is not None
             and device.type == "cpu"
             and dist.get_backend(axis.gather) == "gloo"
         )

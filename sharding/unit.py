@@ -62,7 +62,13 @@ class Unit:
         self.main_span = self.buffers.main.span
         self.owned_span = grid.span(numel, (Placement.SHARD,) * len(grid.sizes))
         """What of the flat buffer this rank answers for: the ranks' are disjoint."""
-        self._spans = spans(numel, grid.sizes, collectives.groups.coordinates, placements.main)
+        held = spans(numel, grid.sizes, collectives.groups.coordinates, placements.main)
+        # One object for a tensor, its gradient and its moments: of 1,024 ranks it takes 127 KiB,
+        # and half a millisecond to make.
+        self._intervals = [
+            tuple(spec.layout.overlap(index, span) for span in held)
+            for index in range(len(spec.names))
+        ]
         self._gathered_version = self.main._version
         self._stale = not self.buffers.shares
         self._cast_version: int | None = None  # of `main` when a step wrote its casts too
@@ -127,7 +133,7 @@ class Unit:
             start=start,
             name=self.spec.names[index],
             group=self._group,
-            intervals=tuple(layout.overlap(index, span) for span in self._spans),
+            intervals=self._intervals[index],
             requires_grad=requires_grad,
             grad_source=grad_source,
         )
