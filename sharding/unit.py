@@ -47,17 +47,13 @@ class UnitState(Enum):
 class Unit:
     """Owns the memory of one `UnitSpec` on this rank and moves it through its life cycle."""
 
-    def __init__(
-        self, spec: UnitSpec, full: Tensor, collectives: Collectives, pool: BufferPool
-    ) -> None:
-        """`full` [layout.numel], main dtype, leased from `pool`: the initial values, taken over by
-        the unit.
-        """
+    def __init__(self, spec: UnitSpec, collectives: Collectives, pool: BufferPool) -> None:
+        """All parameters are zero until `buffers.fill`."""
         self.spec = spec
         self.state = UnitState.SHARDED
         self._group = collectives.groups.group
         numel, placements, grid = spec.layout.numel, spec.placements, collectives.grid
-        self.buffers = UnitBuffers(spec, full, collectives, pool)
+        self.buffers = UnitBuffers(spec, collectives, pool)
         self.main = self.buffers.main.memory
         self.main_span = self.buffers.main.span
         self.owned_span = grid.span(numel, (Placement.SHARD,) * len(grid.sizes))

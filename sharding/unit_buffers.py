@@ -46,10 +46,8 @@ class _Leg:
 class UnitBuffers:
     """The placed buffers of one unit's parameters."""
 
-    def __init__(
-        self, spec: UnitSpec, full: Tensor, collectives: Collectives, pool: BufferPool
-    ) -> None:
-        """`full` [layout.numel], main dtype, leased from `pool`: the initial values, taken over."""
+    def __init__(self, spec: UnitSpec, collectives: Collectives, pool: BufferPool) -> None:
+        """All parameters are zero until `fill`."""
         self._channels = collectives.channels
         self._what = f"gather of unit '{spec.name}'"
         layout, dtypes, placements = spec.layout, spec.dtypes, spec.placements
@@ -62,7 +60,7 @@ class UnitBuffers:
         self.frees = placements.frees_params
         self.shares = not self.frees and dtypes.compute == dtypes.main
         """Whether `main` is a view of `gathered`."""
-        self._take_over(full, pool)
+        self._allocate(pool)
         # Views have to be made while there is memory; they outlive it. Each has a version counter
         # of its own: a write to one parameter must not spoil what autograd saved of the others.
         self.views = [v.data for v in FlatBuffer(self.gathered.memory, layout).views()]
@@ -80,21 +78,21 @@ class UnitBuffers:
         if self.frees:
             self.gathered.shrink()
 
-    def _take_over(self, full: Tensor, pool: BufferPool) -> None:
+    def _allocate(self, pool: BufferPool) -> None:
+        flat = pool.lease(self.gathered.numel, self.gathered.dtype)
+        # Collectives write through `.data`, which has a version counter of its own, so that
+        # tensors which autograd saved from an earlier gather of the same weights stay valid.
+        self.gathered.hold(flat.data)
         start, stop = self.main.span
         if self.shares:
-            # Collectives write through `.data`, which has a version counter of its own, so that
-            # tensors which autograd saved from an earlier gather of the same weights stay valid.
-            self.gathered.hold(full.data)
-            self.main.hold(full[start:stop])
-            return
-        self.gathered.hold(pool.lease(self.gathered.numel, self.gathered.dtype).data)
-        if self.main.numel == full.numel():
-            self.main.hold(full)
-            return
-        self.main.hold(pool.lease(self.main.numel, self.main.dtype))
-        self.main.memory.copy_(full[start:stop])
-        pool.release(full)
+            self.main.hold(flat.zero_()[start:stop])
+        else:
+            self.main.hold(pool.lease(stop - start, self.main.dtype).zero_())
+
+    def fill(self, index: int, whole: Tensor) -> None:
+        """Take this rank's part of the initial values `whole` [shape of tensor `index`]."""
+        # What `main` is a view of is read without a gather.
+        (self.gathered if self.shares else self.main).write(index, whole)
 
     @property
     def rest_bytes(self) -> int:
