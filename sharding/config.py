@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .arguments import require_flag, require_number
+from .modules.init_stages import Initialiser, require_initialiser
 from .placements import Held, Strategy, resolve_outer, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
 
@@ -51,6 +52,7 @@ class ShardConfig:
     reshard_after_forward: bool | None
     sizes: UnitSizes
     overlap_grad_reduce: bool
+    initialiser: Initialiser
     divide_factor: float | None
     native: bool
     runtime: RuntimeOptions
@@ -70,6 +72,10 @@ class ShardConfig:
             "overlap_grad_reduce": self.overlap_grad_reduce,
             "overlap_param_gather": self.runtime.overlap_param_gather,
             "prefetch": self.runtime.prefetch,
+            # Functions are other objects on every rank.
+            "init_model_with_meta_device": "a function"
+            if callable(self.initialiser)
+            else self.initialiser,
         }
         return {name: f"{value!r}" for name, value in options.items()}
 
@@ -101,6 +107,7 @@ def resolve_config(
     bucket_mib: float | None,
     split_root_mib: float | None,
     prefetch: int,
+    initialiser: Initialiser,
 ) -> ShardConfig:
     """Resolve the options of `fully_shard`; raises what that says about them."""
     if policy is not None:
@@ -120,6 +127,7 @@ def resolve_config(
     require_number(
         "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
     )
+    require_initialiser(initialiser)
     return ShardConfig(
         strategy=level,
         outer=None if outer_dim is None else outer,
@@ -128,6 +136,7 @@ def resolve_config(
         reshard_after_forward=reshard_after_forward,
         sizes=UnitSizes(_bytes("bucket_mib", bucket_mib), _bytes("split_root_mib", split_root_mib)),
         overlap_grad_reduce=overlap_grad_reduce,
+        initialiser=initialiser,
         divide_factor=gradient_divide_factor,
         native=_is_native(reduce, policy),
         runtime=RuntimeOptions(

@@ -39,11 +39,12 @@ _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(eq=False, slots=True)
 class ParamEntry:
     """One parameter: its first name, and every (module, attribute) that holds it. `caches`: the
-    lists and dictionaries of modules that do so too, and where.
+    lists and dictionaries of modules that do so too, and where. `param` is the plain one until its
+    unit is attached, which frees it, then the sharded one.
     """
 
     name: str
-    param: nn.Parameter
+    param: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     caches: list[tuple[Any, Any]] = field(default_factory=list)
 
@@ -66,10 +67,11 @@ class GroupPlan:
         return (holders.pop() if is_apart else self.name) or "(root)"
 
 
-def collect_params(module: nn.Module) -> list[ParamEntry]:
+def collect_params(module: nn.Module, *, takes_meta: bool = False) -> list[ParamEntry]:
     """Every floating-point parameter once, in registration order, with all its places.
 
-    Integer and bool parameters are not sharded.
+    Integer and bool parameters are not sharded. `takes_meta`: what is on the meta device gets its
+    values later.
 
     Raises:
         ValueError: a parameter that is already sharded, on the meta device, lazy, of another dtype
@@ -80,7 +82,7 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
     problems: list[str] = []
     for name, submodule, attribute, param in param_places(module):
         if id(param) not in entries:
-            problem = _problem(param)
+            problem = _problem(param, takes_meta)
             if problem:
                 problems.append(f"'{name}' {problem}")
                 continue
@@ -91,14 +93,14 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
     problems += [
         f"buffer '{name}' {problem}"
         for name, buffer in named_buffers(module)
-        if (problem := _problem_of_any(buffer))
+        if (problem := _problem_of_any(buffer, takes_meta))
     ]
     if problems:
         raise ValueError("fully_shard cannot take these parameters: " + listed(problems, "; "))
     return list(entries.values())
 
 
-def _problem(param: nn.Parameter) -> str | None:
+def _problem(param: nn.Parameter, takes_meta: bool) -> str | None:
     if isinstance(param, ShardedTensor):
         return "is sharded already: call fully_shard once, on the outermost module"
     if (other := replaced_params.name_of(param)) is not None:
@@ -106,7 +108,7 @@ def _problem(param: nn.Parameter) -> str | None:
             f"was '{other}' of a model that is sharded already, which does not use this tensor any "
             "more: shard one module that holds both models, or give this one a copy"
         )
-    problem = _problem_of_any(param)
+    problem = _problem_of_any(param, takes_meta)
     if problem:
         return problem
     if param.layout is not torch.strided:
@@ -143,14 +145,17 @@ def _problem_of_dtype(param: nn.Parameter) -> str | None:
     return None
 
 
-def _problem_of_any(tensor: Tensor) -> str | None:
+def _problem_of_any(tensor: Tensor, takes_meta: bool) -> str | None:
     """What keeps a parameter or buffer from being taken, other than its dtype."""
     if is_lazy(tensor):
         return "has no shape yet: run one forward of its lazy module first"
     if _is_dtensor(tensor):
         return "is a DTensor: pass a model with plain parameters"
-    if tensor.is_meta:
-        return "is on the meta device: materialise it first (module.to_empty, reset_parameters)"
+    if tensor.is_meta and not takes_meta:
+        return (
+            "is on the meta device: pass init_model_with_meta_device=True, or a function that sets "
+            "what a module has, or materialise it first (module.to_empty, reset_parameters)"
+        )
     # An integer tensor stays as it is, so it may be of any class.
     if tensor.is_floating_point() and (base := _base_with_rules(type(tensor))) is not None:
         return (
