@@ -130,15 +130,14 @@ def plan_stages(
     stages, orphans = [], []
     for part, is_whole in _cut(module, plan.is_whole, set()):
         modules = [*_inside_out(part, set())] if is_whole else [part]
-        if not any(lacks[id(other)] for other in modules):
-            continue
         calls = [
             (names[id(other)], call)
             for other in modules
             if id(other) in inside and (call := plan.call(other)) is not None
         ]
-        stages.append(Stage(tuple(modules), tuple(calls)))
-        if not calls:
+        if calls:
+            stages.append(Stage(tuple(modules), tuple(calls)))
+        elif lacks[id(part)]:
             keys = listed([slot.key for slot in lacks[id(part)]])
             orphans.append(f"'{names[id(part)]}' of class {type(part).__name__} ({keys})")
     if orphans:

@@ -1,0 +1,525 @@
+"""A start from the meta device: the bits of an ordinary one, each module reset once and whole."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sidestream as ss
+from sidestream.sharding.fully_shard import runtime_of
+from sidestream.tests.ranks import RanksFailed, preload, run_on_ranks
+from sidestream.tests.sharding.twins import LEVELS
+from sidestream.training.model import GPT, Block, model_config
+
+preload("sidestream.training.model", "transformers")
+SEED = 3
+
+
+class Stack(nn.Module):
+    """Units with attention, whose reset reaches into a child, between modules of the root, which
+    have buffers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, padding_idx=1)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Sequential(nn.Linear(8, 5), nn.PReLU(), nn.Bilinear(1, 1, 1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[batch, length, 5] of int64 `tokens` [batch, length]."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head[:2](self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Tied(nn.Module):
+    """The head takes the embedding's weight after it was made with one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 6)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Recurrent(nn.Module):
+    """Modules that hold their weights in a list too, and one that passes a reset on to children
+    though its constructor does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(3, 4, num_layers=2), nn.GRU(4, 4)])
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(4, 9, [3, 6])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Log probabilities."""
+        x = nn.functional.one_hot(tokens % 3, 3).float()
+        for layer in self.layers:
+            x = layer(x)[0]
+        return self.softmax.log_prob(x.flatten(0, 1))
+
+
+class Small(nn.Module):
+    """Fewer rows than ranks, in bf16, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((8, 1), (1, 3))
+        self.layers = nn.ModuleList(nn.Linear(*size, dtype=torch.bfloat16) for size in sizes)
+        self.conv = nn.Conv1d(3, 2, 5, padding=2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[batch, 2, 1]."""
+        x = torch.ones(len(tokens), 8, dtype=torch.bfloat16)
+        for layer in self.layers:
+            x = layer(x)
+        return self.conv(x.float().unsqueeze(2))
+
+
+def _gpt() -> GPT:
+    return GPT(model_config("tiny", context=16))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], list[type[nn.Module]] | None]] = {
+    "gpt": (_gpt, [Block]),
+    "attention and buffers": (Stack, [nn.TransformerEncoderLayer]),
+    "one unit": (Stack, None),
+    "tied": (Tied, [nn.Linear]),
+    "recurrent": (Recurrent, [nn.LSTM, nn.GRU]),
+    "small": (Small, [nn.Linear]),
+}
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False)]
+    named += model.named_buffers(remove_duplicate=False)
+    return {
+        name: value.full_tensor() if isinstance(value, ss.ShardedTensor) else value.detach()
+        for name, value in named
+    }
+
+
+def check_same(model: nn.Module, expected: nn.Module) -> None:
+    got = values_of(model)
+    for name, value in values_of(expected).items():
+        # Main parameters may be wider.
+        assert torch.equal(got[name], value.to(got[name].dtype)), name
+
+
+def starts(rank: int, world_size: int, which: str, zero: int) -> None:
+    make, units = MODELS[which]
+    torch.manual_seed(SEED)
+    ordinary = make()
+    state = torch.get_rng_state()
+    model = on_meta(make)
+    torch.manual_seed(SEED + rank)
+    ss.fully_shard(
+        model, fsdp_unit_modules=units, zero_dp_strategy=zero, init_model_with_meta_device=True
+    )
+    check_same(model, ordinary)
+    assert rank or torch.equal(torch.get_rng_state(), state), "what comes after draws otherwise"
+    tokens = torch.arange(12).view(2, 6) % 5
+    expected, got = ordinary(tokens), model(tokens)
+    torch.testing.assert_close(got, expected)
+    got.square().mean().backward()
+    for unit in runtime_of(model).units:
+        assert unit.main.isfinite().all(), "bad padding"
+
+
+@pytest.mark.parametrize("world_size", LEVELS)
+@pytest.mark.parametrize("which", MODELS)
+def test_it_is_the_ordinary_start_with_the_same_seed(which: str, world_size: int) -> None:
+    for zero in LEVELS[world_size]:
+        run_on_ranks(starts, world_size, which, zero)
+
+
+class Scale(nn.Module):
+    """Nothing resets it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.register_buffer("angles", torch.arange(width) / width, persistent=False)
+        self.register_buffer("order", torch.arange(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scaled."""
+        return x * self.scale * self.angles
+
+
+class Custom(nn.Module):
+    """Units of a module that has no reset, under a tied root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), Scale(4)) for _ in range(2))
+        self.head = nn.Linear(4, 6, bias=False)
+        self.embedding.weight = self.head.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def set_own(module: nn.Module) -> None:
+    if isinstance(module, Scale):
+        nn.init.normal_(module.scale, 1.0, 0.1)
+        module.angles = torch.arange(len(module.scale)) / 7
+        module.order.copy_(torch.arange(len(module.scale)))
+    elif isinstance(module, (nn.Linear, nn.Embedding)):
+        # As some models have it, past the version counters.
+        module.weight.data.normal_(0.0, 0.02)
+        if getattr(module, "bias", None) is not None:
+            module.bias.data.zero_()
+
+
+def applies(rank: int, world_size: int, zero: int) -> None:
+    expected = on_meta(Custom).to_empty(device="cpu")
+    expected.embedding.weight = expected.head.weight
+    torch.manual_seed(SEED)
+    expected.apply(set_own)
+    state = torch.get_rng_state()
+    model = on_meta(Custom)
+    torch.manual_seed(SEED + rank)
+    ss.fully_shard(
+        model,
+        fsdp_unit_modules=[nn.Sequential],
+        zero_dp_strategy=zero,
+        init_model_with_meta_device=set_own,
+    )
+    check_same(model, expected)
+    assert rank or torch.equal(torch.get_rng_state(), state)
+    assert model.embedding.weight is model.head.weight
+    assert "layers.0.1.angles" not in model.state_dict()
+    tokens = torch.arange(6).view(2, 3)
+    assert torch.equal(model(tokens), expected(tokens))
+
+
+@pytest.mark.parametrize("world_size", LEVELS)
+def test_a_function_is_applied_as_module_apply_does(world_size: int) -> None:
+    for zero in LEVELS[world_size]:
+        run_on_ranks(applies, world_size, zero)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=64,
+            max_position_embeddings=32,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def llama_starts(rank: int, _world_size: int) -> None:
+    expected = llama()
+    torch.manual_seed(SEED)
+    expected.apply(expected._init_weights)
+    model = on_meta(llama)
+    torch.manual_seed(SEED + rank)
+    ss.fully_shard(
+        model,
+        fsdp_unit_modules=["LlamaDecoderLayer"],
+        init_model_with_meta_device=model._init_weights,
+    )
+    check_same(model, expected)
+
+
+def test_llama_of_transformers_by_its_own_function() -> None:
+    pytest.importorskip("transformers")
+    run_on_ranks(llama_starts, 2)
+
+
+def test_modules_are_reset_once_and_alone() -> None:
+    model = on_meta(_gpt)
+    calls = []
+
+    def note(module: nn.Module) -> None:
+        calls.append(module)
+        whole = [name for name, param in model.named_parameters() if not param.is_meta]
+        block = next((name for name in whole if name.startswith("blocks.")), "").split(".")[:2]
+        assert all(name.split(".")[:2] == block for name in whole if block[0]), whole
+        for param in module.parameters(recurse=False):
+            assert type(param) is nn.Parameter and param.isnan().all()
+            param.fill_(1.0)
+
+    ss.fully_shard(model, fsdp_unit_modules=[Block], init_model_with_meta_device=note)
+    assert len(calls) == len({id(module) for module in calls}) == len([*model.modules()])
+
+
+def test_what_has_values_keeps_them() -> None:
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2), nn.Linear(4, 2))
+    model.register_buffer("table", torch.randn(3))
+    kept = {name: value.clone() for name, value in values_of(model).items()}
+    meta = ("1.in_proj_weight", "2.weight")
+    for name in meta:
+        part, key = name.split(".")
+        old = getattr(model[int(part)], key)
+        setattr(model[int(part)], key, nn.Parameter(old.to("meta")))
+    model.forward = lambda x: x
+    ss.fully_shard(model, init_model_with_meta_device=True)
+    got = values_of(model)
+    for name, value in kept.items():
+        assert name in meta or torch.equal(got[name], value), name
+    assert all(got[name].isfinite().all() for name in meta)
+
+
+class Buffers(nn.Module):
+    """All that is not sharded, beside what is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("table", torch.randn(4), persistent=False)
+        self.register_buffer("count", torch.tensor(7))
+        self.order = nn.Parameter(torch.randperm(5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One use."""
+        return self.linear(x)
+
+
+def only_rank_0_has_it(rank: int, _world_size: int, zero: int) -> None:
+    torch.manual_seed(SEED)
+    expected = Buffers()
+    torch.manual_seed(SEED)
+    model = on_meta(Buffers) if rank else Buffers()
+    state = torch.get_rng_state()
+    ss.fully_shard(model, zero_dp_strategy=zero, init_model_with_meta_device=True)
+    check_same(model, expected)
+    assert type(model.order) is nn.Parameter and not model.order.requires_grad
+    assert torch.equal(torch.get_rng_state(), state), "nothing is drawn where rank 0 has values"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ss.fully_shard_optimizer(optimizer)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_ranks_without_values_get_those_of_rank_0(zero: int) -> None:
+    run_on_ranks(only_rank_0_has_it, 2, zero)
+
+
+def trains_with_an_optimizer(rank: int, world_size: int) -> None:
+    torch.manual_seed(SEED)
+    plain = Tied()
+    model = on_meta(Tied)
+    torch.manual_seed(SEED)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+    ss.fully_shard(
+        model, optimizers[1], fsdp_unit_modules=[nn.Linear], init_model_with_meta_device=True
+    )
+    tokens = torch.arange(6).view(2, 3)
+    for _ in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in values_of(plain).items():
+        torch.testing.assert_close(values_of(model)[name], value)
+
+
+def test_an_optimizer_over_meta_parameters_goes_along() -> None:
+    run_on_ranks(trains_with_an_optimizer, 2)
+
+
+class Nested(nn.Transformer):
+    """Its reset draws everything inside it again."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2, 1, 1, 6, batch_first=True)
+
+
+def test_what_resets_all_inside_it_is_one_stage() -> None:
+    expected = on_meta(Nested).to_empty(device="cpu")
+    torch.manual_seed(SEED)
+    for module in inside_out(expected):
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if reset is not None:
+            reset()
+    model = on_meta(Nested)
+    torch.manual_seed(SEED)
+    units = [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer]
+    ss.fully_shard(model, fsdp_unit_modules=units, init_model_with_meta_device=True)
+    check_same(model, expected)
+
+
+def inside_out(module: nn.Module) -> list[nn.Module]:
+    return [part for child in module.children() for part in inside_out(child)] + [module]
+
+
+class Unset(nn.Module):
+    """A reset that leaves out what it is told to."""
+
+    def __init__(self, left_out: str) -> None:
+        super().__init__()
+        self.left_out = left_out
+        self.weight = nn.Parameter(torch.empty(3, 2))
+        self.register_buffer("angles", torch.empty(4), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
+        self.linear = nn.Linear(2, 2)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set all but one."""
+        for name in {"weight", "angles", "count", "mask"} - {self.left_out}:
+            nn.init.ones_(getattr(self, name))
+        if self.left_out == "a row":
+            self.weight.data[1].fill_(float("nan"))
+        if self.left_out == "the shape":
+            self.weight = nn.Parameter(torch.ones(2, 3))
+        if self.left_out == "an attribute":
+            self.table = torch.ones(2, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One use."""
+        return self.linear(x @ self.weight)
+
+
+UNSET = {
+    "weight": r"'layer\.weight' not everywhere, since it has NaN",
+    "a row": r"'layer\.weight' not everywhere, since it has NaN",
+    "angles": r"'layer\.angles' not everywhere, since it has NaN",
+    "count": r"'layer\.count' not at all",
+    "mask": r"'layer\.mask' not at all",
+    "the shape": r"'layer\.weight' to torch\.float32 \(2, 3\) instead of torch\.float32 \(3, 2\)",
+    "an attribute": r"no tensors on the meta device but parameters and buffers, got 'layer\.table'",
+}
+
+
+def holder(left_out: str) -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(3, 3))
+    model.add_module("layer", Unset(left_out))
+    return model
+
+
+def is_unset(_rank: int, _world_size: int, left_out: str) -> None:
+    model = on_meta(lambda: holder(left_out))
+    before = {name: id(tensor) for name, tensor in tensors_of(model).items()}
+    with pytest.raises(ValueError, match=UNSET[left_out]):
+        ss.fully_shard(model, fsdp_unit_modules=[Unset], init_model_with_meta_device=True)
+    assert {name: id(tensor) for name, tensor in tensors_of(model).items()} == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    model.layer.left_out = ""
+    vars(model.layer).pop("table", None)
+    ss.fully_shard(model, fsdp_unit_modules=[Unset], init_model_with_meta_device=True)
+    assert model(torch.ones(1, 3)).isfinite().all()
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("left_out", UNSET)
+def test_what_is_left_unset_is_named_and_nothing_changed(left_out: str) -> None:
+    run_on_ranks(is_unset, 2, left_out)
+
+
+def test_modules_that_nothing_sets_are_named() -> None:
+    model = on_meta(Custom)
+    with pytest.raises(
+        ValueError, match=r"'layers\.0\.1' of class Scale \(scale, angles, order\); 'layers\.1\.1'"
+    ):
+        ss.fully_shard(model, init_model_with_meta_device=True)
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_without_the_option_the_error_names_it() -> None:
+    with pytest.raises(ValueError, match=r"on the meta device: pass init_model_with_meta_device="):
+        ss.fully_shard(on_meta(_gpt))
+
+
+@pytest.mark.parametrize("value", [1, "reset", None, nn.Linear], ids=str)
+def test_other_options_are_refused(value: object) -> None:
+    with pytest.raises(TypeError, match=r"init_model_with_meta_device: expected True, False or a"):
+        ss.fully_shard(nn.Linear(2, 2), init_model_with_meta_device=value)
+
+
+def test_a_write_to_another_module_is_refused() -> None:
+    def set_all(module: nn.Module) -> None:
+        if isinstance(module, GPT):
+            for param in module.parameters():
+                param.data.normal_()
+        else:
+            for param in module.parameters(recurse=False):
+                param.data.normal_()
+
+    model = on_meta(_gpt)
+    with pytest.raises(RuntimeError, match=r"got a write to 'token_embedding\.weight'") as caught:
+        ss.fully_shard(model, fsdp_unit_modules=[Block], init_model_with_meta_device=set_all)
+    assert caught.value.__notes__ == [
+        "while module '' was initialised (init_model_with_meta_device)"
+    ]
+    assert all(param.is_meta for param in model.parameters())
+    # All in one unit, all of it is at hand.
+    ss.fully_shard(model, init_model_with_meta_device=set_all)
+
+
+def fails_on_one_rank(rank: int, _world_size: int) -> None:
+    def set_own_but(module: nn.Module) -> None:
+        if rank == 1 and isinstance(module, Scale):
+            raise KeyError("no such scale")
+        set_own(module)
+
+    model = on_meta(Custom)
+    units = {"fsdp_unit_modules": [nn.Sequential]}
+    kind, text = (KeyError, "no such scale") if rank == 1 else (RuntimeError, "rank 1: .*no such")
+    with pytest.raises(kind, match=text):
+        ss.fully_shard(model, init_model_with_meta_device=set_own_but, **units)
+    assert all(param.is_meta for param in model.parameters())
+    ss.fully_shard(model, init_model_with_meta_device=set_own, **units)
+
+
+def test_a_failure_of_one_rank_is_raised_on_all() -> None:
+    run_on_ranks(fails_on_one_rank, 3)
+
+
+def differ(rank: int, _world_size: int) -> None:
+    ss.fully_shard(on_meta(Tied), init_model_with_meta_device=set_own if rank else True)
+
+
+def test_ranks_with_different_initialisers_are_refused() -> None:
+    with pytest.raises(RanksFailed, match=r"rank 1: init_model_with_meta_device is 'a function'"):
+        run_on_ranks(differ, 2)
+
+
+def test_state_of_an_optimizer_on_the_meta_device_is_refused() -> None:
+    model = on_meta(Tied)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    with pytest.raises(ValueError, match=r"got 'sum' of param_groups\[0\]\['params'\]\[0\] on the"):
+        ss.fully_shard(model, optimizer, init_model_with_meta_device=True)
+    assert all(param.is_meta for param in model.parameters())
