@@ -15,7 +15,7 @@ from .collectives import Collectives
 from .config import ShardConfig
 from .hooks import Entry, install_hooks, install_root_hooks
 from .initialisation import Initialisation, Staging
-from .lanes import make_lane
+from .lanes import LaneStreams, make_lane
 from .modules.cached_params import let_rnns_be
 from .modules.hidden_writes import modules_that_use_data
 from .modules.partition import GroupPlan, ParamEntry
@@ -69,6 +69,7 @@ def build_runtime(
         make_lane(device, config.runtime.overlap_param_gather),
         make_lane(device, config.overlap_grad_reduce),
     )
+    pool.streams = LaneStreams(lanes)
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
     owner.runtime = weakref.ref(runtime)
     let_rnns_be(module)
@@ -212,7 +213,7 @@ def _unit_spec(
     num_axes = len(collectives.channels)
     return UnitSpec(
         index=index,
-        name=plan.name or "(root)",
+        name=plan.unit_name(members),
         names=tuple(entry.name for entry in members),
         layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
         dtypes=dtypes,

@@ -19,9 +19,9 @@ from .arguments import require_forward, require_module
 from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
-from .config import ShardConfig, resolve_config
+from .config import SPLIT_ROOT_MIB, ShardConfig, resolve_config
 from .initialisation import plan_initialisation
-from .mesh_axes import require_mesh, require_outer_strategy
+from .mesh_axes import require_mesh
 from .modules.cached_params import find_cached_params
 from .modules.init_stages import Initialiser
 from .modules.partition import (
@@ -65,6 +65,7 @@ def fully_shard(
     overlap_param_gather: bool = True,
     reshard_after_forward: bool | None = None,
     bucket_mib: float | None = None,
+    split_root_mib: float | None = SPLIT_ROOT_MIB,
     prefetch: int = 1,
     elementwise: bool = False,
     init_model_with_meta_device: Initialiser = False,
@@ -108,6 +109,11 @@ def fully_shard(
         reshard_after_forward: free gathered parameters after forward (ZeRO-3 only). None: units
             do; the root, which backward needs first, does not.
         bucket_mib: split a unit into messages of at most so many MiB of compute-dtype parameters.
+        split_root_mib: beside `fsdp_unit_modules`, give each module outside the units that has at
+            least so many MiB of trainable parameters in the compute dtype (an embedding, a head)
+            a unit of its own, so that a head's gradient is exchanged while backward runs; a tied
+            weight is one. They stay gathered with the root, so whoever uses their weights without
+            calling them finds them. None: the root is one unit. No bit depends on it.
         prefetch: how many units ahead of the one in use are gathered (ZeRO-3).
         elementwise: vouch that an optimizer class unknown to sidestream updates each element by
             itself.
@@ -137,7 +143,6 @@ def fully_shard(
     require_module(module)
     require_forward(module)
     require_mesh(device_mesh, dp_shard_dim, dp_outer_dim)
-    require_outer_strategy(outer_dp_sharding_strategy, dp_outer_dim)
     config = resolve_config(
         zero_dp_strategy,
         mixed_precision_policy,
@@ -150,17 +155,15 @@ def fully_shard(
         overlap_param_gather=overlap_param_gather,
         reshard_after_forward=reshard_after_forward,
         bucket_mib=bucket_mib,
+        split_root_mib=split_root_mib,
         prefetch=prefetch,
         initialiser=init_model_with_meta_device,
     )
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     root = without_compile(module)
-    entries = collect_params(root, takes_meta=bool(config.initialiser))
-    if not entries:
-        raise ValueError("module: expected at least one floating-point parameter, got none")
-    find_cached_params(root, entries)
-    plans = partition(root, entries, config.classes, config.policy, config.bucket_bytes)
+    entries = _params_of(root, takes_meta=bool(config.initialiser))
+    plans = partition(root, entries, config.classes, config.policy, config.sizes)
     located = _locate(optimizer, plans, entries)
     devices = {entry.param.device for entry in entries}
     groups = data_parallel_groups(
@@ -171,6 +174,14 @@ def fully_shard(
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return module, optimizer
+
+
+def _params_of(root: nn.Module, *, takes_meta: bool) -> list[ParamEntry]:
+    entries = collect_params(root, takes_meta=takes_meta)
+    if not entries:
+        raise ValueError("module: expected at least one floating-point parameter, got none")
+    find_cached_params(root, entries)
+    return entries
 
 
 def _build(
@@ -209,7 +220,7 @@ def _locate(
 
 
 def _note_missing_units(config: ShardConfig, groups: DataParallelGroups) -> None:
-    one_unit = not config.classes and config.bucket_bytes is None
+    one_unit = not config.classes and config.sizes.bucket_bytes is None
     if one_unit and groups.world_size > 1 and groups.rank == 0:
         _logger.warning(
             "fully_shard: fsdp_unit_modules is None, so the whole module is one unit; pass the "

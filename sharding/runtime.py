@@ -76,6 +76,7 @@ class Runtime:
                 self._backward.abandon(deadline)
             for unit in self.units:
                 unit.abandon(deadline)
+            self.pool.streams.catch_up()
 
     @property
     def strategy(self) -> str:
@@ -305,9 +306,7 @@ class Runtime:
             self.rest()
 
     def recover(self) -> None:
-        """Forget a backward that an exception ended: its gradients, its exchanges, what it
-        accumulated.
-        """
+        """Forget a backward that an exception ended: its gradients, exchanges and local sums."""
         backward, self._backward = self._backward, None
         try:
             if backward is not None:

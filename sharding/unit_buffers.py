@@ -111,20 +111,36 @@ class UnitBuffers:
                 sent[self._channels[hop.axis].axis.name] += times * nbytes
         return sent
 
-    def stages(self, *, kept_is_fresh: bool) -> list[Stage]:
-        """What brings the gathered parameters in; `kept_is_fresh`: from those at rest."""
-        legs = self._legs[-1:] if kept_is_fresh else self._legs
-        return [stage for leg in legs for stage in self._stages_of(leg)]
+    @property
+    def main_casts(self) -> Tensor | None:
+        """Where the casts of `main` [its numel, compute dtype] stay; None if there are none, or
+        their memory is freed between two uses.
+        """
+        first = self._legs[0]
+        is_freed = self.frees and first is self._legs[-1]
+        return None if is_freed or first.source.dtype == first.own.dtype else first.own
 
-    def _stages_of(self, leg: _Leg) -> list[Stage]:
+    def stages(self, *, kept_is_fresh: bool, main_is_cast: bool = False) -> list[Stage]:
+        """What brings the gathered parameters in; `kept_is_fresh`: from those at rest,
+        `main_is_cast`: from `main_casts`.
+        """
+        legs = self._legs[-1:] if kept_is_fresh else self._legs
+        is_copied = main_is_cast and not kept_is_fresh
+        return [
+            stage
+            for place, leg in enumerate(legs)
+            for stage in self._stages_of(leg, is_copied=is_copied and place == 0)
+        ]
+
+    def _stages_of(self, leg: _Leg, *, is_copied: bool) -> list[Stage]:
         # Made anew each time: kept, they would keep this alive.
         more = [functools.partial(self._hop, leg, place) for place in range(1, len(leg.hops))]
-        return [functools.partial(self._start, leg), *more]
+        return [functools.partial(self._start, leg, is_copied), *more]
 
-    def _start(self, leg: _Leg) -> Sequence[Pending]:
+    def _start(self, leg: _Leg, is_copied: bool) -> Sequence[Pending]:
         if self.frees and leg is self._legs[-1]:
             self.gathered.grow()
-        if leg.source is not leg.own and (leg.in_place or not leg.hops):
+        if leg.source is not leg.own and not is_copied and (leg.in_place or not leg.hops):
             leg.own.copy_(leg.source)
         return self._hop(leg, 0, None if leg.in_place else leg.source) if leg.hops else ()
 
