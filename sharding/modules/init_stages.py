@@ -128,8 +128,9 @@ def plan_stages(
         else _by_reset({key for key, lacking in lacks.items() if lacking})
     )
     stages, orphans = [], []
+    done: set[int] = set()  # a module that stands in several places is made once
     for part, is_whole in _cut(module, plan.is_whole, set()):
-        modules = [*_inside_out(part, set())] if is_whole else [part]
+        modules = [*_inside_out(part, done)] if is_whole else [part]
         calls = [
             (names[id(other)], call)
             for other in modules

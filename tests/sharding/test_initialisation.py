@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import preload, run_on_ranks
+from sidestream.tests.sharding.meshes import CASES, WORLD, options_of
 from sidestream.tests.sharding.meta_models import Custom, Tied, gpt, on_meta, set_own
 from sidestream.tests.sharding.twins import LEVELS
 from sidestream.training.model import Block
@@ -308,3 +309,50 @@ def test_what_resets_all_inside_it_is_one_stage() -> None:
 
 def inside_out(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in inside_out(child)] + [module]
+
+
+def starts_on_a_mesh(rank: int, _world_size: int, mesh: str, zero: int) -> None:
+    torch.manual_seed(SEED)
+    expected = Stack()
+    model = on_meta(Stack)
+    torch.manual_seed(SEED + rank)
+    ss.fully_shard(
+        model,
+        fsdp_unit_modules=[nn.TransformerEncoderLayer],
+        zero_dp_strategy=zero,
+        init_model_with_meta_device=True,
+        **options_of(mesh),
+    )
+    check_same(model, expected)
+    tokens = torch.arange(12).view(2, 6) % 5
+    torch.testing.assert_close(model(tokens), expected(tokens))
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [case for case in CASES if case[1] != 0], ids=str)
+def test_a_mesh_starts_alike(mesh: str, zero: int) -> None:
+    run_on_ranks(starts_on_a_mesh, WORLD, mesh, zero)
+
+
+class Shares(nn.Module):
+    """One module in two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(3, 3)
+        self.layers = nn.ModuleList(nn.Sequential(shared, nn.Linear(3, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One use."""
+        return self.layers[1](self.layers[0](x))
+
+
+def test_a_module_of_two_units_is_reset_once() -> None:
+    torch.manual_seed(SEED)
+    expected = Shares()
+    for initialiser in (True, lambda m: m.reset_parameters() if type(m) is nn.Linear else None):
+        model = on_meta(Shares)
+        torch.manual_seed(SEED)
+        ss.fully_shard(
+            model, fsdp_unit_modules=[nn.Sequential], init_model_with_meta_device=initialiser
+        )
+        check_same(model, expected)
