@@ -40,6 +40,10 @@ class BackwardPass:
     sync: bool
     callback: weakref.ref[Callable[[], None]]
     creates_graph: bool
+    allowed_exchanges: int
+    """How many of `order` may start: all, or those for which all ranks have said to be ready."""
+    is_over: bool = False
+    """Whether the engine is done: no gradient will come."""
     current: UnitGroup | None = None
     # Indices of units whose gradients are complete, in the order in which they became so.
     ready: dict[int, None] = field(default_factory=dict)
@@ -72,15 +76,24 @@ class BackwardPass:
 
     def finish(self) -> None:
         """The engine is done: reduce what is left, and show all gradients to the optimizer."""
+        self.is_over = True
+        self.allowed_exchanges = len(self.order)
         if self.sync:
-            self._launch_in_order(all_of_them=True)
+            self._launch_in_order()
         else:
             for unit in self.units:
                 if unit.needs_reduction and unit.spec.index not in self.ready:
                     self._launch(unit)
         self._publish()
-        # A parameter in several reentrant checkpoints gets gradients after its unit's exchange.
-        late = [unit for unit in self.units if unit.holds_grads]
+
+    def late_units(self) -> list[Unit]:
+        """Those with gradients that came after their exchange, as when a parameter is used in
+        several reentrant checkpoints.
+        """
+        return [unit for unit in self.units if unit.holds_grads]
+
+    def exchange_late(self, late: Sequence[Unit]) -> None:
+        """Reduce what is left of `late`, as `finish` does."""
         for unit in late:
             self._launch(unit)
         self._publish()
@@ -97,14 +110,30 @@ class BackwardPass:
         for _, exchange in (*self._in_flight, *self._ending):
             exchange.event.abandon(deadline)
 
-    def _launch_in_order(self, *, all_of_them: bool = False) -> None:
+    def count_ready(self) -> int:
+        """How many of `order`, from the first on, this rank is ready to exchange."""
+        place = self._next_in_order
+        while place < len(self.order) and self._is_ready(self.units[self.order[place]]):
+            place += 1
+        return place
+
+    def launch_allowed(self) -> None:
+        """Start the exchanges for which all ranks are ready."""
+        if self.sync:
+            self._launch_in_order()
+
+    def _is_ready(self, unit: Unit) -> bool:
+        return self.is_over or unit.spec.index in self.ready or not unit.needs_reduction
+
+    def _launch_in_order(self) -> None:
         # One order on every rank, whichever gradients exist: otherwise exchanges would pair up
         # wrongly.
-        while self._next_in_order < len(self.order):
+        stop = min(self.allowed_exchanges, len(self.order))
+        while self._next_in_order < stop:
             unit = self.units[self.order[self._next_in_order]]
+            if not self._is_ready(unit):
+                return
             if unit.needs_reduction:
-                if not all_of_them and unit.spec.index not in self.ready:
-                    return
                 self._launch(unit)
             self._next_in_order += 1
 

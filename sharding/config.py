@@ -38,6 +38,7 @@ class ShardConfig:
             "overlap_grad_reduce": self.overlap_grad_reduce,
             "overlap_param_gather": self.runtime.overlap_param_gather,
             "prefetch": self.runtime.prefetch,
+            "ranks_may_differ": self.runtime.ranks_may_differ,
         }
         return {name: f"{value!r}" for name, value in options.items()}
 
@@ -52,12 +53,14 @@ def resolve_config(
     reshard_after_forward: bool | None,
     bucket_mib: float | None,
     prefetch: int,
+    ranks_may_differ: bool,
 ) -> ShardConfig:
     """Resolve the options of `fully_shard`; raises what that says about them."""
     if policy is not None:
         require_policy(policy)
     require_flag("overlap_grad_reduce", overlap_grad_reduce)
     require_flag("overlap_param_gather", overlap_param_gather)
+    require_flag("ranks_may_differ", ranks_may_differ)
     if reshard_after_forward is not None:
         require_flag("reshard_after_forward", reshard_after_forward)
     if bucket_mib is not None:
@@ -74,5 +77,9 @@ def resolve_config(
         reshard_after_forward=reshard_after_forward,
         bucket_bytes=None if bucket_mib is None else int(bucket_mib * 2**20),
         overlap_grad_reduce=overlap_grad_reduce,
-        runtime=RuntimeOptions(prefetch=int(prefetch), overlap_param_gather=overlap_param_gather),
+        runtime=RuntimeOptions(
+            prefetch=int(prefetch),
+            overlap_param_gather=overlap_param_gather,
+            ranks_may_differ=ranks_may_differ,
+        ),
     )

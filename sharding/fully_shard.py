@@ -59,6 +59,7 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     bucket_mib: float | None = None,
     prefetch: int = 1,
+    ranks_may_differ: bool = False,
     elementwise: bool = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Shard `module` over the data-parallel ranks, in place, and `optimizer` with it.
@@ -87,6 +88,9 @@ def fully_shard(
             do; the root, which backward needs first, does not.
         bucket_mib: split a unit into messages of at most so many MiB of compute-dtype parameters.
         prefetch: how many units ahead of the one in use are gathered (ZeRO-3).
+        ranks_may_differ: ranks may use other units than the others, or in another order, within a
+            step (experts, dropped layers). Costs a small message before each gather, and gathers
+            are not ahead of their use; only ZeRO-3 needs it.
         elementwise: vouch that an optimizer class unknown to sidestream updates each element by
             itself.
 
@@ -112,6 +116,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         bucket_mib=bucket_mib,
         prefetch=prefetch,
+        ranks_may_differ=ranks_may_differ,
     )
     require_mesh(device_mesh, dp_shard_dim)
     if optimizer is not None:

@@ -64,6 +64,31 @@ class GradientPath:
         return self._leaves[index]()
 
 
+class _Collected:
+    """Every rank's `own` slice [shard_numel] on its way to `flat` [numel], in the order of ranks."""
+
+    def __init__(self, unit: Unit, own: Tensor, collectives: Collectives) -> None:
+        layout, self._own = unit.spec.layout, own
+        self.flat = torch.empty(layout.numel, dtype=own.dtype, device=own.device)
+        what = f"gather of the whole parameters of unit '{unit.spec.name}'"
+        slices = FlatBuffer(self.flat, layout).shards()
+        self._pending = collectives.gather(self.flat, slices, own, what)
+
+    def wait(self) -> None:
+        """Order the following compute after the gather."""
+        for pending in self._pending:
+            pending.wait()
+
+
+@torch.no_grad()
+def start_unneeded(unit: Unit, collectives: Collectives) -> _Collected:
+    """Take part in a gather of `unit` that other ranks need: into memory of its own, since this
+    rank may be using what it has gathered.
+    """
+    own = unit.main.to(unit.spec.dtypes.compute, copy=True)
+    return _Collected(unit, own, collectives)
+
+
 class GatheredUnit:
     """`unit` while its parameters are whole."""
 
@@ -94,13 +119,9 @@ class GatheredUnit:
 
     def _collect(self, own: Tensor) -> Tensor:
         """Every rank's `own` slice [shard_numel], as one tensor (a collective)."""
-        layout = self.unit.spec.layout
-        flat = torch.empty(layout.numel, dtype=own.dtype, device=own.device)
-        what = f"gather of the whole parameters of unit '{self.unit.spec.name}'"
-        slices = FlatBuffer(flat, layout).shards()
-        for pending in self._collectives.gather(flat, slices, own, what):
-            pending.wait()
-        return flat
+        found = _Collected(self.unit, own, self._collectives)
+        found.wait()
+        return found.flat
 
     @torch.no_grad()
     def faults(self, write: bool) -> list[int]:

@@ -20,6 +20,7 @@ from .errors import communicating
 _Beside = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
 _SECOND: _Beside = weakref.WeakKeyDictionary()
 _BACKGROUND: _Beside = weakref.WeakKeyDictionary()
+_HOSTS: _Beside = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,21 @@ def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
             _count_names_alike(group)
         ranks = dist.get_process_group_ranks(group)
         known = _BACKGROUND[group] = _beside(group, ranks, "gloo", "sidestream_background")
+    return known
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group over the ranks of `group`, for small messages between the hosts that no device
+    is waited for: `group` itself where it is gloo's, else one that is made once.
+    """
+    if dist.get_backend(group) == "gloo":
+        return group
+    known = _HOSTS.get(group)
+    if known is None:
+        with communicating("meeting of all ranks in fully_shard"):
+            _count_names_alike(group)
+        ranks = dist.get_process_group_ranks(group)
+        known = _HOSTS[group] = _beside(group, ranks, "gloo", "sidestream_hosts")
     return known
 
 

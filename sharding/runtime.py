@@ -27,6 +27,7 @@ from .lanes import Lane
 from .modules.structures import tensors_in
 from .modules.uncompiled import uncompiled
 from .schedule import Kind, Trace
+from .turns import make_turns
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
 
@@ -40,6 +41,7 @@ class RuntimeOptions:
 
     prefetch: int
     overlap_param_gather: bool
+    ranks_may_differ: bool = False
 
 
 class Runtime:
@@ -62,6 +64,7 @@ class Runtime:
         self._gather_lane, self._reduce_lane = lanes
         self._options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
+        self._turns = make_turns(groups, collectives, options.ranks_may_differ)
         self._use_order = UseOrder(groups, self.prefetch)
         self._root = next(group for group in groups if group.is_root)
         self._backward: BackwardPass | None = None
@@ -88,7 +91,10 @@ class Runtime:
     @property
     def prefetch(self) -> int:
         """How many units ahead are gathered."""
-        return self._options.prefetch if self._options.overlap_param_gather else 0
+        options = self._options
+        # Where the ranks agree on every gather, none is ahead.
+        goes_ahead = options.overlap_param_gather and not options.ranks_may_differ
+        return options.prefetch if goes_ahead else 0
 
     @property
     def max_exchanges(self) -> int:
@@ -119,10 +125,10 @@ class Runtime:
         recompute = self._runs_backward()
         if not recompute:
             group.open_calls += 1  # first, as `post_forward` comes whatever is raised here
+            self._turns.forward_begins()
         if recompute:
             self._begin_backward_of(group)
-        for unit in group.units:
-            self._start_gather(unit)
+        self._turns.take(group, self._needs_gather, self._start_gather)
         if not recompute:
             self._use_order.see(group)
             for unit in self._use_order.with_forward[group.index]:
@@ -151,6 +157,7 @@ class Runtime:
                 self._retire(group.units)
         elif group.reshard_after_forward:
             self._retire(group.units)
+        self._turns.forward_ends()
 
     @property
     def root_calls(self) -> int:
@@ -163,6 +170,7 @@ class Runtime:
             return
         self._root.open_calls = root_calls
         if not root_calls:
+            self._turns.forward_failed()
             for group in self.groups:
                 group.open_calls = 0
             for unit in self.units:
@@ -190,8 +198,7 @@ class Runtime:
         Unless `certain`: the output is an input of the module, so another module may have made it.
         """
         backward = self._begin_backward_of(group, certain=certain)
-        for unit in group.units:
-            self._start_gather(unit)
+        self._turns.take(group, self._needs_gather, self._start_gather)
         for unit in self._use_order.with_backward[group.index]:
             if unit.spec.index not in backward.ready:
                 self._start_gather(unit)
@@ -261,7 +268,9 @@ class Runtime:
                 sync=self.sync,
                 callback=weakref.ref(callback, functools.partial(_engine_let_go, runtime)),
                 creates_graph=creates_graph,
+                allowed_exchanges=self._turns.allowed_exchanges,
             )
+            self._turns.backward_begins(self._backward)
             Variable._execution_engine.queue_callback(callback)
         assert self._backward is not None
         return self._backward
@@ -276,7 +285,9 @@ class Runtime:
     def _finish_backward(self) -> None:
         backward = self._backward
         assert backward is not None
+        self._turns.backward_ends()
         backward.finish()
+        backward.exchange_late(self._turns.agree_on_late(backward.late_units()))
         self._end_backward(keeps_gathered=backward.creates_graph)
         if backward.sync:
             self._exchange_order.follow(backward.ready)
@@ -284,6 +295,7 @@ class Runtime:
 
     def _end_backward(self, *, keeps_gathered: bool = False) -> None:
         self._backward = None
+        self._turns.backward_is_over()
         self._keeps_gathered = keeps_gathered
         for group in self.groups:
             group.open_inputs = 0
@@ -358,13 +370,16 @@ class Runtime:
 
     # ---- gathers
 
-    def _start_gather(self, unit: Unit) -> None:
+    def _needs_gather(self, unit: Unit) -> bool:
         # Whole parameters need no gather, but a graph from before them, in backward, does.
         if unit.faces.whole is not None and self._backward is None:
+            return False
+        return unit.state is UnitState.SHARDED or not unit.is_fresh
+
+    def _start_gather(self, unit: Unit) -> None:
+        if not self._needs_gather(unit):
             return
         if unit.state is not UnitState.SHARDED:
-            if unit.is_fresh:
-                return
             # Left over from a forward that no backward followed, or that failed.
             self._finish_gather(unit)
             unit.release()

@@ -1,0 +1,247 @@
+"""Whose parameters are gathered next: each rank's own affair, or agreed between all of them.
+
+    FreeTurns     every rank gathers what it comes to; all must come to the same in one order
+    AgreedTurns   before a gather the ranks say what they need, and all take part in one gather, that
+                  of the module which comes first; a rank that has no use for it drops it
+
+With agreed turns a rank may use other modules than the others, in another order or more often. One
+that has all it needs, at the end of a forward or backward, takes part until nobody needs any more.
+An exchange of gradients starts when all ranks have said that theirs are complete: whoever waits for
+one waits for ranks that have begun it too. A turn costs a message of four integers between the
+hosts, whatever the world size, and no gather is started ahead of its use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .backward_pass import BackwardPass
+from .collectives import Collectives, Pending
+from .gathered_unit import start_unneeded
+from .process_groups import host_group
+from .unit import Unit
+from .use_order import UnitGroup
+
+Needs = Callable[[Unit], bool]
+Start = Callable[[Unit], None]
+
+
+class Turns(Protocol):
+    """When gathers, and exchanges beside them, may start."""
+
+    allowed_exchanges: int
+    """How many exchanges of a backward may start before anything is agreed in it."""
+
+    def forward_begins(self) -> None:
+        """A module of the model is called."""
+
+    def forward_ends(self) -> None:
+        """Such a call has ended."""
+
+    def forward_failed(self) -> None:
+        """An exception ended all calls."""
+
+    def backward_begins(self, backward: BackwardPass) -> None:
+        """The first hook of a backward runs."""
+
+    def backward_ends(self) -> None:
+        """The engine is done; what remains of the gradients is about to be exchanged."""
+
+    def backward_is_over(self) -> None:
+        """A backward has ended, perhaps by an exception."""
+
+    def take(self, group: UnitGroup, needs: Needs, start: Start) -> None:
+        """Call `start` for the units of `group` once it is their turn. It starts a gather if the
+        unit `needs` one.
+        """
+
+    def agree_on_late(self, late: Sequence[Unit]) -> Sequence[Unit]:
+        """The units of which a rank got gradients after their exchange, from those of this rank."""
+
+
+class FreeTurns:
+    """No rank asks another."""
+
+    allowed_exchanges = sys.maxsize
+
+    def forward_begins(self) -> None:
+        """Nothing to agree on."""
+
+    forward_ends = forward_failed = backward_ends = backward_is_over = forward_begins
+
+    def backward_begins(self, backward: BackwardPass) -> None:
+        """Nothing to agree on."""
+
+    def take(self, group: UnitGroup, needs: Needs, start: Start) -> None:
+        """Now."""
+        for unit in group.units:
+            start(unit)
+
+    def agree_on_late(self, late: Sequence[Unit]) -> Sequence[Unit]:
+        """Those of this rank."""
+        return late
+
+
+class _Phase(IntEnum):
+    """What a rank is in the middle of."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_UNDER_NO_SYNC = 2
+
+
+class AgreedTurns:
+    """All ranks take part in every gather."""
+
+    allowed_exchanges = 0
+
+    def __init__(self, groups: Sequence[UnitGroup], collectives: Collectives) -> None:
+        """A collective."""
+        assert collectives.groups.gather is not None
+        self._groups = groups
+        self._units = [unit for group in groups for unit in group.units]
+        self._collectives = collectives
+        self._host_group = host_group(collectives.groups.gather)
+        # Their number and kind. A backward may run inside a forward, for a gradient in a loss.
+        self._phases: list[tuple[int, _Phase]] = []
+        self._num_phases = 0
+        self._backward: BackwardPass | None = None
+
+    # ---- phases
+
+    def forward_begins(self) -> None:
+        """A phase begins, unless the call lies in another one."""
+        if sum(group.open_calls for group in self._groups) == 1:
+            self._phases.clear()  # an exception left them open
+            self._begin(_Phase.FORWARD)
+
+    def forward_ends(self) -> None:
+        """Take part in what others need in theirs, if no call is open."""
+        if self._phases and not any(group.open_calls for group in self._groups):
+            self._take_part()
+            self._phases.pop()
+
+    def forward_failed(self) -> None:
+        """No phase is open."""
+        self._phases.clear()
+
+    def backward_begins(self, backward: BackwardPass) -> None:
+        """A phase begins."""
+        self._backward = backward
+        self._begin(_Phase.BACKWARD if backward.sync else _Phase.BACKWARD_UNDER_NO_SYNC)
+
+    def backward_ends(self) -> None:
+        """Take part in what others need in theirs."""
+        assert self._backward is not None
+        self._backward.is_over = True
+        self._take_part()
+
+    def backward_is_over(self) -> None:
+        """The phase ends."""
+        if self._backward is not None:
+            self._backward = None
+            self._phases.pop()
+
+    def _begin(self, phase: _Phase) -> None:
+        self._num_phases += 1
+        self._phases.append((self._num_phases, phase))
+
+    # ---- turns
+
+    def take(self, group: UnitGroup, needs: Needs, start: Start) -> None:
+        """Take part in the gathers of others until `group` has had its turn.
+
+        Raises:
+            RuntimeError: ranks are in different phases; on all of them.
+        """
+        while any([needs(unit) for unit in group.units]):
+            turn = self._next_turn(group)
+            assert turn is not None, "what this rank needs counts"
+            self._gather(turn, needs if turn is group else _nothing, start)
+
+    def _take_part(self) -> None:
+        while (turn := self._next_turn(None)) is not None:
+            self._gather(turn, _nothing, _nothing)
+
+    def _gather(self, turn: UnitGroup, needs: Needs, start: Start) -> None:
+        unneeded = []
+        for unit in turn.units:  # in one order on all ranks, whoever needs which
+            if needs(unit):
+                start(unit)
+            else:
+                unneeded.append(start_unneeded(unit, self._collectives))
+        # First: a rank that does need them starts exchanges before it computes on.
+        self._exchange()
+        for pending in unneeded:
+            pending.wait()
+
+    def _exchange(self) -> None:
+        if self._backward is not None:
+            self._backward.launch_allowed()
+
+    def _next_turn(self, needed: UnitGroup | None) -> UnitGroup | None:
+        """Whose units all ranks gather next, the first in forward, the last in backward; None if
+        no rank needs any. Every rank then also knows which exchanges all are ready for.
+        """
+        number, phase = self._phases[-1]
+        count = len(self._groups)
+        rank_of_need = 0
+        if needed is not None:
+            rank_of_need = count - needed.index if phase is _Phase.FORWARD else needed.index + 1
+        label = len(_Phase) * number + phase
+        ready = 0 if self._backward is None else self._backward.count_ready()
+        first, greatest, least, least_ready = self._greatest([rank_of_need, label, -label, -ready])
+        if greatest != -least:
+            self._refuse_phases(number, phase)
+        if self._backward is not None:
+            self._backward.allowed_exchanges = -least_ready
+        if not first:
+            self._exchange()
+            return None
+        return self._groups[count - first if phase is _Phase.FORWARD else first - 1]
+
+    def _greatest(self, values: list[int]) -> list[int]:
+        """For each of `values` the greatest of all ranks'."""
+        found = torch.tensor(values, dtype=torch.int64)
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
+        assert work is not None
+        Pending(work, "agreement on the next gather").wait()
+        result: list[int] = found.tolist()
+        return result
+
+    def _refuse_phases(self, number: int, phase: _Phase) -> None:
+        name = phase.name.lower().replace("_", " ")
+        found = self._collectives.gather_objects(f"{name}, its pass number {number}")
+        ranks = "; ".join(f"rank {rank} in a {text}" for rank, text in enumerate(found))
+        raise RuntimeError(
+            "ranks_may_differ: expected all ranks to run forward and backward equally often, each "
+            f"with whichever parts of the model, got {ranks}; call the model on every rank, or "
+            "on none (a validation by one rank alone needs a model that is not sharded)"
+        )
+
+    def agree_on_late(self, late: Sequence[Unit]) -> Sequence[Unit]:
+        """Those of any rank (a collective, outside `no_sync`)."""
+        if self._phases[-1][1] is not _Phase.BACKWARD:
+            return late
+        found = self._greatest([int(unit in late) for unit in self._units])
+        return [unit for unit, is_late in zip(self._units, found, strict=True) if is_late]
+
+
+def _nothing(_unit: Unit) -> bool:
+    return False
+
+
+def make_turns(
+    groups: Sequence[UnitGroup], collectives: Collectives, ranks_may_differ: bool
+) -> Turns:
+    """How gathers are ordered. Only parameters that are freed between uses need an agreement."""
+    frees = any(unit.frees_parameters for group in groups for unit in group.units)
+    if ranks_may_differ and frees and collectives.world_size > 1:
+        return AgreedTurns(groups, collectives)
+    return FreeTurns()
