@@ -9,6 +9,7 @@ does not lie beyond that module.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from .lanes import Lane
 from .schedule import Kind, Trace
 from .unit import Unit
 from .use_order import UnitGroup
+from .use_watch import Watch
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +39,7 @@ class BackwardPass:
     order: Sequence[int]
     lane: Lane
     trace: Trace
+    watch: Watch
     sync: bool
     callback: weakref.ref[Callable[[], None]]
     creates_graph: bool
@@ -102,8 +105,11 @@ class BackwardPass:
         """Order the following compute after all exchanges so far."""
         while self._in_flight:
             self._finish_exchange()
-        for _, exchange in self._ending:
-            exchange.event.wait()
+        for unit, exchange in self._ending:
+            if self.sync:
+                self.watch.wait("exchange", unit.spec.index, exchange.event.wait)
+            else:
+                exchange.event.wait()
 
     def abandon(self, deadline: float) -> None:
         """Nobody asks for the exchanges: see `Event.abandon`."""
@@ -146,7 +152,11 @@ class BackwardPass:
 
     def _finish_exchange(self) -> None:
         unit, exchange = self._in_flight.popleft()
-        unit.gradients.finish(exchange)
+        finish = functools.partial(unit.gradients.finish, exchange)
+        if self.sync:
+            self.watch.wait("exchange", unit.spec.index, finish)
+        else:
+            finish()
         self._ending.append((unit, exchange))
         self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
 

@@ -24,10 +24,11 @@ from torch import Tensor
 from .errors import communicating, communication_error
 from .process_groups import DataParallelGroups
 from .ranges import ranged
+from .uses import UseRecord
 
 T = TypeVar("T")
-_GATHER_TAG, _EXCHANGE_TAG = 0x51DE, 0x51DF
-"""Keep our sends apart from the user's own on the same group; gloo matches peer and tag."""
+_TAG = 0x51DE
+"""Keeps our sends apart from the user's own on the same group; gloo matches peer and tag."""
 
 
 # A method of the group: the functions around it cost as much host time again.
@@ -87,6 +88,9 @@ class Collectives:
         self.rank = groups.rank
         self.world_size = groups.world_size
         self.traffic = Traffic()
+        self.gathers, self.exchanges = UseRecord(), UseRecord()
+        self.agreements = 0
+        """Small collectives at the end of a forward or backward."""
         self._point_to_point = (
             groups.gather is not None
             and groups.device.type == "cpu"
@@ -94,23 +98,29 @@ class Collectives:
         )
         self._peers = [r for r in range(groups.world_size) if r != groups.rank]
 
+    @property
+    def tags_messages(self) -> bool:
+        """Whether gathers of different units can never be taken for each other."""
+        return self._point_to_point
+
     def gather(
-        self, flat: Tensor, slices: Sequence[Tensor], source: Tensor, what: str
+        self, flat: Tensor, slices: Sequence[Tensor], source: Tensor, what: str, unit: int
     ) -> list[Pending]:
         """Start to fill `flat` [world * n] with every rank's `source` [n]; `slices` are its world
-        views.
+        views. `unit`: the index of the one they belong to.
 
         `source` may be this rank's own slice. Nothing may write `source` or read `flat` before the
         waits.
         """
-        return self._gather(self.groups.gather, "gather", flat, slices, source, what)
+        tag = self.gathers.note(unit)
+        return self._gather(self.groups.gather, "gather", flat, slices, source, what, tag=tag)
 
     def gather_reduced(self, flat: Tensor, slices: Sequence[Tensor], what: str) -> list[Pending]:
         """Start an in-place all-gather of this rank's slice of `flat`, on the reducing
         communicator.
         """
         return self._gather(
-            self.groups.reduce, "gather_reduced", flat, slices, slices[self.rank], what
+            self.groups.reduce, "gather_reduced", flat, slices, slices[self.rank], what, tag=_TAG
         )
 
     def _gather(
@@ -121,6 +131,8 @@ class Collectives:
         slices: Sequence[Tensor],
         source: Tensor,
         what: str,
+        *,
+        tag: int,
     ) -> list[Pending]:
         own, peers = slices[self.rank], self._peers
         if group is None or self.world_size == 1:
@@ -132,7 +144,7 @@ class Collectives:
             if not self._point_to_point:
                 return [Pending(start_all_gather(group, flat, source), what)]
             incoming = [slices[peer] for peer in peers]
-            pending = self._swap(group, incoming, [source] * len(peers), _GATHER_TAG, what)
+            pending = self._swap(group, incoming, [source] * len(peers), tag, what)
         except RuntimeError as error:
             raise communication_error(what, error) from error
         if source is not own:
@@ -164,14 +176,16 @@ class Collectives:
         """How many parts an exchange brings: the world's, or all but our own."""
         return self.world_size - int(self._point_to_point)
 
-    def exchange(self, received: Tensor, sent: Tensor, what: str) -> list[Pending]:
+    def exchange(self, received: Tensor, sent: Tensor, what: str, unit: int) -> list[Pending]:
         """Start to swap parts: part r of `sent` [world * n] goes to rank r, and into `received`
         [received_parts * n] comes what every rank, or every other, has for us, in rank order.
+        `unit`: the index of the one they belong to.
 
         Nothing may write `sent` or read `received` before the waits.
         """
         group = self.groups.reduce
         assert group is not None, "exchange needs a process group"
+        tag = self.exchanges.note(unit)
         numel = sent.numel() // self.world_size
         self.traffic.count("exchange", len(self._peers) * numel * sent.itemsize)
         try:
@@ -179,7 +193,7 @@ class Collectives:
                 return [Pending(group.alltoall_base(received, sent, [], []), what)]
             parts = sent.split(numel)
             outgoing = [parts[peer] for peer in self._peers]
-            return self._swap(group, received.split(numel), outgoing, _EXCHANGE_TAG, what)
+            return self._swap(group, received.split(numel), outgoing, tag, what)
         except RuntimeError as error:
             raise communication_error(what, error) from error
 

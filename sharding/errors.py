@@ -12,6 +12,10 @@ class CommunicationError(RuntimeError):
     """A collective failed; the message names it, the unit it served and the ranks it waited for."""
 
 
+class DivergentUseError(RuntimeError):
+    """Ranks used different units of a sharded model; the message names units and ranks."""
+
+
 @contextlib.contextmanager
 def communicating(what: str) -> Iterator[None]:
     """Name `what` if a backend's error ends the block.

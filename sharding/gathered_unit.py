@@ -65,14 +65,14 @@ class GradientPath:
 
 
 class _Collected:
-    """Every rank's `own` slice [shard_numel] on its way to `flat` [numel], in the order of ranks."""
+    """Every rank's `own` slice [shard_numel] on its way to `flat` [numel]."""
 
     def __init__(self, unit: Unit, own: Tensor, collectives: Collectives) -> None:
         layout, self._own = unit.spec.layout, own
         self.flat = torch.empty(layout.numel, dtype=own.dtype, device=own.device)
         what = f"gather of the whole parameters of unit '{unit.spec.name}'"
         slices = FlatBuffer(self.flat, layout).shards()
-        self._pending = collectives.gather(self.flat, slices, own, what)
+        self._pending = collectives.gather(self.flat, slices, own, what, unit.spec.index)
 
     def wait(self) -> None:
         """Order the following compute after the gather."""

@@ -256,7 +256,7 @@ class UnitGradients:
                 self._collectives.received_parts * layout.shard_numel, dtype
             )
             leases.append(received)
-            return self._collectives.exchange(received, sent, self._exchange_name)
+            return self._collectives.exchange(received, sent, self._exchange_name, self._spec.index)
 
         def complete() -> list[Pending]:
             if into_existing:

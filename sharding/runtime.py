@@ -30,6 +30,8 @@ from .schedule import Kind, Trace
 from .turns import make_turns
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
+from .use_watch import make_watch
+from .uses import END_OF_BACKWARD, END_OF_FORWARD
 
 _ABANDONED_S = 5.0  # among the living, what is in flight takes milliseconds
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -64,7 +66,10 @@ class Runtime:
         self._gather_lane, self._reduce_lane = lanes
         self._options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
-        self._turns = make_turns(groups, collectives, options.ranks_may_differ)
+        names = [unit.spec.name for unit in self.units]
+        frees = any(unit.frees_parameters for unit in self.units)
+        self._watch = make_watch(collectives, names, frees_parameters=frees)
+        self._turns = make_turns(groups, collectives, self._watch, options.ranks_may_differ)
         self._use_order = UseOrder(groups, self.prefetch)
         self._root = next(group for group in groups if group.is_root)
         self._backward: BackwardPass | None = None
@@ -158,6 +163,8 @@ class Runtime:
         elif group.reshard_after_forward:
             self._retire(group.units)
         self._turns.forward_ends()
+        if group.is_root:
+            self._watch.ends(END_OF_FORWARD, compares=not torch.is_grad_enabled())
 
     @property
     def root_calls(self) -> int:
@@ -265,6 +272,7 @@ class Runtime:
                 order=self._exchange_order.indices,
                 lane=self._reduce_lane,
                 trace=self.trace,
+                watch=self._watch,
                 sync=self.sync,
                 callback=weakref.ref(callback, functools.partial(_engine_let_go, runtime)),
                 creates_graph=creates_graph,
@@ -286,12 +294,17 @@ class Runtime:
         backward = self._backward
         assert backward is not None
         self._turns.backward_ends()
+        self._watch.ends(END_OF_BACKWARD, compares=backward.sync)
         backward.finish()
         backward.exchange_late(self._turns.agree_on_late(backward.late_units()))
         self._end_backward(keeps_gathered=backward.creates_graph)
         if backward.sync:
-            self._exchange_order.follow(backward.ready)
-            agree_on_paths(self.units, self.collectives)
+            self.collectives.agreements += 1
+            self._watch.wait("agreement", END_OF_BACKWARD, lambda: self._agree(backward))
+
+    def _agree(self, backward: BackwardPass) -> None:
+        self._exchange_order.follow(backward.ready)
+        agree_on_paths(self.units, self.collectives)
 
     def _end_backward(self, *, keeps_gathered: bool = False) -> None:
         self._backward = None
@@ -389,7 +402,7 @@ class Runtime:
 
     def _finish_gather(self, unit: Unit) -> None:
         if unit.state is UnitState.GATHERING:
-            unit.finish_gather()
+            self._watch.wait("gather", unit.spec.index, unit.finish_gather)
             self.trace.add(Kind.FINISH_GATHER, unit.spec.index)
 
     def _retire(self, units: Sequence[Unit]) -> None:

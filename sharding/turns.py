@@ -1,8 +1,8 @@
 """Whose parameters are gathered next: each rank's own affair, or agreed between all of them.
 
     FreeTurns     every rank gathers what it comes to; all must come to the same in one order
-    AgreedTurns   before a gather the ranks say what they need, and all take part in one gather, that
-                  of the module which comes first; a rank that has no use for it drops it
+    AgreedTurns   before a gather the ranks say what they need, and all take part in one gather:
+                  that of the module which comes first; a rank that has no use for it drops it
 
 With agreed turns a rank may use other modules than the others, in another order or more often. One
 that has all it needs, at the end of a forward or backward, takes part until nobody needs any more.
@@ -27,6 +27,8 @@ from .gathered_unit import start_unneeded
 from .process_groups import host_group
 from .unit import Unit
 from .use_order import UnitGroup
+from .use_watch import Watch
+from .uses import END_OF_FORWARD
 
 Needs = Callable[[Unit], bool]
 Start = Callable[[Unit], None]
@@ -101,12 +103,13 @@ class AgreedTurns:
 
     allowed_exchanges = 0
 
-    def __init__(self, groups: Sequence[UnitGroup], collectives: Collectives) -> None:
+    def __init__(self, groups: Sequence[UnitGroup], collectives: Collectives, watch: Watch) -> None:
         """A collective."""
         assert collectives.groups.gather is not None
         self._groups = groups
         self._units = [unit for group in groups for unit in group.units]
         self._collectives = collectives
+        self._watch = watch
         self._host_group = host_group(collectives.groups.gather)
         # Their number and kind. A backward may run inside a forward, for a gradient in a loss.
         self._phases: list[tuple[int, _Phase]] = []
@@ -163,16 +166,17 @@ class AgreedTurns:
         while any([needs(unit) for unit in group.units]):
             turn = self._next_turn(group)
             assert turn is not None, "what this rank needs counts"
-            self._gather(turn, needs if turn is group else _nothing, start)
+            needed = [unit for unit in group.units if turn is group and needs(unit)]
+            self._gather(turn, needed, start)
 
     def _take_part(self) -> None:
         while (turn := self._next_turn(None)) is not None:
-            self._gather(turn, _nothing, _nothing)
+            self._gather(turn, (), _nothing)
 
-    def _gather(self, turn: UnitGroup, needs: Needs, start: Start) -> None:
+    def _gather(self, turn: UnitGroup, needed: Sequence[Unit], start: Start) -> None:
         unneeded = []
         for unit in turn.units:  # in one order on all ranks, whoever needs which
-            if needs(unit):
+            if unit in needed:
                 start(unit)
             else:
                 unneeded.append(start_unneeded(unit, self._collectives))
@@ -211,7 +215,9 @@ class AgreedTurns:
         found = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
         assert work is not None
-        Pending(work, "agreement on the next gather").wait()
+        self._collectives.agreements += 1
+        pending = Pending(work, "agreement on the next gather")
+        self._watch.wait("agreement", END_OF_FORWARD, pending.wait)
         result: list[int] = found.tolist()
         return result
 
@@ -233,15 +239,15 @@ class AgreedTurns:
         return [unit for unit, is_late in zip(self._units, found, strict=True) if is_late]
 
 
-def _nothing(_unit: Unit) -> bool:
-    return False
+def _nothing(_unit: Unit) -> None:
+    """Start no gather."""
 
 
 def make_turns(
-    groups: Sequence[UnitGroup], collectives: Collectives, ranks_may_differ: bool
+    groups: Sequence[UnitGroup], collectives: Collectives, watch: Watch, ranks_may_differ: bool
 ) -> Turns:
     """How gathers are ordered. Only parameters that are freed between uses need an agreement."""
     frees = any(unit.frees_parameters for group in groups for unit in group.units)
     if ranks_may_differ and frees and collectives.world_size > 1:
-        return AgreedTurns(groups, collectives)
+        return AgreedTurns(groups, collectives, watch)
     return FreeTurns()

@@ -308,7 +308,7 @@ class Unit:
         elif not self._shares_memory:
             source = self.main
         return self._collectives.gather(
-            self._target.data, self._target_slices, source, self._gather_name
+            self._target.data, self._target_slices, source, self._gather_name, self.spec.index
         )
 
     def finish_gather(self) -> None:
