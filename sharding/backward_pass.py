@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .gradients import Exchange
+from .exchange import Exchange
 from .lanes import Lane
-from .schedule import Kind, Trace
+from .trace import Kind, Trace
 from .unit import Unit
 from .use_order import UnitGroup
 from .use_watch import Watch
@@ -106,10 +106,7 @@ class BackwardPass:
         while self._in_flight:
             self._finish_exchange()
         for unit, exchange in self._ending:
-            if self.sync:
-                self.watch.wait("exchange", unit.spec.index, exchange.event.wait)
-            else:
-                exchange.event.wait()
+            self.watch.wait("exchange", unit.reduction.name, exchange.event.wait)
 
     def abandon(self, deadline: float) -> None:
         """Nobody asks for the exchanges: see `Event.abandon`."""
@@ -148,15 +145,14 @@ class BackwardPass:
             if len(self._in_flight) >= self.lane.max_exchanges:
                 self._finish_exchange()
             self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
-            self._in_flight.append((unit, unit.reduce(self.lane, sync=self.sync)))
+            start = functools.partial(unit.reduce, self.lane, sync=self.sync)
+            # A lane without overlap waits where it starts.
+            exchange = self.watch.wait("exchange", unit.reduction.name, start)
+            self._in_flight.append((unit, exchange))
 
     def _finish_exchange(self) -> None:
         unit, exchange = self._in_flight.popleft()
-        finish = functools.partial(unit.gradients.finish, exchange)
-        if self.sync:
-            self.watch.wait("exchange", unit.spec.index, finish)
-        else:
-            finish()
+        self.watch.wait("exchange", unit.reduction.name, exchange.finish)
         self._ending.append((unit, exchange))
         self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
 

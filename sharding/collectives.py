@@ -6,8 +6,8 @@
 
 gloo's own all-gather stages its data (85 ms against 30 ms for 64 MiB on loopback), its all-to-all
 copies what a rank has for itself: hence the second column. A GPU's tensors it can only stage: its
-sends and receives would take their addresses for the host's. Sums are never left to a backend:
-`exchange` only moves data, `kernels.reduce_` adds it up in rank order.
+sends and receives would take their addresses for the host's. Sums are left to a backend only where
+`reduce="native"` asks for that: `exchange` only moves data, a wire adds it up in rank order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..buffers import Grid, Hop, Placements, redistribute
 from .errors import communicating, communication_error
-from .process_groups import DataParallelGroups
+from .process_groups import Axis, DataParallelGroups
 from .ranges import ranged
-from .uses import UseRecord
+from .uses import Uses
 
 T = TypeVar("T")
-_TAG = 0x51DE
-"""Keeps our sends apart from the user's own on the same group; gloo matches peer and tag."""
 
 
 # A method of the group: the functions around it cost as much host time again.
@@ -40,6 +39,23 @@ _ALL_GATHER = (
 def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> dist.Work:
     """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
     work: dist.Work = getattr(group, _ALL_GATHER)(flat, source)
+    return work
+
+
+_REDUCE_SCATTER = (
+    "reduce_scatter_single"
+    if hasattr(dist.ProcessGroup, "reduce_scatter_single")
+    else "_reduce_scatter_base"
+)
+
+
+def start_reduce_scatter(group: dist.ProcessGroup, own: Tensor, flat: Tensor) -> dist.Work:
+    """Start the backend's sum of every rank's `flat` [world * n], of which this rank's part comes
+    into `own` [n].
+    """
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+    work: dist.Work = getattr(group, _REDUCE_SCATTER)(own, flat, options)
     return work
 
 
@@ -64,64 +80,72 @@ class Pending:
 
 @dataclass(slots=True)
 class Traffic:
-    """How often each collective was called and the bytes this rank sent in it."""
+    """How often each collective was called and the bytes this rank sent in it, and sent to other
+    ranks along each axis.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
+    axis_bytes: Counter[str] = field(default_factory=Counter)
 
-    def count(self, kind: str, nbytes: int) -> None:
-        """Add one call of `kind` that sends `nbytes`."""
+    def count(self, kind: str, axis: str, nbytes: int) -> None:
+        """Add one call of `kind` that sends `nbytes` along `axis`."""
         self.calls[kind] += 1
         self.sent_bytes[kind] += nbytes
+        self.axis_bytes[axis] += nbytes
 
     def reset(self) -> None:
         """Forget all counts."""
         self.calls.clear()
         self.sent_bytes.clear()
+        self.axis_bytes.clear()
 
 
-class Collectives:
-    """Gathers on one communicator, everything that reduces on the other."""
+class Channel:
+    """The ranks along one axis: gathers on one communicator, everything that reduces on the other.
 
-    def __init__(self, groups: DataParallelGroups) -> None:
-        self.groups = groups
-        self.rank = groups.rank
-        self.world_size = groups.world_size
-        self.traffic = Traffic()
-        self.gathers, self.exchanges = UseRecord(), UseRecord()
-        self.agreements = 0
-        """Small collectives at the end of a forward or backward."""
+    `rank` and `size` are those along the axis.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic, uses: Uses) -> None:
+        self.axis = axis
+        self.rank = axis.rank
+        self.size = axis.size
+        self._traffic = traffic
+        self._uses = uses
         self._point_to_point = (
-            groups.gather is not None
-            and groups.device.type == "cpu"
-            and dist.get_backend(groups.gather) == "gloo"
+            axis.gather is not None
+            and device.type == "cpu"
+            and dist.get_backend(axis.gather) == "gloo"
         )
-        self._peers = [r for r in range(groups.world_size) if r != groups.rank]
+        self._peers = [rank for rank in range(axis.size) if rank != axis.rank]
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        self._traffic.count(kind, self.axis.name, nbytes)
 
     @property
     def tags_messages(self) -> bool:
-        """Whether gathers of different units can never be taken for each other."""
-        return self._point_to_point
+        """Whether what belongs to one unit can never be taken for another's."""
+        return self._point_to_point or self.size == 1
 
     def gather(
-        self, flat: Tensor, slices: Sequence[Tensor], source: Tensor, what: str, unit: int
+        self, flat: Tensor, slices: Sequence[Tensor], source: Tensor, what: str
     ) -> list[Pending]:
-        """Start to fill `flat` [world * n] with every rank's `source` [n]; `slices` are its world
-        views. `unit`: the index of the one they belong to.
+        """Start to fill `flat` [size * n] with every rank's `source` [n]; `slices` are its views.
 
         `source` may be this rank's own slice. Nothing may write `source` or read `flat` before the
         waits.
         """
-        tag = self.gathers.note(unit)
-        return self._gather(self.groups.gather, "gather", flat, slices, source, what, tag=tag)
+        tag = self._uses.gathers.note(what)
+        return self._gather(self.axis.gather, "gather", flat, slices, source, what, tag=tag)
 
     def gather_reduced(self, flat: Tensor, slices: Sequence[Tensor], what: str) -> list[Pending]:
         """Start an in-place all-gather of this rank's slice of `flat`, on the reducing
         communicator.
         """
-        return self._gather(
-            self.groups.reduce, "gather_reduced", flat, slices, slices[self.rank], what, tag=_TAG
-        )
+        source = slices[self.rank]
+        tag = self._uses.exchanges.note(what)
+        return self._gather(self.axis.reduce, "gather_reduced", flat, slices, source, what, tag=tag)
 
     def _gather(
         self,
@@ -134,12 +158,9 @@ class Collectives:
         *,
         tag: int,
     ) -> list[Pending]:
+        assert group is not None, "a gather needs a process group"
         own, peers = slices[self.rank], self._peers
-        if group is None or self.world_size == 1:
-            if source is not own:
-                own.copy_(source)
-            return []
-        self.traffic.count(kind, len(peers) * source.nbytes)
+        self._count(kind, len(peers) * source.nbytes)
         try:
             if not self._point_to_point:
                 return [Pending(start_all_gather(group, flat, source), what)]
@@ -173,21 +194,20 @@ class Collectives:
 
     @property
     def received_parts(self) -> int:
-        """How many parts an exchange brings: the world's, or all but our own."""
-        return self.world_size - int(self._point_to_point)
+        """How many parts an exchange brings: the axis's, or all but our own."""
+        return self.size - int(self._point_to_point)
 
-    def exchange(self, received: Tensor, sent: Tensor, what: str, unit: int) -> list[Pending]:
-        """Start to swap parts: part r of `sent` [world * n] goes to rank r, and into `received`
+    def exchange(self, received: Tensor, sent: Tensor, what: str) -> list[Pending]:
+        """Start to swap parts: part r of `sent` [size * n] goes to rank r, and into `received`
         [received_parts * n] comes what every rank, or every other, has for us, in rank order.
-        `unit`: the index of the one they belong to.
 
         Nothing may write `sent` or read `received` before the waits.
         """
-        group = self.groups.reduce
-        assert group is not None, "exchange needs a process group"
-        tag = self.exchanges.note(unit)
-        numel = sent.numel() // self.world_size
-        self.traffic.count("exchange", len(self._peers) * numel * sent.itemsize)
+        group = self.axis.reduce
+        assert group is not None, "an exchange needs a process group"
+        tag = self._uses.exchanges.note(what)
+        numel = sent.numel() // self.size
+        self._count("exchange", len(self._peers) * numel * sent.itemsize)
         try:
             if not self._point_to_point:
                 return [Pending(group.alltoall_base(received, sent, [], []), what)]
@@ -197,22 +217,60 @@ class Collectives:
         except RuntimeError as error:
             raise communication_error(what, error) from error
 
+    def reduce_scatter(self, received: Tensor, sent: Tensor, what: str) -> list[Pending]:
+        """Start the backend's own sum: into `received` [n] comes that of all ranks' part of `sent`
+        [size * n] for us, in whatever order and precision the backend has.
+        """
+        group = self.axis.reduce
+        assert group is not None, "a reduce-scatter needs a process group"
+        self._uses.exchanges.note(what)
+        self._count("reduce_scatter", len(self._peers) * received.nbytes)
+        try:
+            return [Pending(start_reduce_scatter(group, received, sent), what)]
+        except RuntimeError as error:
+            raise communication_error(what, error) from error
+
+
+class Collectives:
+    """A channel along each axis of the mesh, and small collectives over all data-parallel ranks."""
+
+    def __init__(self, groups: DataParallelGroups) -> None:
+        self.groups = groups
+        self.rank = groups.rank
+        self.world_size = groups.world_size
+        self.traffic = Traffic()
+        self.uses = Uses()
+        self.channels = [
+            Channel(axis, groups.device, self.traffic, self.uses) for axis in groups.axes
+        ]
+        self.grid = Grid(
+            tuple(axis.size for axis in groups.axes), tuple(axis.rank for axis in groups.axes)
+        )
+
+    def hops(self, numel: int, source: Placements, target: Placements) -> list[Hop]:
+        """The movements that take a flat buffer of `numel` elements from one to the other."""
+        return [
+            hop
+            for hop in redistribute(numel, self.grid, source, target)
+            if self.channels[hop.axis].axis.gather is not None
+        ]
+
     def broadcast(self, tensor: Tensor, what: str) -> None:
         """Overwrite `tensor` with rank 0's; blocks."""
-        group = self.groups.gather
+        group = self.groups.group
         if group is None or self.world_size == 1:
             return
-        self.traffic.count("broadcast", tensor.nbytes if self.rank == 0 else 0)
+        self.traffic.count("broadcast", "all", tensor.nbytes if self.rank == 0 else 0)
         work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
         assert work is not None
         Pending(work, what).wait()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
         """Reduce a small `tensor` over all ranks in place; blocks. For order-free reductions."""
-        group = self.groups.gather
+        group = self.groups.group
         if group is None or self.world_size == 1:
             return
-        self.traffic.count("all_reduce", tensor.nbytes)
+        self.traffic.count("all_reduce", "all", tensor.nbytes)
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
         assert work is not None
         Pending(work, what).wait()
@@ -225,9 +283,9 @@ class Collectives:
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. For set-up and error messages only."""
-        if self.groups.gather is None or self.world_size == 1:
+        if self.groups.group is None or self.world_size == 1:
             return [value]
         gathered: list[T] = [value] * self.world_size
         with communicating("comparison of the ranks' models"):
-            dist.all_gather_object(gathered, value, group=self.groups.gather)
+            dist.all_gather_object(gathered, value, group=self.groups.group)
         return gathered

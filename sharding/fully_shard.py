@@ -51,6 +51,11 @@ def fully_shard(
     *,
     device_mesh: DeviceMesh | None = None,
     dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    outer_dp_sharding_strategy: str = "no_shard",
+    ranks_per_node: int | None = None,
+    reduce: str = "exact",
+    gradient_divide_factor: float | None = None,
     fsdp_unit_modules: Iterable[UnitClass] | None = None,
     zero_dp_strategy: int | str = 3,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
@@ -76,6 +81,15 @@ def fully_shard(
             and state.
         device_mesh: mesh to shard over (None: all ranks; without a process group, world size 1).
         dp_shard_dim: name of the mesh dimension to shard over; needed when the mesh has several.
+        dp_outer_dim: name of a second mesh dimension, along which models are replicated (HSDP), or
+            the optimizer is sharded too (HFSDP).
+        outer_dp_sharding_strategy: what is sharded along it: 'no_shard' or 'optim'.
+        ranks_per_node: ranks of the shard axis that share a node (None: as the launcher says): sums
+            are taken inside a node first, and travel between nodes once. 1: no such split.
+        reduce: 'exact': sums in FP32, in rank order, the same bits everywhere. 'native': the
+            backend's own reduce-scatter, in its own order and precision.
+        gradient_divide_factor: what the sum over all data-parallel ranks is divided by (None: how
+            many there are, so gradients are means; 1: they are sums).
         fsdp_unit_modules: classes whose instances are gathered and reduced as one unit each; or
             their import paths, or bare names such as 'LlamaDecoderLayer' and the names in a model's
             `_no_split_modules`, for every class of that name in the model. None: the whole module
@@ -111,6 +125,10 @@ def fully_shard(
         zero_dp_strategy,
         mixed_precision_policy,
         resolve_unit_classes(fsdp_unit_modules, module),
+        outer_dim=dp_outer_dim,
+        outer_strategy=outer_dp_sharding_strategy,
+        reduce=reduce,
+        gradient_divide_factor=gradient_divide_factor,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         reshard_after_forward=reshard_after_forward,
@@ -136,14 +154,18 @@ def fully_shard(
     check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
     _note_missing_units(config, groups)
     runtime = build_runtime(root, plans, collectives, config)
+    _register(root, runtime, entries)
+    if optimizer is not None and located is not None:
+        adopt(optimizer, runtime, located)
+    return module, optimizer
+
+
+def _register(root: nn.Module, runtime: Runtime, entries: list[ParamEntry]) -> None:
     follow_sharded_inputs()
     _RUNTIMES[root] = runtime
     watch_all_steps()
     for entry in entries:
         replaced_params.note(entry.param, entry.name)
-    if optimizer is not None and located is not None:
-        adopt(optimizer, runtime, located)
-    return module, optimizer
 
 
 def _locate(

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buffers import FlatBuffer
+from ..buffers import FlatBuffer, Placement, Placements
+from ..buffers.placed_buffer import cut
 from .bits import differing
 from .collectives import Collectives
 from .messages import listed
@@ -64,29 +65,32 @@ class GradientPath:
         return self._leaves[index]()
 
 
-class _Collected:
-    """Every rank's `own` slice [shard_numel] on its way to `flat` [numel]."""
-
-    def __init__(self, unit: Unit, own: Tensor, collectives: Collectives) -> None:
-        layout, self._own = unit.spec.layout, own
-        self.flat = torch.empty(layout.numel, dtype=own.dtype, device=own.device)
-        what = f"gather of the whole parameters of unit '{unit.spec.name}'"
-        slices = FlatBuffer(self.flat, layout).shards()
-        self._pending = collectives.gather(self.flat, slices, own, what, unit.spec.index)
-
-    def wait(self) -> None:
-        """Order the following compute after the gather."""
-        for pending in self._pending:
+def _collect(
+    unit: Unit, own: Tensor, held: Placements, collectives: Collectives, what: str
+) -> Tensor:
+    """The whole buffer, of which `own` is what this rank has as `held` says (a collective)."""
+    spec = unit.spec
+    if own.numel() == spec.layout.numel:
+        return own
+    start, stop = collectives.grid.span(spec.layout.numel, held)
+    flat = torch.empty(spec.layout.numel, dtype=own.dtype, device=own.device)
+    flat[start:stop] = own
+    for hop in collectives.hops(spec.layout.numel, held, spec.placements.whole):
+        slices = cut(flat[hop.start : hop.stop], hop.parts)
+        channel = collectives.channels[hop.axis]
+        whole = flat[hop.start : hop.stop]
+        for pending in channel.gather(whole, slices, slices[hop.own], what):
             pending.wait()
+    return flat
 
 
 @torch.no_grad()
-def start_unneeded(unit: Unit, collectives: Collectives) -> _Collected:
-    """Take part in a gather of `unit` that other ranks need: into memory of its own, since this
-    rank may be using what it has gathered.
+def take_part_in_gather(unit: Unit, collectives: Collectives) -> None:
+    """Take part in a gather of `unit` that other ranks need, from the main parameters on: into
+    memory of its own, since this rank may be using what it has gathered.
     """
     own = unit.main.to(unit.spec.dtypes.compute, copy=True)
-    return _Collected(unit, own, collectives)
+    _collect(unit, own, unit.spec.placements.main, collectives, unit.gather_name)
 
 
 class GatheredUnit:
@@ -113,15 +117,11 @@ class GatheredUnit:
 
     def _gather(self) -> Tensor:
         own = self.unit.main.to(self.unit.spec.dtypes.compute, copy=True)
-        if own.numel() == self.unit.spec.layout.numel:
-            return own
-        return self._collect(own)
+        return self._collect(own, self.unit.spec.placements.main)
 
-    def _collect(self, own: Tensor) -> Tensor:
-        """Every rank's `own` slice [shard_numel], as one tensor (a collective)."""
-        found = _Collected(self.unit, own, self._collectives)
-        found.wait()
-        return found.flat
+    def _collect(self, own: Tensor, held: Placements) -> Tensor:
+        what = f"gather of the whole parameters of unit '{self.unit.spec.name}'"
+        return _collect(self.unit, own, held, self._collectives, what)
 
     @torch.no_grad()
     def faults(self, write: bool) -> list[int]:
@@ -133,10 +133,10 @@ class GatheredUnit:
             found[index] = _REPLACED
         if self.unit.main._version != self._version:
             found = [_MOVED] * len(found)
-        layout = self.unit.spec.layout
-        start, stop = layout.shard_range(self._collectives.rank)
+        layout, (start, stop) = self.unit.spec.layout, self.unit.owned_span
         # With writes: what would be kept of all ranks' values, beside those of this one.
-        reference = self._collect(self.flat[start:stop].clone()) if write else self._gather()
+        owned = (Placement.SHARD,) * len(self._collectives.channels)
+        reference = self._collect(self.flat[start:stop].clone(), owned) if write else self._gather()
         views = FlatBuffer(reference, layout).views()
         differs = [differing(*pair).any() for pair in zip(self.homes, views, strict=True)]
         changed = torch.stack(differs).tolist()  # the host waits once, not for each of them

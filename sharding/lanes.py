@@ -7,13 +7,13 @@ operations.
                   backend goes on (CPU)        rest in the caller, `wait` for what that started
     SerialLane    the caller, to the end       nothing left to wait for
 
-A work is `start`, which begins operations, and `complete`, which needs them to have ended and may
-begin more. Each lane runs its work in order of submission, after all compute the caller had
-enqueued. On CPU there is no worker thread: with as many compute threads as cores it has no core to
-run on, and handing over a job costs more than packing a small unit. Buffers that a work writes are
-allocated inside it: then their memory is the lane's own, and whatever fills it at once comes after
-its last owner. Tensors from other streams that it reads must stay referenced until its event
-advanced, or the caching allocator hands their memory to the compute stream too early.
+A work is a list of stages: each starts operations, which have to end before the next. Each lane
+runs its work in order of submission, after all compute the caller had enqueued. On CPU there is no
+worker thread: with as many compute threads as cores it has no core to run on, and handing over a
+job costs more than packing a small unit. Buffers that a work writes are allocated inside it: then
+their memory is the lane's own, and whatever fills it at once comes after its last owner. Tensors
+from other streams that it reads must stay referenced until its event advanced, or the caching
+allocator hands their memory to the compute stream too early.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class Event(Protocol):
     """The end of one submitted work."""
 
     def advance(self) -> None:
-        """Order the caller's following compute after `start`'s operations and `complete`."""
+        """Order the caller's following compute after all stages; not after what the last starts."""
 
     def wait(self) -> None:
         """Order the caller's following compute after all of the work."""
@@ -53,7 +54,7 @@ class Lane(Protocol):
     max_exchanges: int
     """Exchanges whose buffers may be alive at once; `prefetch` says how far gathers go ahead."""
 
-    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
+    def submit(self, what: str, *stages: Work) -> Event:
         """Run the work after the compute enqueued so far; returns its end. `what` names it in
         traces.
         """
@@ -62,19 +63,18 @@ class Lane(Protocol):
 class _Deferred:
     """Operations under way, and what is to be done after them."""
 
-    __slots__ = ("_complete", "_pending", "_what")
+    __slots__ = ("_pending", "_stages", "_what")
 
-    def __init__(self, what: str, start: Work, complete: Work | None = None) -> None:
-        """Run `start`."""
+    def __init__(self, what: str, *stages: Work) -> None:
+        """Run the first of `stages`."""
         self._what = what
-        self._pending = ranged("start", what, start)
-        self._complete = complete
+        self._stages = deque(stages)
+        self._pending: Sequence[Pending] = ranged("start", what, self._stages.popleft())
 
     def advance(self) -> None:
-        if self._complete is not None:
+        while self._stages:
             self._finish_pending()
-            complete, self._complete = self._complete, None
-            self._pending = ranged("complete", self._what, complete)
+            self._pending = ranged("complete", self._what, self._stages.popleft())
 
     def wait(self) -> None:
         self.advance()
@@ -105,17 +105,17 @@ class DeferredLane:
     # one pair of buffers is enough, and what arrived is still in the caches.
     max_exchanges = 1
 
-    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
-        """Run `start` now."""
-        return _Deferred(what, start, complete)
+    def submit(self, what: str, *stages: Work) -> Event:
+        """Run the first stage now."""
+        return _Deferred(what, *stages)
 
 
 class SerialLane(DeferredLane):
     """Runs work in the caller to its end: no overlap at all."""
 
-    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
+    def submit(self, what: str, *stages: Work) -> Event:
         """Run all of the work now."""
-        _Deferred(what, start, complete).wait()
+        _Deferred(what, *stages).wait()
         return DONE
 
 
@@ -146,11 +146,11 @@ class StreamLane:
         # High priority: a gather or a sum that starts late leaves the whole backward waiting.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
+    def submit(self, what: str, *stages: Work) -> Event:
         """Enqueue the work after all that the current stream holds."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            _Deferred(what, start, complete).wait()
+            _Deferred(what, *stages).wait()
             return _StreamEvent(self._stream.record_event(), self._stream.device)
 
 

@@ -24,18 +24,32 @@ _HOSTS: _Beside = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
-class DataParallelGroups:
-    """Two communicators over the same ranks, so that gathers and reductions never queue behind each
-    other.
+class Axis:
+    """One axis of the data-parallel ranks, this rank's place on it, and two communicators over the
+    same ranks, so that gathers and reductions never queue behind each other.
 
-    Both are None at world size 1 without an initialised process group.
+    Both are None along an axis of one rank, which moves nothing.
+    """
+
+    name: str
+    size: int
+    rank: int
+    gather: dist.ProcessGroup | None
+    reduce: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelGroups:
+    """All data-parallel ranks: `rank` of `world_size` in `group` (None: there is no process group),
+    and where each of them is along `axes`. The shard axis comes first.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    gather: dist.ProcessGroup | None
-    reduce: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None
+    axes: tuple[Axis, ...]
+    coordinates: tuple[tuple[int, ...], ...]
 
 
 def shorten_flight_record() -> None:
@@ -142,13 +156,23 @@ def data_parallel_groups(mesh: DeviceMesh | None, axis_name: str | None) -> Data
     elif _initialize_from_environment():
         group = dist.group.WORLD
     else:
-        return DataParallelGroups(0, 1, _default_device(), None, None)
+        return DataParallelGroups(
+            0, 1, _default_device(), None, (Axis("dp_shard", 1, 0, None, None),), ((0,),)
+        )
     assert group is not None
     device = _default_device() if mesh is None else _device_of(mesh)
     ranks = dist.get_process_group_ranks(group)
-    return DataParallelGroups(
-        dist.get_rank(group), len(ranks), device, group, _second_communicator(group, ranks)
+    rank, size = dist.get_rank(group), len(ranks)
+    moves = size > 1
+    axis = Axis(
+        axis_name or "dp_shard",
+        size,
+        rank,
+        group if moves else None,
+        _second_communicator(group, ranks) if moves else None,
     )
+    coordinates = tuple((place,) for place in range(size))
+    return DataParallelGroups(rank, size, device, group, (axis,), coordinates)
 
 
 def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

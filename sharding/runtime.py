@@ -12,7 +12,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,13 @@ from torch.autograd.variable import Variable
 from ..buffers import BufferPool
 from .backward_pass import BackwardPass
 from .collectives import Collectives
+from .config import RuntimeOptions
 from .exchange_order import ExchangeOrder
 from .gathered_unit import agree_on_paths, check_not_gathered
 from .lanes import Lane
 from .modules.structures import tensors_in
 from .modules.uncompiled import uncompiled
-from .schedule import Kind, Trace
+from .trace import Kind, Trace
 from .turns import make_turns
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
@@ -35,15 +35,6 @@ from .uses import END_OF_BACKWARD, END_OF_FORWARD
 
 _ABANDONED_S = 5.0  # among the living, what is in flight takes milliseconds
 _PLAIN = (torch.Tensor, nn.Parameter)
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeOptions:
-    """How far the runtime overlaps. `prefetch`: gathers started ahead of the unit in use."""
-
-    prefetch: int
-    overlap_param_gather: bool
-    ranks_may_differ: bool = False
 
 
 class Runtime:
@@ -66,9 +57,8 @@ class Runtime:
         self._gather_lane, self._reduce_lane = lanes
         self._options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
-        names = [unit.spec.name for unit in self.units]
         frees = any(unit.frees_parameters for unit in self.units)
-        self._watch = make_watch(collectives, names, frees_parameters=frees)
+        self._watch = make_watch(collectives, frees_parameters=frees)
         self._turns = make_turns(groups, collectives, self._watch, options.ranks_may_differ)
         self._use_order = UseOrder(groups, self.prefetch)
         self._root = next(group for group in groups if group.is_root)
@@ -92,6 +82,11 @@ class Runtime:
                 self._backward.abandon(deadline)
             for unit in self.units:
                 unit.abandon(deadline)
+
+    @property
+    def strategy(self) -> str:
+        """The name of the ZeRO level, and of what is done along the outer axis."""
+        return self._options.strategy
 
     @property
     def prefetch(self) -> int:
@@ -123,7 +118,7 @@ class Runtime:
         # registration, since ranks may have used the units in different orders, or not at all.
         for unit in self.units:
             if not unit.frees_parameters:
-                self._start_gather(unit)
+                self.start_gather(unit)
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
@@ -133,13 +128,13 @@ class Runtime:
             self._turns.forward_begins()
         if recompute:
             self._begin_backward_of(group)
-        self._turns.take(group, self._needs_gather, self._start_gather)
+        self._turns.take(group, self)
         if not recompute:
             self._use_order.see(group)
             for unit in self._use_order.with_forward[group.index]:
-                self._start_gather(unit)
+                self.start_gather(unit)
         for unit in group.units:
-            self._finish_gather(unit)
+            self.finish_gather(unit)
             unit.show_full()
             self.trace.add(Kind.FORWARD, unit.spec.index)
         group.has_frozen = not all(unit.needs_reduction for unit in group.units)
@@ -205,12 +200,12 @@ class Runtime:
         Unless `certain`: the output is an input of the module, so another module may have made it.
         """
         backward = self._begin_backward_of(group, certain=certain)
-        self._turns.take(group, self._needs_gather, self._start_gather)
+        self._turns.take(group, self)
         for unit in self._use_order.with_backward[group.index]:
             if unit.spec.index not in backward.ready:
-                self._start_gather(unit)
+                self.start_gather(unit)
         for unit in group.units:
-            self._finish_gather(unit)
+            self.finish_gather(unit)
             # A checkpoint inside the module reads its parameters anew.
             unit.faces.show_full()
 
@@ -299,8 +294,7 @@ class Runtime:
         backward.exchange_late(self._turns.agree_on_late(backward.late_units()))
         self._end_backward(keeps_gathered=backward.creates_graph)
         if backward.sync:
-            self.collectives.agreements += 1
-            self._watch.wait("agreement", END_OF_BACKWARD, lambda: self._agree(backward))
+            self._watch.agree("agreement at the end of a backward", self._agree, backward)
 
     def _agree(self, backward: BackwardPass) -> None:
         self._exchange_order.follow(backward.ready)
@@ -322,7 +316,7 @@ class Runtime:
         """Bring every unit to rest: parameters released, the modules show the sharded ones."""
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
-                self._finish_gather(unit)
+                self.finish_gather(unit)
         self._retire(self.units)
 
     def settle(self) -> None:
@@ -383,26 +377,30 @@ class Runtime:
 
     # ---- gathers
 
-    def _needs_gather(self, unit: Unit) -> bool:
+    def needs_gather(self, unit: Unit) -> bool:
+        """Whether the full parameters of `unit`, which is about to be used, are not there."""
         # Whole parameters need no gather, but a graph from before them, in backward, does.
         if unit.faces.whole is not None and self._backward is None:
             return False
         return unit.state is UnitState.SHARDED or not unit.is_fresh
 
-    def _start_gather(self, unit: Unit) -> None:
-        if not self._needs_gather(unit):
+    def start_gather(self, unit: Unit) -> None:
+        """Start it, if `unit` needs one."""
+        if not self.needs_gather(unit):
             return
         if unit.state is not UnitState.SHARDED:
             # Left over from a forward that no backward followed, or that failed.
-            self._finish_gather(unit)
+            self.finish_gather(unit)
             unit.release()
             self.trace.add(Kind.RELEASE, unit.spec.index)
-        if unit.gather(self._gather_lane):
+        # A lane without overlap waits where it starts.
+        if self._watch.wait("gather", unit.gather_name, unit.gather, self._gather_lane):
             self.trace.add(Kind.GATHER, unit.spec.index)
 
-    def _finish_gather(self, unit: Unit) -> None:
+    def finish_gather(self, unit: Unit) -> None:
+        """Order the following compute after a gather of `unit` that is under way."""
         if unit.state is UnitState.GATHERING:
-            self._watch.wait("gather", unit.spec.index, unit.finish_gather)
+            self._watch.wait("gather", unit.gather_name, unit.finish_gather)
             self.trace.add(Kind.FINISH_GATHER, unit.spec.index)
 
     def _retire(self, units: Sequence[Unit]) -> None:

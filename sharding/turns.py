@@ -14,7 +14,7 @@ hosts, whatever the world size, and no gather is started ahead of its use.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -23,15 +23,24 @@ import torch.distributed as dist
 
 from .backward_pass import BackwardPass
 from .collectives import Collectives, Pending
-from .gathered_unit import start_unneeded
+from .gathered_unit import take_part_in_gather
 from .process_groups import host_group
 from .unit import Unit
 from .use_order import UnitGroup
 from .use_watch import Watch
-from .uses import END_OF_FORWARD
 
-Needs = Callable[[Unit], bool]
-Start = Callable[[Unit], None]
+
+class Gathers(Protocol):
+    """Who gathers units on this rank."""
+
+    def needs_gather(self, unit: Unit) -> bool:
+        """Whether the full parameters of `unit`, which is about to be used, are not there."""
+
+    def start_gather(self, unit: Unit) -> None:
+        """Start it, if `unit` needs one."""
+
+    def finish_gather(self, unit: Unit) -> None:
+        """Order the following compute after it."""
 
 
 class Turns(Protocol):
@@ -58,10 +67,8 @@ class Turns(Protocol):
     def backward_is_over(self) -> None:
         """A backward has ended, perhaps by an exception."""
 
-    def take(self, group: UnitGroup, needs: Needs, start: Start) -> None:
-        """Call `start` for the units of `group` once it is their turn. It starts a gather if the
-        unit `needs` one.
-        """
+    def take(self, group: UnitGroup, gathers: Gathers) -> None:
+        """Have `gathers` start those that the units of `group` need, once it is their turn."""
 
     def agree_on_late(self, late: Sequence[Unit]) -> Sequence[Unit]:
         """The units of which a rank got gradients after their exchange, from those of this rank."""
@@ -80,10 +87,10 @@ class FreeTurns:
     def backward_begins(self, backward: BackwardPass) -> None:
         """Nothing to agree on."""
 
-    def take(self, group: UnitGroup, needs: Needs, start: Start) -> None:
+    def take(self, group: UnitGroup, gathers: Gathers) -> None:
         """Now."""
         for unit in group.units:
-            start(unit)
+            gathers.start_gather(unit)
 
     def agree_on_late(self, late: Sequence[Unit]) -> Sequence[Unit]:
         """Those of this rank."""
@@ -105,12 +112,12 @@ class AgreedTurns:
 
     def __init__(self, groups: Sequence[UnitGroup], collectives: Collectives, watch: Watch) -> None:
         """A collective."""
-        assert collectives.groups.gather is not None
+        assert collectives.groups.group is not None
         self._groups = groups
         self._units = [unit for group in groups for unit in group.units]
         self._collectives = collectives
         self._watch = watch
-        self._host_group = host_group(collectives.groups.gather)
+        self._host_group = host_group(collectives.groups.group)
         # Their number and kind. A backward may run inside a forward, for a gradient in a loss.
         self._phases: list[tuple[int, _Phase]] = []
         self._num_phases = 0
@@ -157,33 +164,34 @@ class AgreedTurns:
 
     # ---- turns
 
-    def take(self, group: UnitGroup, needs: Needs, start: Start) -> None:
+    def take(self, group: UnitGroup, gathers: Gathers) -> None:
         """Take part in the gathers of others until `group` has had its turn.
 
         Raises:
             RuntimeError: ranks are in different phases; on all of them.
         """
-        while any([needs(unit) for unit in group.units]):
+        while needed := [unit for unit in group.units if gathers.needs_gather(unit)]:
             turn = self._next_turn(group)
             assert turn is not None, "what this rank needs counts"
-            needed = [unit for unit in group.units if turn is group and needs(unit)]
-            self._gather(turn, needed, start)
+            self._gather(turn, needed if turn is group else (), gathers)
 
     def _take_part(self) -> None:
         while (turn := self._next_turn(None)) is not None:
-            self._gather(turn, (), _nothing)
+            self._gather(turn, (), None)
 
-    def _gather(self, turn: UnitGroup, needed: Sequence[Unit], start: Start) -> None:
-        unneeded = []
-        for unit in turn.units:  # in one order on all ranks, whoever needs which
-            if unit in needed:
-                start(unit)
-            else:
-                unneeded.append(start_unneeded(unit, self._collectives))
-        # First: a rank that does need them starts exchanges before it computes on.
+    def _gather(self, turn: UnitGroup, needed: Sequence[Unit], gathers: Gathers | None) -> None:
+        # One after the other on every rank, all along the mesh, and exchanges after them: nobody
+        # waits for a step that another rank takes later.
+        for unit in turn.units:
+            if gathers is None or unit not in needed:
+                self._watch.wait(
+                    "gather", unit.gather_name, take_part_in_gather, unit, self._collectives
+                )
+                continue
+            unit.mark_stale()  # others may have none of it, so it comes all the way
+            gathers.start_gather(unit)
+            gathers.finish_gather(unit)
         self._exchange()
-        for pending in unneeded:
-            pending.wait()
 
     def _exchange(self) -> None:
         if self._backward is not None:
@@ -215,9 +223,8 @@ class AgreedTurns:
         found = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
         assert work is not None
-        self._collectives.agreements += 1
-        pending = Pending(work, "agreement on the next gather")
-        self._watch.wait("agreement", END_OF_FORWARD, pending.wait)
+        what = "agreement on the next gather"
+        self._watch.agree(what, Pending(work, what).wait)
         result: list[int] = found.tolist()
         return result
 
@@ -237,10 +244,6 @@ class AgreedTurns:
             return late
         found = self._greatest([int(unit in late) for unit in self._units])
         return [unit for unit, is_late in zip(self._units, found, strict=True) if is_late]
-
-
-def _nothing(_unit: Unit) -> None:
-    """Start no gather."""
 
 
 def make_turns(

@@ -14,14 +14,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import hashlib
 import itertools
 import json
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,9 @@ from torch.distributed.distributed_c10d import _world
 from .collectives import Collectives
 from .errors import CommunicationError, DivergentUseError, communicating
 from .process_groups import host_group
-from .uses import RankUses, deadlock, digest, first_difference, standing
+from .uses import RankUses, deadlock, first_difference, standing
 
+T = TypeVar("T")
 _logger = logging.getLogger("sidestream")
 PATIENCE_S = 2.0
 """A wait of that length is told to the other ranks."""
@@ -39,7 +41,7 @@ WARN_S = 10.0
 """A wait of that length that nothing explains is told to the user."""
 _GRACE_S = 3.0  # for the other ranks to read the verdict from a store whose host may leave
 _LOOK_S = 0.25
-_KEPT = 64
+_SAID, _COMPARED = 32, 256  # of the last uses
 _SPARE_TAG = 0x51DF_0000  # of messages that nobody sends
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
     weakref.WeakKeyDictionary()
@@ -49,42 +51,51 @@ _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
 class Watch(Protocol):
     """Around what waits for other ranks."""
 
-    def wait(self, kind: str, unit: int, action: Callable[[], object]) -> None:
-        """Do `action`, which waits for the latest `kind` ("gather", "exchange", "agreement") of
-        `unit` (its index).
-        """
+    def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
+        """`action(*args)`, which may wait for the latest "gather" or "exchange" called `what`."""
 
-    def ends(self, what: int, *, compares: bool) -> None:
-        """A forward or backward (`END_OF_FORWARD`, `END_OF_BACKWARD`) is over. `compares`: what
-        comes out of it is used now, so that ranks must have agreed.
+    def agree(self, what: str, action: Callable[..., T], *args: Any) -> T:
+        """`action(*args)`, small collectives over all ranks."""
+
+    def ends(self, what: str, *, compares: bool) -> None:
+        """A forward or backward is over: `what` is `END_OF_FORWARD` or `END_OF_BACKWARD`.
+        `compares`: what comes out of it is used now, so that ranks must have agreed.
         """
 
 
 class NoWatch:
     """Where ranks cannot wait for different units."""
 
-    def wait(self, kind: str, unit: int, action: Callable[[], object]) -> None:
-        """Just do `action`."""
-        action()
+    def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
+        """Just do it."""
+        return action(*args)
 
-    def ends(self, what: int, *, compares: bool) -> None:
+    def agree(self, what: str, action: Callable[..., T], *args: Any) -> T:
+        """Just do it."""
+        return action(*args)
+
+    def ends(self, what: str, *, compares: bool) -> None:
         """Nothing to do."""
 
 
 class UseWatch:
-    """Of one model on this rank. `names` of its units, by index."""
+    """Of one model on this rank."""
 
-    def __init__(self, collectives: Collectives, names: Sequence[str]) -> None:
-        group = collectives.groups.gather
+    def __init__(self, collectives: Collectives) -> None:
+        """A collective where messages have no tags."""
+        group = collectives.groups.group
         assert group is not None
         number = next(_NUMBERS.setdefault(group, itertools.count()))
         self._store = dist.PrefixStore(f"sidestream_uses/{number}", _world.pg_map[group][1])
+        self._groups = [g for axis in collectives.groups.axes for g in (axis.gather, axis.reduce)]
         self._collectives = collectives
-        self._names = names
-        self._waits: tuple[str, int] | None = None
-        self._host_group = None if collectives.tags_messages else host_group(group)
+        self._uses = collectives.uses
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self._waits: tuple[str, str] | None = None
+        is_tagged = all(channel.tags_messages for channel in collectives.channels)
+        self._host_group = None if is_tagged else host_group(group)
         # What the thread knows.
-        self._seen: tuple[tuple[str, int] | None, int, int] = (None, 0, 0)
+        self._seen: tuple[tuple[str, str] | None, int, int] = (None, 0, 0)
         self._since_s = time.monotonic()
         self._has_said = self._has_warned = False
         self._serial = 0
@@ -95,45 +106,49 @@ class UseWatch:
         self._looked = threading.Event()
         _THREAD.watch(self)
 
-    def wait(self, kind: str, unit: int, action: Callable[[], object]) -> None:
-        """Do `action`.
+    def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
+        """`action(*args)`.
 
         Raises:
             DivergentUseError: ranks wait for each other.
             CommunicationError: it failed for another reason.
         """
-        self._waits = (kind, unit)
+        self._waits = (kind, what)
         try:
-            action()
+            return action(*args)
         except CommunicationError as error:
             self._explain(error)
         finally:
             self._waits = None
 
-    def ends(self, what: int, *, compares: bool) -> None:
-        """Note it; where messages have no tags, compare what all ranks used so far.
+    def agree(self, what: str, action: Callable[..., T], *args: Any) -> T:
+        """`action(*args)`; raises as `wait` does."""
+        self._uses.agreements += 1
+        return self.wait("agreement", what, action, *args)
+
+    def ends(self, what: str, *, compares: bool) -> None:
+        """Note it; where messages have no tags, compare what all ranks did so far.
 
         Raises:
             DivergentUseError: not the same; on all ranks.
         """
-        self._collectives.gathers.note_end(what)
+        self._uses.gathers.note_end(what)
         if compares and self._host_group is not None:
-            self._collectives.agreements += 1
-            self.wait("agreement", what, self._compare)
+            self.agree(f"comparison of the ranks at the {what}", self._compare)
 
     def _compare(self) -> None:
-        records = (self._collectives.gathers, self._collectives.exchanges)
+        records = (self._uses.gathers, self._uses.exchanges)
         own = [number for record in records for number in (record.count, record.fingerprint)]
         values = torch.tensor([own, [-number for number in own]], dtype=torch.int64)
-        with communicating("comparison of the units that ranks used"):
+        with communicating("comparison of what the ranks gathered"):
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self._host_group)
         if bool((values[0] == -values[1]).all()):
             return
-        said: list[tuple[Any, ...]] = [()] * self._collectives.world_size
-        with communicating("comparison of the units that ranks used"):
+        said: list[tuple[Any, ...]] = [()] * self._world_size
+        with communicating("comparison of what the ranks gathered"):
             dist.all_gather_object(said, self._own(None), group=self._host_group)
-        found = first_difference([_of(*one) for one in said], self._names)
-        raise _divergent(found or "some used other units than others")
+        found = first_difference([_of(*one) for one in said])
+        raise _divergent(found or "some gathered more than others")
 
     def _explain(self, error: CommunicationError) -> NoReturn:
         """Raise the verdict, if there is one: the first rank to read it left the others."""
@@ -171,8 +186,8 @@ class UseWatch:
             self._store.set("asked", "")
         self._find_out(waits, now_s - self._since_s)
 
-    def _find_out(self, waits: tuple[str, int] | None, waited_s: float) -> None:
-        if self._collectives.rank == 0:
+    def _find_out(self, waits: tuple[str, str] | None, waited_s: float) -> None:
+        if self._rank == 0:
             self._judge()
         if self._store.check(["verdict"]):
             self._take_verdict()
@@ -185,44 +200,42 @@ class UseWatch:
                 self._warn(waited_s)
 
     def _counts(self) -> tuple[int, int]:
-        return self._collectives.gathers.count, self._collectives.exchanges.count
+        return self._uses.gathers.count, self._uses.exchanges.count
 
-    def _is_where_it_was(self, waits: tuple[str, int] | None) -> bool:
+    def _is_where_it_was(self, waits: tuple[str, str] | None) -> bool:
         return self._seen[0] is waits and self._seen[1:] == self._counts()
 
-    def _say(self, waits: tuple[str, int] | None) -> None:
+    def _say(self, waits: tuple[str, str] | None) -> None:
         """Tell the other ranks where this one is."""
         self._serial += 1
-        text = json.dumps((self._serial, *self._own(waits)))
-        self._store.set(f"rank {self._collectives.rank}", text)
+        text = json.dumps((self._serial, *self._own(waits, _SAID)))
+        self._store.set(f"rank {self._rank}", text)
 
-    def _own(self, waits: tuple[str, int] | None) -> tuple[Any, ...]:
-        records = self._collectives
-        numbered = None
+    def _own(self, waits: tuple[str, str] | None, most: int = _COMPARED) -> tuple[Any, ...]:
+        uses, numbered = self._uses, None
         if waits is not None:
-            kind, unit = waits
-            number = records.agreements - 1
+            kind, what = waits
+            number = uses.agreements - 1
             if kind != "agreement":
-                record = records.gathers if kind == "gather" else records.exchanges
-                number = record.number_of(unit)
-            numbered = kind, number, unit
-        gathers, exchanges = records.gathers.latest(_KEPT), records.exchanges.latest(_KEPT)
-        return gathers, exchanges, records.agreements, numbered
+                record = uses.gathers if kind == "gather" else uses.exchanges
+                number = record.number_of(what)
+            numbered = kind, number, what
+        return uses.gathers.latest(most), uses.exchanges.latest(most), uses.agreements, numbered
 
     def _said(self) -> list[str | None]:
         """What each rank said last."""
-        keys = [f"rank {rank}" for rank in range(self._collectives.world_size)]
+        keys = [f"rank {rank}" for rank in range(self._world_size)]
         return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
 
     def _judge(self) -> None:
         said = self._said()
         uses = [_parsed(text) for text in said]
-        verdict = first_difference(uses, self._names)
-        if verdict is None and (reason := deadlock(uses, self._names)) is not None:
+        verdict = first_difference(uses)
+        if verdict is None and (reason := deadlock(uses)) is not None:
             # All said so at one time if all confirm it now: nobody can have gone on between.
-            candidate = digest([text or "" for text in said])
+            candidate = hashlib.sha256(repr(said).encode()).hexdigest()
             self._store.set("candidate", candidate)
-            ranks = range(self._collectives.world_size)
+            ranks = range(self._world_size)
             votes = [f"{candidate} {rank}" for rank in ranks]
             self._confirm()
             verdict = reason if self._store.check(votes) else None
@@ -237,28 +250,27 @@ class UseWatch:
             still = waits is not None and self._has_said and self._is_where_it_was(waits)
             if still and candidate != self._candidate:
                 self._candidate = candidate
-                self._store.set(f"{candidate} {self._collectives.rank}", "")
+                self._store.set(f"{candidate} {self._rank}", "")
 
     def _take_verdict(self) -> None:
         self._verdict = self._store.get("verdict").decode()
-        self._store.set(f"told {self._collectives.rank}", "")
-        if self._collectives.rank == 0:
+        self._store.set(f"told {self._rank}", "")
+        if self._rank == 0:
             # It may be the store's host: the others have to read it first.
-            told = [f"told {rank}" for rank in range(self._collectives.world_size)]
+            told = [f"told {rank}" for rank in range(self._world_size)]
             deadline = time.monotonic() + _GRACE_S
             while not self._store.check(told) and time.monotonic() < deadline:
                 time.sleep(0.05)
 
     def _end_waits(self) -> None:
         """Have the waits of this rank fail: gloo gives a group up when any wait overruns."""
-        groups = self._collectives.groups
-        peer = 1 if self._collectives.rank == 0 else 0
-        for group in (groups.gather, groups.reduce):
+        for group in (*self._groups, self._host_group, self._collectives.groups.group):
             if group is not None and dist.get_backend(group) == "gloo":
+                peer = 1 if group.rank() == 0 else 0
                 with contextlib.suppress(RuntimeError):
                     spare = torch.zeros(1)
                     work = group.recv([spare], peer, _SPARE_TAG)
-                    self._spare.append((spare, work))
+                    self._spare.append((spare, work))  # gloo may write to it until it has noticed
                     work.wait(datetime.timedelta(milliseconds=1))
 
     def _answer_failed(self) -> None:
@@ -274,9 +286,9 @@ class UseWatch:
         _logger.warning(
             "rank %d of a sharded model has waited %.0f s: %s. A model that one rank runs alone, "
             "say to validate, waits for ever: run it on all ranks or on none",
-            self._collectives.rank,
+            self._rank,
             waited_s,
-            standing(uses, self._names),
+            standing(uses),
         )
 
 
@@ -351,13 +363,11 @@ _THREAD = _Thread()
 atexit.register(_THREAD.end)
 
 
-def make_watch(
-    collectives: Collectives, names: Sequence[str], *, frees_parameters: bool
-) -> UseWatch | NoWatch:
+def make_watch(collectives: Collectives, *, frees_parameters: bool) -> UseWatch | NoWatch:
     """A watch where ranks could wait for different units: at ZeRO-3 (a collective)."""
-    group = collectives.groups.gather
+    group = collectives.groups.group
     if not frees_parameters or group is None or collectives.world_size == 1:
         return NoWatch()
-    if dist.get_backend(group) == "fake":
+    if dist.get_backend(group) == "fake":  # ranks that are not there say nothing
         return NoWatch()
-    return UseWatch(collectives, names)
+    return UseWatch(collectives)

@@ -6,18 +6,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sidestream.sharding.collectives import Collectives
-from sidestream.sharding.process_groups import DataParallelGroups, data_parallel_groups
+from sidestream.sharding.collectives import Channel, Traffic
+from sidestream.sharding.process_groups import Axis, data_parallel_groups
 from sidestream.tests.ranks import run_on_ranks
+
+
+def _channel(rank, world_size, device_type):
+    group, traffic = dist.group.WORLD, Traffic()
+    axis = Axis("dp_shard", world_size, rank, group, group)
+    return Channel(axis, torch.device(device_type), traffic), traffic
 
 
 def _gather(rank, world_size, device_type):
     """The tensors are a CPU's: gloo's all-gather takes those too."""
-    group = dist.group.WORLD
-    groups = DataParallelGroups(rank, world_size, torch.device(device_type), group, group)
+    channel, _ = _channel(rank, world_size, device_type)
     flat = torch.zeros(2 * world_size)
     slices = list(flat.split(2))
-    pending = Collectives(groups).gather(flat, slices, torch.full((2,), rank + 1.0), "a gather")
+    pending = channel.gather(flat, slices, torch.full((2,), rank + 1.0), "a gather")
     for operation in pending:
         operation.wait()
     return flat.tolist(), len(pending)
@@ -33,18 +38,15 @@ def test_a_gpu_has_gloo_gather_by_way_of_the_host():
 
 def _exchange(rank, world_size, device_type):
     """Rank r sends [r, p] to rank p. What nobody sends stays NaN."""
-    group = dist.group.WORLD
-    collectives = Collectives(
-        DataParallelGroups(rank, world_size, torch.device(device_type), group, group)
-    )
+    channel, traffic = _channel(rank, world_size, device_type)
     parts = [[float(rank), float(peer)] for peer in range(world_size)]
     sent = torch.tensor(parts, dtype=torch.bfloat16).flatten()
-    received = torch.full((2 * collectives.received_parts,), float("nan"), dtype=torch.bfloat16)
-    pending = collectives.exchange(received, sent, "an exchange")
+    received = torch.full((2 * channel.received_parts,), float("nan"), dtype=torch.bfloat16)
+    pending = channel.exchange(received, sent, "an exchange")
     for operation in pending:
         operation.wait()
     assert sent.view(-1, 2).tolist() == parts
-    assert collectives.traffic.sent_bytes["exchange"] == 4 * (world_size - 1)
+    assert traffic.sent_bytes["exchange"] == 4 * (world_size - 1)
     return received.view(-1, 2).tolist(), len(pending)
 
 
@@ -76,11 +78,12 @@ def test_gloo_is_for_cpus_unless_a_mesh_says_otherwise():
 
 def _communicators(rank, world_size):
     groups, again = data_parallel_groups(None, None), data_parallel_groups(None, None)
-    assert groups.gather is dist.group.WORLD and groups.reduce is not groups.gather
-    assert again.reduce is groups.reduce
+    (axis,) = groups.axes
+    assert axis.gather is dist.group.WORLD is groups.group and axis.reduce is not axis.gather
+    assert again.axes[0].reduce is axis.reduce
     return [
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for group in (groups.gather, groups.reduce)
+        for group in (axis.gather, axis.reduce)
     ]
 
 

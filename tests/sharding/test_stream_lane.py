@@ -22,9 +22,9 @@ from sidestream.buffers import BufferPool
 from sidestream.sharding import build, collectives
 from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.grad_packing import GradientPacker
+from sidestream.sharding.grad_packing import GradientPacker, Gradients
 from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
-from sidestream.sharding.process_groups import DataParallelGroups
+from sidestream.sharding.process_groups import Axis, DataParallelGroups
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
 from sidestream.tests.sharding.fake_streams import Late, LoopbackGroup, Machine, Stream
@@ -86,7 +86,12 @@ def hold_until_advance(machine: Machine) -> Any:
             if machine.current is machine.streams[0]:
                 super().clear()
 
-    return mock.patch.object(GradientPacker, "take", lambda *args: Held(take(*args)))
+    def held(*arguments: Any) -> Gradients:
+        grads = take(*arguments)
+        grads.tensors = Held(grads.tensors)
+        return grads
+
+    return mock.patch.object(GradientPacker, "take", held)
 
 
 @contextlib.contextmanager
@@ -94,8 +99,12 @@ def sharding(
     machine: Machine, make_lane: Callable[[torch.device], Lane], world_size: int, holds: bool
 ) -> Iterator[None]:
     """Models made inside have lanes of `make_lane` and groups in which all ranks are alike."""
+    gather: Any
+    reduce: Any
     gather, reduce = (LoopbackGroup(machine, world_size) for _ in range(2))
-    groups: Any = (0, world_size, torch.device("cpu"), gather, reduce)
+    axis = Axis("dp_shard", world_size, 0, *((gather, reduce) if world_size > 1 else (None, None)))
+    places = tuple((rank,) for rank in range(world_size))
+    groups = DataParallelGroups(0, world_size, torch.device("cpu"), gather, (axis,), places)
 
     def do_nothing(*_: object) -> None:
         """No mock: it would keep the tensors that it was called with."""
@@ -103,7 +112,7 @@ def sharding(
     entry = sys.modules[ss.fully_shard.__module__]
     with (
         machine.installed(),
-        mock.patch.object(entry, "data_parallel_groups", lambda *_: DataParallelGroups(*groups)),
+        mock.patch.object(entry, "data_parallel_groups", lambda *_, **__: groups),
         mock.patch.object(build, "make_lane", lambda device, _overlap: make_lane(device)),
         mock.patch.object(collectives, "start_all_gather", LoopbackGroup.all_gather),
         mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
