@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.variable import Variable
 
 from ..buffers import BufferPool
@@ -24,7 +24,7 @@ from .config import RuntimeOptions
 from .exchange_order import ExchangeOrder
 from .gathered_unit import agree_on_paths, check_not_gathered
 from .lanes import Lane
-from .modules.structures import tensors_in
+from .lent_outputs import LentOutputs
 from .modules.uncompiled import uncompiled
 from .trace import Kind, Trace
 from .turns import make_turns
@@ -34,7 +34,6 @@ from .use_watch import make_watch
 from .uses import END_OF_BACKWARD, END_OF_FORWARD
 
 _ABANDONED_S = 5.0  # among the living, what is in flight takes milliseconds
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Runtime:
@@ -65,10 +64,7 @@ class Runtime:
         self._backward: BackwardPass | None = None
         self.open_writes = 0
         """Blocks of `gathered(write=True)` that are open."""
-        self._owners = {
-            unit.freed_storage: unit.spec.index for unit in self.units if unit.frees_parameters
-        }
-        self._lent: set[int] = set()
+        self._lent = LentOutputs(self.units)
         # A graph of gradients reads the gathered parameters until a backward has run through it.
         self._keeps_gathered = False
         self._exchange_order = ExchangeOrder(len(self.units), collectives)
@@ -77,7 +73,8 @@ class Runtime:
         # After an exception something may be in flight: it uses memory that goes now, and gloo
         # would match the peers' halves of it with what the next model sends.
         if not sys.is_finalizing():
-            deadline = time.monotonic() + _ABANDONED_S
+            # Ranks that were found to differ wait for each other: nothing more will come.
+            deadline = time.monotonic() + (0 if self._watch.gave_up else _ABANDONED_S)
             if self._backward is not None:
                 self._backward.abandon(deadline)
             for unit in self.units:
@@ -108,7 +105,7 @@ class Runtime:
         if self._runs_backward():
             return
         self._use_order.restart()
-        self._lent.clear()
+        self._lent.lenders.clear()
         if not self._root.open_calls:
             for group in self.groups:
                 group.open_calls = 0  # an exception left them open
@@ -149,7 +146,9 @@ class Runtime:
                 return
         for unit in group.units:
             unit.show_sharded()
-        self._note_lent(group, output)
+        if group.is_root:
+            self._lent.lenders.clear()  # those of its own output stay until the next forward
+        self._lent.note(output)
         if not torch.is_grad_enabled():
             if group.is_root:
                 self.rest()
@@ -177,20 +176,6 @@ class Runtime:
                 group.open_calls = 0
             for unit in self.units:
                 unit.show_sharded()
-
-    def _note_lent(self, group: UnitGroup, output: object) -> None:
-        """Units whose memory an output is in, such as a slice of a position table, outlive the
-        module's forward; those of the root's output stay until the next forward.
-        """
-        if group.is_root:
-            self._lent.clear()
-        if self._owners:
-            for tensor in tensors_in(output):
-                # Other layouts and subclasses may have no storage; no parameter is one of them.
-                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                    owner = self._owners.get(tensor.untyped_storage()._cdata)
-                    if owner is not None:
-                        self._lent.add(owner)
 
     # ---- backward
 
@@ -408,7 +393,7 @@ class Runtime:
         for unit in units:
             if unit.faces.shows_full:
                 unit.show_sharded()
-            kept = self._keeps_gathered or unit.spec.index in self._lent
+            kept = self._keeps_gathered or unit.spec.index in self._lent.lenders
             if unit.state is UnitState.GATHERED and not kept:
                 unit.release()
                 self.trace.add(Kind.RELEASE, unit.spec.index)

@@ -51,6 +51,10 @@ _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
 class Watch(Protocol):
     """Around what waits for other ranks."""
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether ranks were found to wait for each other."""
+
     def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
         """`action(*args)`, which may wait for the latest "gather" or "exchange" called `what`."""
 
@@ -65,6 +69,8 @@ class Watch(Protocol):
 
 class NoWatch:
     """Where ranks cannot wait for different units."""
+
+    gave_up = False
 
     def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
         """Just do it."""
@@ -105,6 +111,11 @@ class UseWatch:
         self._failed = False
         self._looked = threading.Event()
         _THREAD.watch(self)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this rank knows that ranks wait for each other."""
+        return self._verdict is not None
 
     def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
         """`action(*args)`.
