@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buffers import Grid, Hop, Placements, redistribute
-from .errors import communicating, communication_error
+from .communicators import gather_objects
+from .errors import communication_error
 from .process_groups import Axis, DataParallelGroups
 from .ranges import ranged
 from .uses import Uses
@@ -283,9 +284,8 @@ class Collectives:
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. For set-up and error messages only."""
-        if self.groups.group is None or self.world_size == 1:
+        group = self.groups.group
+        if group is None:
             return [value]
-        gathered: list[T] = [value] * self.world_size
-        with communicating("comparison of the ranks' models"):
-            dist.all_gather_object(gathered, value, group=self.groups.group)
-        return gathered
+        what = "comparison of the ranks' models"
+        return gather_objects(value, group, self.groups.device, what)

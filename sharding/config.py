@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..buffers import Placement
 from .arguments import require_flag, require_number
 from .placements import Held, Strategy, resolve_outer, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
@@ -98,11 +97,6 @@ def resolve_config(
         )
     level = resolve_strategy(strategy)
     outer = resolve_outer(level, outer_strategy)
-    if outer_dim is None and outer.main is Placement.SHARD:
-        raise ValueError(
-            "outer_dp_sharding_strategy: expected 'no_shard' without an outer dimension, got "
-            f"{outer_strategy!r}; name the dimension of device_mesh to shard over with dp_outer_dim"
-        )
     expected = "a whole number of at least 0"
     require_number(
         "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
+from .mesh_axes import require_mesh, require_outer_strategy
 from .modules.cached_params import find_cached_params
 from .modules.partition import (
     GroupPlan,
@@ -37,7 +38,7 @@ from .optim.flat_runs import Located, Location, locate_params, sharded_locations
 from .optim.kinds import check_elementwise, describe_options
 from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
 from .precision import MixedPrecisionPolicy
-from .process_groups import DataParallelGroups, data_parallel_groups, require_mesh
+from .process_groups import DataParallelGroups, data_parallel_groups
 from .runtime import Runtime
 from .tensor.sharded_tensor import ShardedTensor
 
@@ -80,14 +81,18 @@ def fully_shard(
         optimizer: an elementwise optimizer over its parameters; keeps its class, groups, options
             and state.
         device_mesh: mesh to shard over (None: all ranks; without a process group, world size 1).
-        dp_shard_dim: name of the mesh dimension to shard over; needed when the mesh has several.
-        dp_outer_dim: name of a second mesh dimension, along which models are replicated (HSDP), or
-            the optimizer is sharded too (HFSDP).
-        outer_dp_sharding_strategy: what is sharded along it: 'no_shard' or 'optim'.
-        ranks_per_node: ranks of the shard axis that share a node (None: as the launcher says): sums
-            are taken inside a node first, and travel between nodes once. 1: no such split.
-        reduce: 'exact': sums in FP32, in rank order, the same bits everywhere. 'native': the
-            backend's own reduce-scatter, in its own order and precision.
+        dp_shard_dim: name of the mesh dimension to shard over, which may be one that dimensions
+            were flattened to; needed when the mesh has several.
+        dp_outer_dim: name of the dimension along which copies of the shards lie (HSDP). Gradients
+            are averaged over both: summed inside the shard axis first, then along this one.
+        outer_dp_sharding_strategy: 'no_shard', or 'optim' to divide main parameters, gradients and
+            optimizer state along `dp_outer_dim` too (HFSDP).
+        ranks_per_node: how many neighbours of the shard axis exchange among themselves first, then
+            with their like in other blocks; fewer bytes between nodes, and another order of sums.
+            None: as torchrun says, if the axis spans nodes with equally many ranks side by side.
+            1: never.
+        reduce: 'exact': sums in FP32, in rank order. 'native': the backend's own reduce-scatter,
+            in its own order and precision.
         gradient_divide_factor: what the sum over all data-parallel ranks is divided by (None: how
             many there are, so gradients are means; 1: they are sums).
         fsdp_unit_modules: classes whose instances are gathered and reduced as one unit each; or
@@ -113,14 +118,17 @@ def fully_shard(
 
     Raises:
         ValueError: bad option, unit class that matches nothing, module without a forward,
-            parameters that cannot be sharded, mesh without that dimension, foreign parameters in
-            the optimizer, optimizer that is not elementwise, ranks whose models or options differ.
-            Nothing has been changed then.
+            parameters that cannot be sharded or are on another GPU than the process group, mesh
+            without those dimensions, foreign parameters in the optimizer, optimizer that is not
+            elementwise, ranks whose models, meshes or options differ. Nothing has been changed
+            then.
         TypeError: an argument of the wrong type.
         RuntimeError: more ranks than GPUs.
     """
     require_module(module)
     require_forward(module)
+    require_mesh(device_mesh, dp_shard_dim, dp_outer_dim)
+    require_outer_strategy(outer_dp_sharding_strategy, dp_outer_dim)
     config = resolve_config(
         zero_dp_strategy,
         mixed_precision_policy,
@@ -136,7 +144,6 @@ def fully_shard(
         prefetch=prefetch,
         ranks_may_differ=ranks_may_differ,
     )
-    require_mesh(device_mesh, dp_shard_dim)
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     root = without_compile(module)
@@ -146,26 +153,38 @@ def fully_shard(
     find_cached_params(root, entries)
     plans = partition(root, entries, config.classes, config.policy, config.bucket_bytes)
     located = _locate(optimizer, plans, entries)
-    groups = data_parallel_groups(device_mesh, dp_shard_dim)
-    collectives = Collectives(groups)
-    refuse_rank_dependent_writes(root, collectives.world_size)
+    devices = {entry.param.device for entry in entries}
+    groups = data_parallel_groups(
+        device_mesh, dp_shard_dim, dp_outer_dim, ranks_per_node=ranks_per_node, devices=devices
+    )
     options = {**config.described(), "optimizer": describe_options(optimizer)}
-    signature = tree_signature(root, entries)
-    check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
-    _note_missing_units(config, groups)
-    runtime = build_runtime(root, plans, collectives, config)
-    _register(root, runtime, entries)
+    runtime = _build(root, entries, plans, config, groups, options)
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return module, optimizer
 
 
-def _register(root: nn.Module, runtime: Runtime, entries: list[ParamEntry]) -> None:
+def _build(
+    root: nn.Module,
+    entries: list[ParamEntry],
+    plans: list[GroupPlan],
+    config: ShardConfig,
+    groups: DataParallelGroups,
+    options: Mapping[str, str],
+) -> Runtime:
+    """Shard `root` as all ranks agree; `options`: what they compare beside the model."""
+    collectives = Collectives(groups)
+    refuse_rank_dependent_writes(root, collectives.world_size)
+    signature = tree_signature(root, entries)
+    check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
+    _note_missing_units(config, groups)
+    runtime = build_runtime(root, plans, collectives, config)
     follow_sharded_inputs()
     _RUNTIMES[root] = runtime
     watch_all_steps()
     for entry in entries:
         replaced_params.note(entry.param, entry.name)
+    return runtime
 
 
 def _locate(

@@ -1,4 +1,4 @@
-"""Outputs that lie in the memory of a unit's parameters, which must outlive the module's forward."""
+"""Outputs that lie in the memory of parameters, which then outlive the forward of their module."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from .backward_pass import BackwardPass
 from .collectives import Collectives, Pending
+from .communicators import host_group
 from .gathered_unit import take_part_in_gather
-from .process_groups import host_group
 from .unit import Unit
 from .use_order import UnitGroup
 from .use_watch import Watch

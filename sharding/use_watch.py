@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from .collectives import Collectives
+from .communicators import host_group
 from .errors import CommunicationError, DivergentUseError, communicating
-from .process_groups import host_group
 from .uses import RankUses, deadlock, first_difference, standing
 
 T = TypeVar("T")

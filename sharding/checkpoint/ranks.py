@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ..communicators import background_group
 from ..entries import runtimes_over
-from ..process_groups import background_group
 from .folder import shown
 
 

@@ -17,10 +17,10 @@ from sidestream.sharding.lanes import DeferredLane, Lane, SerialLane
 from sidestream.sharding.optimizer_view import OptimizerView
 from sidestream.sharding.placements import UnitPlacements
 from sidestream.sharding.precision import UnitDtypes
-from sidestream.sharding.process_groups import Axis, DataParallelGroups
 from sidestream.sharding.unit_spec import UnitSpec
 from sidestream.sharding.wire import PlainWire
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.axes import one_axis
 
 SHAPES = [(5, 3), (127,)]
 FP32 = UnitDtypes(*[torch.float32] * 4)
@@ -36,8 +36,7 @@ def reduction_on(device: torch.device) -> tuple[Reduction, list[nn.Parameter]]:
     placements = UnitPlacements(ALL, ALL)
     names = ("matrix", "vector")
     spec = UnitSpec(0, "unit", names, layout, FP32, placements, (wire, wire), scale=1.0)
-    axis = Axis("dp_shard", 1, 0, None, None)
-    alone = Collectives(DataParallelGroups(0, 1, device, None, (axis,), ((0,),)))
+    alone = Collectives(one_axis(0, 1, device))
     grad = PlacedBuffer(pool, layout, alone.grid, ALL, torch.float32)
     return Reduction(spec, OptimizerView("unit", grad, pool), alone, pool), params
 

@@ -24,9 +24,9 @@ from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.grad_packing import GradientPacker, Gradients
 from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
-from sidestream.sharding.process_groups import Axis, DataParallelGroups
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
+from sidestream.tests.sharding.axes import one_axis
 from sidestream.tests.sharding.fake_streams import Late, LoopbackGroup, Machine, Stream
 from sidestream.tests.sharding.race_detector import Racing
 from sidestream.tests.sharding.trainer import Job
@@ -102,9 +102,8 @@ def sharding(
     gather: Any
     reduce: Any
     gather, reduce = (LoopbackGroup(machine, world_size) for _ in range(2))
-    axis = Axis("dp_shard", world_size, 0, *((gather, reduce) if world_size > 1 else (None, None)))
-    places = tuple((rank,) for rank in range(world_size))
-    groups = DataParallelGroups(0, world_size, torch.device("cpu"), gather, (axis,), places)
+    along = (gather, reduce) if world_size > 1 else ()
+    groups = one_axis(0, world_size, torch.device("cpu"), *along)
 
     def do_nothing(*_: object) -> None:
         """No mock: it would keep the tensors that it was called with."""
