@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .exchange import Exchange
 from .lanes import Lane
+from .modules.uncompiled import uncompiled
 from .trace import Kind, Trace
 from .unit import Unit
 from .use_order import UnitGroup
@@ -191,3 +192,16 @@ class BackwardPass:
                     del self._spent[index]
                     taken.append(unit)
         return taken
+
+
+@uncompiled
+def engine_let_go(
+    show_sharded: Callable[[], Callable[[weakref.ref[Callable[[], None]]], None] | None],
+    callback: weakref.ref[Callable[[], None]],
+) -> None:
+    """A backward is over. If an exception ended it, most waits for the next use, but whoever
+    catches that sees sharded parameters, say to clear gradients. `show_sharded`: weak.
+    """
+    alive = show_sharded()
+    if alive is not None:
+        alive(callback)

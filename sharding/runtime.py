@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from ..buffers import BufferPool
-from .backward_pass import BackwardPass
+from .backward_pass import BackwardPass, engine_let_go
 from .collectives import Collectives
 from .config import RuntimeOptions
 from .exchange_order import ExchangeOrder
@@ -54,6 +54,7 @@ class Runtime:
         self.trace = Trace()
         self.sync = True
         self._gather_lane, self._reduce_lane = lanes
+        self._backward: BackwardPass | None = None
         self._options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
         frees = any(unit.frees_parameters for unit in self.units)
@@ -61,7 +62,6 @@ class Runtime:
         self._turns = make_turns(groups, collectives, self._watch, options.ranks_may_differ)
         self._use_order = UseOrder(groups, self.prefetch)
         self._root = next(group for group in groups if group.is_root)
-        self._backward: BackwardPass | None = None
         self.open_writes = 0
         """Blocks of `gathered(write=True)` that are open."""
         self._lent = LentOutputs(self.units)
@@ -123,7 +123,7 @@ class Runtime:
         if not recompute:
             group.open_calls += 1  # first, as `post_forward` comes whatever is raised here
             self._turns.forward_begins()
-        if recompute:
+        else:
             self._begin_backward_of(group)
         self._turns.take(group, self)
         if not recompute:
@@ -244,7 +244,7 @@ class Runtime:
             for unit in self.units:
                 unit.follow_requires_grad()
             callback = self._finish_backward
-            runtime = weakref.ref(self)
+            show_sharded = weakref.WeakMethod(self.show_sharded_after)
             creates_graph = torch.is_grad_enabled()
             self._keeps_gathered |= creates_graph
             self._backward = BackwardPass(
@@ -254,7 +254,7 @@ class Runtime:
                 trace=self.trace,
                 watch=self._watch,
                 sync=self.sync,
-                callback=weakref.ref(callback, functools.partial(_engine_let_go, runtime)),
+                callback=weakref.ref(callback, functools.partial(engine_let_go, show_sharded)),
                 creates_graph=creates_graph,
                 allowed_exchanges=self._turns.allowed_exchanges,
             )
@@ -397,15 +397,3 @@ class Runtime:
             if unit.state is UnitState.GATHERED and not kept:
                 unit.release()
                 self.trace.add(Kind.RELEASE, unit.spec.index)
-
-
-@uncompiled
-def _engine_let_go(
-    runtime: weakref.ref[Runtime], callback: weakref.ref[Callable[[], None]]
-) -> None:
-    """A backward is over. If an exception ended it, most waits for `recover`, but whoever catches
-    that sees sharded parameters, say to clear gradients.
-    """
-    alive = runtime()
-    if alive is not None:
-        alive.show_sharded_after(callback)

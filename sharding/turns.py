@@ -13,8 +13,9 @@ hosts, whatever the world size, and no gather is started ahead of its use.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -127,7 +128,7 @@ class AgreedTurns:
 
     def forward_begins(self) -> None:
         """A phase begins, unless the call lies in another one."""
-        if sum(group.open_calls for group in self._groups) == 1:
+        if not self._phases or sum(group.open_calls for group in self._groups) == 1:
             self._phases.clear()  # an exception left them open
             self._begin(_Phase.FORWARD)
 
@@ -135,7 +136,7 @@ class AgreedTurns:
         """Take part in what others need in theirs, if no call is open."""
         if self._phases and not any(group.open_calls for group in self._groups):
             self._take_part()
-            self._phases.pop()
+            del self._phases[-1:]
 
     def forward_failed(self) -> None:
         """No phase is open."""
@@ -156,7 +157,7 @@ class AgreedTurns:
         """The phase ends."""
         if self._backward is not None:
             self._backward = None
-            self._phases.pop()
+            del self._phases[-1:]
 
     def _begin(self, phase: _Phase) -> None:
         self._num_phases += 1
@@ -170,14 +171,25 @@ class AgreedTurns:
         Raises:
             RuntimeError: ranks are in different phases; on all of them.
         """
-        while needed := [unit for unit in group.units if gathers.needs_gather(unit)]:
-            turn = self._next_turn(group)
-            assert turn is not None, "what this rank needs counts"
-            self._gather(turn, needed if turn is group else (), gathers)
+        with self._all_or_none():
+            while needed := [unit for unit in group.units if gathers.needs_gather(unit)]:
+                turn = self._next_turn(group)
+                assert turn is not None, "what this rank needs counts"
+                self._gather(turn, needed if turn is group else (), gathers)
 
     def _take_part(self) -> None:
-        while (turn := self._next_turn(None)) is not None:
-            self._gather(turn, (), None)
+        with self._all_or_none():
+            while (turn := self._next_turn(None)) is not None:
+                self._gather(turn, (), None)
+
+    @contextlib.contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """After an exception there is no phase: nobody would answer in its end."""
+        try:
+            yield
+        except BaseException:
+            self._phases.clear()
+            raise
 
     def _gather(self, turn: UnitGroup, needed: Sequence[Unit], gathers: Gathers | None) -> None:
         # One after the other on every rank, all along the mesh, and exchanges after them: nobody
