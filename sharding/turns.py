@@ -98,6 +98,51 @@ class FreeTurns:
         return late
 
 
+class _HostAgreement:
+    """Small messages between the hosts of all ranks."""
+
+    def __init__(self, collectives: Collectives, watch: Watch) -> None:
+        """A collective."""
+        assert collectives.groups.group is not None
+        self._group = host_group(collectives.groups.group)
+        self._watch = watch
+
+    def greatest(self, values: list[int], what: str) -> list[int]:
+        """For each of `values` the greatest of all ranks'."""
+        found = torch.tensor(values, dtype=torch.int64)
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        self._watch.agree(what, Pending(work, what).wait)
+        result: list[int] = found.tolist()
+        return result
+
+    def any_of(self, units: Sequence[Unit], chosen: Sequence[Unit], what: str) -> list[Unit]:
+        """Those of all `units` that any rank has `chosen`."""
+        found = self.greatest([int(unit in chosen) for unit in units], what)
+        return [unit for unit, is_chosen in zip(units, found, strict=True) if is_chosen]
+
+
+_LATE = "agreement on gradients that came late"
+
+
+class AgreedLateTurns(FreeTurns):
+    """Parameters that stay need no turns, but some gradients may come late on some ranks alone."""
+
+    def __init__(self, units: Sequence[Unit], collectives: Collectives, watch: Watch) -> None:
+        """A collective."""
+        self._units = units
+        self._agreement = _HostAgreement(collectives, watch)
+        self._syncs = True
+
+    def backward_begins(self, backward: BackwardPass) -> None:
+        """Note whether it exchanges."""
+        self._syncs = backward.sync
+
+    def agree_on_late(self, late: Sequence[Unit]) -> Sequence[Unit]:
+        """Those of any rank (a collective, outside `no_sync`)."""
+        return self._agreement.any_of(self._units, late, _LATE) if self._syncs else late
+
+
 class _Phase(IntEnum):
     """What a rank is in the middle of."""
 
@@ -113,12 +158,11 @@ class AgreedTurns:
 
     def __init__(self, groups: Sequence[UnitGroup], collectives: Collectives, watch: Watch) -> None:
         """A collective."""
-        assert collectives.groups.group is not None
         self._groups = groups
         self._units = [unit for group in groups for unit in group.units]
         self._collectives = collectives
         self._watch = watch
-        self._host_group = host_group(collectives.groups.group)
+        self._agreement = _HostAgreement(collectives, watch)
         # Their number and kind. A backward may run inside a forward, for a gradient in a loss.
         self._phases: list[tuple[int, _Phase]] = []
         self._num_phases = 0
@@ -220,7 +264,9 @@ class AgreedTurns:
             rank_of_need = count - needed.index if phase is _Phase.FORWARD else needed.index + 1
         label = len(_Phase) * number + phase
         ready = 0 if self._backward is None else self._backward.count_ready()
-        first, greatest, least, least_ready = self._greatest([rank_of_need, label, -label, -ready])
+        said = [rank_of_need, label, -label, -ready]
+        agreed = self._agreement.greatest(said, "agreement on the next gather")
+        first, greatest, least, least_ready = agreed
         if greatest != -least:
             self._refuse_phases(number, phase)
         if self._backward is not None:
@@ -229,16 +275,6 @@ class AgreedTurns:
             self._exchange()
             return None
         return self._groups[count - first if phase is _Phase.FORWARD else first - 1]
-
-    def _greatest(self, values: list[int]) -> list[int]:
-        """For each of `values` the greatest of all ranks'."""
-        found = torch.tensor(values, dtype=torch.int64)
-        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
-        assert work is not None
-        what = "agreement on the next gather"
-        self._watch.agree(what, Pending(work, what).wait)
-        result: list[int] = found.tolist()
-        return result
 
     def _refuse_phases(self, number: int, phase: _Phase) -> None:
         name = phase.name.lower().replace("_", " ")
@@ -254,15 +290,16 @@ class AgreedTurns:
         """Those of any rank (a collective, outside `no_sync`)."""
         if self._phases[-1][1] is not _Phase.BACKWARD:
             return late
-        found = self._greatest([int(unit in late) for unit in self._units])
-        return [unit for unit, is_late in zip(self._units, found, strict=True) if is_late]
+        return self._agreement.any_of(self._units, late, _LATE)
 
 
 def make_turns(
     groups: Sequence[UnitGroup], collectives: Collectives, watch: Watch, ranks_may_differ: bool
 ) -> Turns:
-    """How gathers are ordered. Only parameters that are freed between uses need an agreement."""
-    frees = any(unit.frees_parameters for group in groups for unit in group.units)
-    if ranks_may_differ and frees and collectives.world_size > 1:
-        return AgreedTurns(groups, collectives, watch)
-    return FreeTurns()
+    """How gathers are ordered; a collective if `ranks_may_differ`."""
+    if not ranks_may_differ or collectives.world_size == 1:
+        return FreeTurns()
+    units = [unit for group in groups for unit in group.units]
+    if not any(unit.frees_parameters for unit in units):
+        return AgreedLateTurns(units, collectives, watch)
+    return AgreedTurns(groups, collectives, watch)

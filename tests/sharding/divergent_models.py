@@ -1,5 +1,5 @@
-"""Models whose ranks use different parts of them in one step, and the plain twin that knows all
-ranks' choices.
+"""Models whose ranks use different parts of them in one step, beside a plain twin that follows all
+ranks' ways one after the other.
 """
 
 import contextlib
@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+import sidestream as ss
 from sidestream.tests.sharding.twins import Twins
 
 WIDTH = 6
-NUM_UNITS = 4
+NUM_UNITS = 5
+DETACHED = 100
+"""Added to a unit's place in a route: its weights are used, but get no gradient."""
 
 
 class Block(nn.Module):
@@ -23,7 +27,9 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, detached: bool = False) -> Tensor:
+        if detached:
+            return x + torch.tanh(linear(x, self.linear.weight.detach()))
         return x + torch.tanh(self.linear(x))
 
 
@@ -31,7 +37,7 @@ class Routed(nn.Module):
     """Runs its units in the order of `route`, perhaps recomputing each in backward."""
 
     def __init__(self, checkpoints: bool | None = None) -> None:
-        """`checkpoints`: whether those are reentrant; None for none."""
+        """`checkpoints`: whether those are reentrant; None: there are none."""
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.units = nn.ModuleList(Block() for _ in range(NUM_UNITS))
@@ -41,37 +47,37 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for index in self.route:
-            unit = self.units[index]
+        for place in self.route:
+            unit, detached = self.units[place % DETACHED], place >= DETACHED
             if self.checkpoints is None:
-                x = unit(x)
+                x = unit(x, detached)
             else:
-                x = checkpoint(unit, x, use_reentrant=self.checkpoints)
+                x = checkpoint(unit, x, detached, use_reentrant=self.checkpoints)
         return self.last(x)
 
 
 Routes = Callable[[int, int], Sequence[int]]
-"""What rank r uses in step s."""
+"""What a rank uses in a step."""
 
 
 def experts(rank: int, step: int) -> Sequence[int]:
-    return (0, 1 + (rank + step) % 2, 3)
+    return (0, 1 + (rank + step) % 3, 4)
 
 
 def dropped_layer(rank: int, step: int) -> Sequence[int]:
-    return tuple(index for index in range(NUM_UNITS) if index != 1 + rank)
+    return tuple(place for place in range(NUM_UNITS) if place != 1 + rank)
 
 
 def one_rank_drops(rank: int, step: int) -> Sequence[int]:
-    return (0, 2, 3) if rank == 0 else (0, 1, 2, 3)
+    return (0, 2, 3, 4) if rank == 0 else (0, 1, 2, 3, 4)
 
 
 def used_twice(rank: int, step: int) -> Sequence[int]:
-    return (0, 1, 0, 2, 3) if rank == 0 else (0, 1, 2, 3)
+    return (0, 1, 0, 2, 3, 4) if rank == 0 else (0, 1, 2, 3, 4)
 
 
 def other_order(rank: int, step: int) -> Sequence[int]:
-    return (0, 1, 2, 3) if rank == 0 else (3, 2, 1, 0)
+    return (0, 1, 2, 3, 4) if rank == 0 else (4, 3, 2, 1, 0)
 
 
 def nothing_in_common(rank: int, step: int) -> Sequence[int]:
@@ -79,11 +85,15 @@ def nothing_in_common(rank: int, step: int) -> Sequence[int]:
 
 
 def nothing_on_one_rank(rank: int, step: int) -> Sequence[int]:
-    return () if rank == 1 else (0, 1, 2, 3)
+    return () if rank == 1 else (0, 1, 2, 3, 4)
+
+
+def no_gradient_on_one_rank(rank: int, step: int) -> Sequence[int]:
+    return (0, 1, 2, 3, DETACHED + 4) if rank == 1 else (0, 1, 2, 3, 4)
 
 
 def alike(rank: int, step: int) -> Sequence[int]:
-    return (0, 1, 2, 3)
+    return (0, 1, 2, 3, 4)
 
 
 ROUTES: dict[str, Routes] = {
@@ -96,6 +106,7 @@ ROUTES: dict[str, Routes] = {
         other_order,
         nothing_in_common,
         nothing_on_one_rank,
+        no_gradient_on_one_rank,
     )
 }
 
@@ -115,16 +126,24 @@ class RoutedTwins(Twins):
         torch.manual_seed(0)
         super().__init__(rank, world_size, Routed(checkpoints), zero, [Block], **options)
 
-    def loss(self, model: nn.Module, x: Tensor, route: Sequence[int]) -> Tensor:
+    def output(self, model: nn.Module, x: Tensor, route: Sequence[int]) -> Tensor:
         model.route = route
-        return model(x).square().mean()
+        return model(x)
 
     def pass_both(self, step: int, routes: Routes, *, sync: bool = True) -> None:
         """Forward and backward of both."""
         inputs = self.data(step, 4, WIDTH)
         for rank, value in enumerate(inputs):
-            (self.loss(self.plain, value, routes(rank, step)) / self.world_size).backward()
-        import sidestream as ss
-
+            loss = self.output(self.plain, value, routes(rank, step)).square().mean()
+            (loss / self.world_size).backward()
         with contextlib.nullcontext() if sync else ss.no_sync(self.sharded):
-            self.loss(self.sharded, inputs[self.rank], routes(self.rank, step)).backward()
+            own = self.output(self.sharded, inputs[self.rank], routes(self.rank, step))
+            own.square().mean().backward()
+
+    def train_on(self, routes: Routes, steps: int = 3) -> None:
+        """Some steps of both, whose gradients and parameters must be equal."""
+        for step in range(steps):
+            self.pass_both(step, routes)
+            self.check_grads()
+            self.step()
+        self.check_params()
