@@ -2,6 +2,7 @@
 
 from .sharding import (
     CommunicationError,
+    DivergentUseError,
     MixedPrecisionPolicy,
     ShardedTensor,
     clip_grad_norm_,
@@ -22,6 +23,7 @@ from .sharding import (
 
 __all__ = [
     "CommunicationError",
+    "DivergentUseError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
     "clip_grad_norm_",

@@ -2,7 +2,7 @@
 
 from .checkpoint import full_state_dict, load_checkpoint, remove_old_checkpoints, save_checkpoint
 from .entries import gathered, register_forward_method
-from .errors import CommunicationError
+from .errors import CommunicationError, DivergentUseError
 from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, is_sharded, no_sync
 from .optim.grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
@@ -13,6 +13,7 @@ from .tensor.sharded_tensor import ShardedTensor
 
 __all__ = [
     "CommunicationError",
+    "DivergentUseError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
     "clip_grad_norm_",
