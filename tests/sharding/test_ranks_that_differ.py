@@ -49,7 +49,7 @@ TELLS = {
     "dropped_layer": "the gather of unit 'units.2' where rank 1 came to the gather of unit",
     "one_rank_drops": "came to the gather of unit",
     "used_twice": "came to the gather of unit",
-    "other_order": "the gather of unit 'units.1' where rank 1 came to the gather of unit 'units.4'",
+    "other_order": "the gather of unit 'units.0' where rank 1 came to the gather of unit 'units.4'",
     "nothing_in_common": "came to the gather of unit 'units.2'",
     "nothing_on_one_rank": "where rank 1 came to the end of the forward",
     "no_gradient_on_one_rank": "waits for the gradient exchange of unit 'units.4', which rank 1",
