@@ -1,10 +1,12 @@
 """sidestream: sharded data-parallel training for PyTorch. See `fully_shard`."""
 
 from .sharding import (
+    AdamW,
     CommunicationError,
     DivergentUseError,
     MixedPrecisionPolicy,
     ShardedTensor,
+    Wire,
     clip_grad_norm_,
     full_state_dict,
     fully_shard,
@@ -22,10 +24,12 @@ from .sharding import (
 )
 
 __all__ = [
+    "AdamW",
     "CommunicationError",
     "DivergentUseError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
+    "Wire",
     "clip_grad_norm_",
     "full_state_dict",
     "fully_shard",

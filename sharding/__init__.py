@@ -4,18 +4,22 @@ from .checkpoint import full_state_dict, load_checkpoint, remove_old_checkpoints
 from .entries import gathered, register_forward_method
 from .errors import CommunicationError, DivergentUseError
 from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, is_sharded, no_sync
+from .optim.adamw import AdamW
 from .optim.grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
 from .process_groups import shorten_flight_record
 from .safetensors import load_safetensors, save_safetensors
 from .summary import summary
 from .tensor.sharded_tensor import ShardedTensor
+from .wire import Wire
 
 __all__ = [
+    "AdamW",
     "CommunicationError",
     "DivergentUseError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
+    "Wire",
     "clip_grad_norm_",
     "full_state_dict",
     "fully_shard",

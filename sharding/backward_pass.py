@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -53,8 +52,9 @@ class BackwardPass:
     ready: dict[int, None] = field(default_factory=dict)
     _spent: dict[int, tuple[UnitGroup, Unit]] = field(default_factory=dict)
     _next_in_order: int = 0
-    _in_flight: deque[tuple[Unit, Exchange]] = field(default_factory=deque)
-    _ending: list[tuple[Unit, Exchange]] = field(default_factory=list)
+    # The exchange that still holds gradients, and all that were started and not shown yet.
+    _packing: tuple[Unit, Exchange] | None = None
+    _in_flight: list[tuple[Unit, Exchange]] = field(default_factory=list)
 
     # ---- exchanges
 
@@ -104,14 +104,13 @@ class BackwardPass:
 
     def finish_exchanges(self) -> None:
         """Order the following compute after all exchanges so far."""
-        while self._in_flight:
-            self._finish_exchange()
-        for unit, exchange in self._ending:
+        self._finish_packing()
+        for unit, exchange in self._in_flight:
             self.watch.wait("exchange", unit.reduction.name, exchange.event.wait)
 
     def abandon(self, deadline: float) -> None:
         """Nobody asks for the exchanges: see `Event.abandon`."""
-        for _, exchange in (*self._in_flight, *self._ending):
+        for _, exchange in self._in_flight:
             exchange.event.abandon(deadline)
 
     def count_ready(self) -> int:
@@ -143,25 +142,26 @@ class BackwardPass:
 
     def _launch(self, unit: Unit) -> None:
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled
-            if len(self._in_flight) >= self.lane.max_exchanges:
-                self._finish_exchange()
+            self._finish_packing()
             self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
             start = functools.partial(unit.reduce, self.lane, sync=self.sync)
             # A lane without overlap waits where it starts.
             exchange = self.watch.wait("exchange", unit.reduction.name, start)
-            self._in_flight.append((unit, exchange))
+            self._packing = unit, exchange
+            self._in_flight.append(self._packing)
 
-    def _finish_exchange(self) -> None:
-        unit, exchange = self._in_flight.popleft()
-        self.watch.wait("exchange", unit.reduction.name, exchange.finish)
-        self._ending.append((unit, exchange))
-        self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
+    def _finish_packing(self) -> None:
+        if self._packing is not None:
+            unit, exchange = self._packing
+            self._packing = None
+            self.watch.wait("exchange", unit.reduction.name, exchange.finish)
+            self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
 
     def _publish(self) -> None:
         self.finish_exchanges()
-        for unit, _ in self._ending:
+        for unit, _ in self._in_flight:
             unit.gradients.publish()
-        self._ending.clear()
+        self._in_flight.clear()
 
     # ---- what has done its work
 

@@ -12,6 +12,7 @@ sends and receives would take their addresses for the host's. Sums are left to a
 
 from __future__ import annotations
 
+import datetime
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
 
 from ..buffers import Grid, Hop, Placements, redistribute
 from .communicators import gather_objects
@@ -37,12 +43,6 @@ _ALL_GATHER = (
 )  # the name before torch 2.13
 
 
-def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> dist.Work:
-    """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
-    work: dist.Work = getattr(group, _ALL_GATHER)(flat, source)
-    return work
-
-
 _REDUCE_SCATTER = (
     "reduce_scatter_single"
     if hasattr(dist.ProcessGroup, "reduce_scatter_single")
@@ -50,33 +50,61 @@ _REDUCE_SCATTER = (
 )
 
 
-def start_reduce_scatter(group: dist.ProcessGroup, own: Tensor, flat: Tensor) -> dist.Work:
+# On CUDA a collective belongs to the stream that is current: it has the priority of the lane that
+# starts it, and needs no hop to a stream of the communicator and back. A group's default is such a
+# stream, of normal priority. Where no stream counts, as in gloo, the option does nothing.
+_GATHER, _EXCHANGE, _SUM = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
+_GATHER.asyncOp = _EXCHANGE.asyncOp = _SUM.asyncOp = False
+_SUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+
+
+def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor, what: str) -> Pending:
+    """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
+    return Pending(getattr(group, _ALL_GATHER)(flat, source, _GATHER), what)
+
+
+def start_all_to_all(
+    group: dist.ProcessGroup, received: Tensor, sent: Tensor, what: str
+) -> Pending:
+    """Start the backend's all-to-all: part r of `sent` [world * n] goes to rank r, into `received`
+    [world * n] comes every rank's part for this one.
+    """
+    return Pending(group.alltoall_base(received, sent, [], [], _EXCHANGE), what)
+
+
+def start_reduce_scatter(group: dist.ProcessGroup, own: Tensor, flat: Tensor, what: str) -> Pending:
     """Start the backend's sum of every rank's `flat` [world * n], of which this rank's part comes
     into `own` [n].
     """
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-    work: dist.Work = getattr(group, _REDUCE_SCATTER)(own, flat, options)
-    return work
+    return Pending(getattr(group, _REDUCE_SCATTER)(own, flat, _SUM), what)
 
 
 @dataclass(slots=True)
 class Pending:
     """A started operation. `wait` blocks the host on CPU and the current stream on CUDA.
 
+    `work`: None where the operation is a part of the stream that was current when it started.
+
     Raises:
         CommunicationError: the operation failed, for example because a peer died.
     """
 
-    work: dist.Work
+    work: dist.Work | None
     what: str
 
     def wait(self) -> None:
         """Wait for the operation to end."""
+        if self.work is None:
+            return
         try:
             ranged("wait", self.what, self.work.wait)
         except RuntimeError as error:
             raise communication_error(self.what, error) from error
+
+    def wait_at_most(self, limit: datetime.timedelta) -> None:
+        """Wait for the operation to end; raises what the backend raises at the limit."""
+        if self.work is not None:
+            self.work.wait(limit)
 
 
 @dataclass(slots=True)
@@ -115,7 +143,8 @@ class Channel:
         self._traffic = traffic
         self._uses = uses
         self._point_to_point = (
-            axis.gather is not None
+            axis.size > 1
+            and axis.gather is not None
             and device.type == "cpu"
             and dist.get_backend(axis.gather) == "gloo"
         )
@@ -164,7 +193,7 @@ class Channel:
         self._count(kind, len(peers) * source.nbytes)
         try:
             if not self._point_to_point:
-                return [Pending(start_all_gather(group, flat, source), what)]
+                return [start_all_gather(group, flat, source, what)]
             incoming = [slices[peer] for peer in peers]
             pending = self._swap(group, incoming, [source] * len(peers), tag, what)
         except RuntimeError as error:
@@ -211,7 +240,7 @@ class Channel:
         self._count("exchange", len(self._peers) * numel * sent.itemsize)
         try:
             if not self._point_to_point:
-                return [Pending(group.alltoall_base(received, sent, [], []), what)]
+                return [start_all_to_all(group, received, sent, what)]
             parts = sent.split(numel)
             outgoing = [parts[peer] for peer in self._peers]
             return self._swap(group, received.split(numel), outgoing, tag, what)
@@ -227,7 +256,7 @@ class Channel:
         self._uses.exchanges.note(what)
         self._count("reduce_scatter", len(self._peers) * received.nbytes)
         try:
-            return [Pending(start_reduce_scatter(group, received, sent), what)]
+            return [start_reduce_scatter(group, received, sent, what)]
         except RuntimeError as error:
             raise communication_error(what, error) from error
 

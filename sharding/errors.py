@@ -16,6 +16,14 @@ class DivergentUseError(RuntimeError):
     """Ranks used different units of a sharded model; the message names units and ranks."""
 
 
+_RAISED_BY_BACKENDS = (
+    RuntimeError,
+    dist.DistBackendError,
+    dist.DistNetworkError,
+    dist.DistStoreError,
+)
+
+
 @contextlib.contextmanager
 def communicating(what: str) -> Iterator[None]:
     """Name `what` if a backend's error ends the block.
@@ -26,8 +34,8 @@ def communicating(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # A backend raises these two classes themselves; subclasses have other causes.
-        if type(error) not in (RuntimeError, dist.DistBackendError):
+        # A backend and a store raise these classes themselves; subclasses have other causes.
+        if type(error) not in _RAISED_BY_BACKENDS:
             raise
         raise communication_error(what, error) from error
 

@@ -2,6 +2,7 @@
 order, and gathered again where all ranks keep the sum.
 
     pack      gradients, or the sum that waited under no_sync -> `sent`, in the wire's dtype
+    send      `sent`, along the first axis
     sum       what all ranks along an axis have for us -> an FP32 partial sum, sent along the next
               axis, or behind the last axis `grad`, scaled, on top of what is visible there
     gather    the sum, along axes that replicate it
@@ -136,7 +137,9 @@ class Exchange:
         self._waiting = how.view.take_sum()
         sums = [functools.partial(self._sum, place) for place in range(len(how.sums) or 1)]
         gathers = [functools.partial(self._gather, hop) for hop in how.gathers[1:]]
-        return [self._pack, *sums, *gathers]
+        # The pack alone reads gradients: they are freed while the rest is on its way.
+        sends = [functools.partial(self._send, 0)] if how.sums else []
+        return [self._pack, *sends, *sums, *gathers]
 
     def finish(self) -> None:
         """Order the following compute after the pack, and let go of what it read."""
@@ -168,7 +171,7 @@ class Exchange:
             self._sent = self._packed(FlatSource(waiting), how.wire(0), parts)
             how.pool.release(waiting)
         self._free_packed()
-        return self._send(0) if how.sums else []
+        return []
 
     def _sum(self, place: int) -> Sequence[Pending]:
         how = self._how

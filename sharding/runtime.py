@@ -79,6 +79,7 @@ class Runtime:
                 self._backward.abandon(deadline)
             for unit in self.units:
                 unit.abandon(deadline)
+            self.pool.streams.catch_up()
 
     @property
     def strategy(self) -> str:
@@ -312,9 +313,7 @@ class Runtime:
             self.rest()
 
     def recover(self) -> None:
-        """Forget a backward that an exception ended: its gradients, its exchanges, what it
-        accumulated.
-        """
+        """Forget a backward that an exception ended: its gradients, exchanges and local sums."""
         backward, self._backward = self._backward, None
         try:
             if backward is not None:
