@@ -2,7 +2,7 @@
 
 from .checkpoint import full_state_dict, load_checkpoint, remove_old_checkpoints, save_checkpoint
 from .entries import gathered, register_forward_method
-from .errors import CommunicationError
+from .errors import CommunicationError, DivergentUseError
 from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, is_sharded, no_sync
 from .optim.adamw import AdamW
 from .optim.grad_norm import clip_grad_norm_
@@ -16,6 +16,7 @@ from .wire import Wire
 __all__ = [
     "AdamW",
     "CommunicationError",
+    "DivergentUseError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
     "Wire",

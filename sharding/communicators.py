@@ -25,7 +25,7 @@ _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDict
 """By the job's default group, whose end is theirs; by purpose, backend and ranks, the last one
 last.
 """
-_BACKGROUND = "background"
+_BACKGROUND, _HOSTS = "background", "hosts"
 
 
 def communicator(
@@ -54,7 +54,7 @@ def communicator(
             backend=backend,
             use_local_synchronization=True,
             group_desc=f"sidestream_{purpose}",
-            device_id=None if purpose == _BACKGROUND else bound,
+            device_id=None if purpose in (_BACKGROUND, _HOSTS) else bound,
         )
     assert isinstance(group, dist.ProcessGroup)
     made.append(group)
@@ -88,6 +88,15 @@ def background_group(group: dist.ProcessGroup, device: torch.device) -> dist.Pro
     # collective notices the dead.
     gather_objects(None, group, device, "meeting of all ranks before an asynchronous save")
     return communicator(_BACKGROUND, tuple(dist.get_process_group_ranks(group)), group, "gloo")
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group over the ranks of `group`, for small messages that wait for no device: `group`
+    itself where it is gloo's, else one that is made once (a collective).
+    """
+    if dist.get_backend(group) == "gloo":
+        return group
+    return communicator(_HOSTS, tuple(dist.get_process_group_ranks(group)), group, "gloo")
 
 
 @atexit.register

@@ -67,6 +67,7 @@ def fully_shard(
     bucket_mib: float | None = None,
     split_root_mib: float | None = SPLIT_ROOT_MIB,
     prefetch: int = 1,
+    ranks_may_differ: bool = False,
     elementwise: bool = False,
     init_model_with_meta_device: Initialiser = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
@@ -117,6 +118,9 @@ def fully_shard(
             weight is one. They stay gathered with the root, so whoever uses their weights without
             calling them finds them. None: the root is one unit. No bit depends on it.
         prefetch: how many units ahead of the one in use are gathered (ZeRO-3).
+        ranks_may_differ: ranks may use other units than the others, or in another order, within a
+            step (experts, dropped layers). Costs a small message before each gather, and gathers
+            are not ahead of their use; only ZeRO-3 needs it.
         elementwise: vouch that an optimizer class unknown to sidestream updates each element by
             itself.
         init_model_with_meta_device: how parameters and buffers on the meta device get their values,
@@ -159,6 +163,7 @@ def fully_shard(
         bucket_mib=bucket_mib,
         split_root_mib=split_root_mib,
         prefetch=prefetch,
+        ranks_may_differ=ranks_may_differ,
         initialiser=init_model_with_meta_device,
     )
     if optimizer is not None:
