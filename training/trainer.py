@@ -31,7 +31,7 @@ from ..sharding import (
     summary,
 )
 from . import checkpoints
-from .data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed
+from .data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed, sent_to
 from .errors import CheckpointError
 from .heartbeat import Whereabouts
 from .model import VOCAB_SIZE, Block, build_model, model_config
@@ -209,7 +209,8 @@ def _train_step(run: Run, step: int) -> Tensor:
             step=step,
             microbatch=microbatch,
             seq_len=options.seq_len,
-        ).to(run.device)
+        )
+        tokens = sent_to(run.device, tokens)
         is_last = microbatch == options.accumulate - 1
         with nullcontext() if is_last else no_sync(run.module):
             loss = _loss(run.module, tokens) / options.accumulate
