@@ -43,8 +43,9 @@ class BackwardPass:
     current: UnitGroup | None = None
     # Indices of units whose gradients are complete, in the order in which they became so.
     ready: dict[int, None] = field(default_factory=dict)
+    # How far the exchanges have come in `order`.
+    next_in_order: int = 0
     _spent: dict[int, tuple[UnitGroup, Unit]] = field(default_factory=dict)
-    _next_in_order: int = 0
     _in_flight: deque[tuple[Unit, Exchange]] = field(default_factory=deque)
     _ending: list[tuple[Unit, Exchange]] = field(default_factory=list)
 
@@ -100,13 +101,13 @@ class BackwardPass:
     def _launch_in_order(self, *, all_of_them: bool = False) -> None:
         # One order on every rank, whichever gradients exist: otherwise exchanges would pair up
         # wrongly.
-        while self._next_in_order < len(self.order):
-            unit = self.units[self.order[self._next_in_order]]
+        while self.next_in_order < len(self.order):
+            unit = self.units[self.order[self.next_in_order]]
             if unit.needs_reduction:
                 if not all_of_them and unit.spec.index not in self.ready:
                     return
                 self._launch(unit)
-            self._next_in_order += 1
+            self.next_in_order += 1
 
     def _launch(self, unit: Unit) -> None:
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled

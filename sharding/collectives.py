@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import communicating, communication_error
+from .in_flight import noted
 from .process_groups import DataParallelGroups
 from .ranges import ranged
 
@@ -44,7 +45,7 @@ def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor) -> 
 
 @dataclass(slots=True)
 class Pending:
-    """A started operation. `wait` blocks the host on CPU and the current stream on CUDA.
+    """A started operation of `group`. `wait` blocks the host on CPU and the current stream on CUDA.
 
     Raises:
         CommunicationError: the operation failed, for example because a peer died.
@@ -52,13 +53,17 @@ class Pending:
 
     work: dist.Work
     what: str
+    group: dist.ProcessGroup
 
     def wait(self) -> None:
         """Wait for the operation to end."""
         try:
-            ranged("wait", self.what, self.work.wait)
+            noted(self.what, self.group, self._wait)
         except RuntimeError as error:
             raise communication_error(self.what, error) from error
+
+    def _wait(self) -> None:
+        ranged("wait", self.what, self.work.wait)
 
 
 @dataclass(slots=True)
@@ -130,7 +135,7 @@ class Collectives:
         self.traffic.count(kind, len(peers) * source.nbytes)
         try:
             if not self._point_to_point:
-                return [Pending(start_all_gather(group, flat, source), what)]
+                return [Pending(start_all_gather(group, flat, source), what, group)]
             incoming = [slices[peer] for peer in peers]
             pending = self._swap(group, incoming, [source] * len(peers), _GATHER_TAG, what)
         except RuntimeError as error:
@@ -150,11 +155,11 @@ class Collectives:
         """Start a receive from and a send to every peer, in the order of their ranks."""
         # Receives first: a send has to find its receive posted, or gloo stages it.
         pending = [
-            Pending(group.recv([part], peer, tag), f"{what} from rank {peer}")
+            Pending(group.recv([part], peer, tag), f"{what} from rank {peer}", group)
             for part, peer in zip(incoming, self._peers, strict=True)
         ]
         pending += [
-            Pending(group.send([part], peer, tag), f"{what} to rank {peer}")
+            Pending(group.send([part], peer, tag), f"{what} to rank {peer}", group)
             for part, peer in zip(outgoing, self._peers, strict=True)
         ]
         return pending
@@ -176,7 +181,7 @@ class Collectives:
         self.traffic.count("exchange", len(self._peers) * numel * sent.itemsize)
         try:
             if not self._point_to_point:
-                return [Pending(group.alltoall_base(received, sent, [], []), what)]
+                return [Pending(group.alltoall_base(received, sent, [], []), what, group)]
             parts = sent.split(numel)
             outgoing = [parts[peer] for peer in self._peers]
             return self._swap(group, received.split(numel), outgoing, _EXCHANGE_TAG, what)
@@ -191,7 +196,7 @@ class Collectives:
         self.traffic.count("broadcast", tensor.nbytes if self.rank == 0 else 0)
         work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
         assert work is not None
-        Pending(work, what).wait()
+        Pending(work, what, group).wait()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
         """Reduce a small `tensor` over all ranks in place; blocks. For order-free reductions."""
@@ -201,7 +206,7 @@ class Collectives:
         self.traffic.count("all_reduce", tensor.nbytes)
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
         assert work is not None
-        Pending(work, what).wait()
+        Pending(work, what, group).wait()
 
     def all_equal(self, values: Tensor, what: str) -> bool:
         """Whether every rank passes the same int64 `values`."""

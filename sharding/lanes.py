@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 
 from .collectives import Pending
+from .in_flight import Started, WorkLog
 from .ranges import ranged
 
 Work = Callable[[], Sequence[Pending]]
@@ -52,6 +53,7 @@ class Lane(Protocol):
 
     max_exchanges: int
     """Exchanges whose buffers may be alive at once; `prefetch` says how far gathers go ahead."""
+    log: WorkLog
 
     def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Run the work after the compute enqueued so far; returns its end. `what` names it in
@@ -62,11 +64,12 @@ class Lane(Protocol):
 class _Deferred:
     """Operations under way, and what is to be done after them."""
 
-    __slots__ = ("_complete", "_pending", "_what")
+    __slots__ = ("_complete", "_pending", "_started", "_what")
 
-    def __init__(self, what: str, start: Work, complete: Work | None = None) -> None:
+    def __init__(self, started: Started, start: Work, complete: Work | None = None) -> None:
         """Run `start`."""
-        self._what = what
+        self._started = started
+        what = self._what = started.what
         self._pending = ranged("start", what, start)
         self._complete = complete
 
@@ -79,6 +82,7 @@ class _Deferred:
     def wait(self) -> None:
         self.advance()
         self._finish_pending()
+        self._started.ended = True
 
     def abandon(self, deadline: float) -> None:
         for operation in self._pending:
@@ -87,6 +91,7 @@ class _Deferred:
             with contextlib.suppress(Exception):
                 operation.work.wait(rest)
         self._pending = ()
+        self._started.ended = True
 
     def _finish_pending(self) -> None:
         for operation in self._pending:
@@ -94,7 +99,7 @@ class _Deferred:
         self._pending = ()
 
 
-DONE = _Deferred("nothing", tuple)
+DONE = _Deferred(Started("nothing", 0.0, ended=True), tuple)
 """An event that has already happened."""
 
 
@@ -105,9 +110,17 @@ class DeferredLane:
     # one pair of buffers is enough, and what arrived is still in the caches.
     max_exchanges = 1
 
+    def __init__(self) -> None:
+        self.log = WorkLog()
+
     def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Run `start` now."""
-        return _Deferred(what, start, complete)
+        started = self.log.begin(what)
+        try:
+            return _Deferred(started, start, complete)
+        except BaseException:
+            started.ended = True
+            raise
 
 
 class SerialLane(DeferredLane):
@@ -115,7 +128,7 @@ class SerialLane(DeferredLane):
 
     def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Run all of the work now."""
-        _Deferred(what, start, complete).wait()
+        super().submit(what, start, complete).wait()
         return DONE
 
 
@@ -145,13 +158,18 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         # High priority: a gather or a sum that starts late leaves the whole backward waiting.
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self.log = WorkLog(on_gpu=True)
 
     def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
         """Enqueue the work after all that the current stream holds."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        started = self.log.begin(what)
         with torch.cuda.stream(self._stream):
-            _Deferred(what, start, complete).wait()
-            return _StreamEvent(self._stream.record_event(), self._stream.device)
+            try:
+                _Deferred(started, start, complete).wait()
+            finally:
+                started.event = self._stream.record_event()
+            return _StreamEvent(started.event, self._stream.device)
 
 
 def make_lane(device: torch.device, overlap: bool) -> Lane:

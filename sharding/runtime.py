@@ -59,7 +59,7 @@ class Runtime:
         self.pool = pool
         self.trace = Trace()
         self.sync = True
-        self._gather_lane, self._reduce_lane = lanes
+        self.lanes = self._gather_lane, self._reduce_lane = lanes
         self._options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
         self._use_order = UseOrder(groups, self.prefetch)

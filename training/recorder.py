@@ -2,7 +2,7 @@
 
     clock          a step ends when              its loss
     HostClock      the host has called it (CPU)  is read when the next step has ended
-    StreamClock    the GPU has run it            is copied to pinned memory, and read after its event
+    StreamClock    the GPU has run it            is copied to pinned memory, read after an event
 
 The host enqueues steps ahead of a GPU: who reads a loss at once drains the GPU each step.
 """

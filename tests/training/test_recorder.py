@@ -4,7 +4,6 @@ import contextlib
 import math
 from unittest import mock
 
-import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -120,7 +119,9 @@ def test_no_host_read_while_work_is_queued():
         assert reporter.steps == []
         kept.flush()
         assert device.host_waits > 0
-    assert [(step, loss) for step, loss, _ in reporter.steps] == [(n, float(n)) for n in range(1, 5)]
+    assert [(step, loss) for step, loss, _ in reporter.steps] == [
+        (n, float(n)) for n in range(1, 5)
+    ]
     assert (kept.loss_first, kept.loss_last) == (1.0, 4.0)
 
 
