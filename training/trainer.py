@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from reprlib import repr as short
 
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from ..sharding import (
     MixedPrecisionPolicy,
     clip_grad_norm_,
+    explain,
     full_state_dict,
     fully_shard,
     load_checkpoint,
@@ -125,6 +127,7 @@ def train(
         ) as reporter,
     ):
         run = _build(plan, place, device)
+        whereabouts.explanation = partial(explain, run.module)
         _introduce(run, reporter, choice.reason)
         recorder = Recorder(reporter, device, options.batch * options.seq_len)
         if plan.resume_from is not None:
