@@ -45,11 +45,11 @@ class Late:
 
 def time_limit_s(group: dist.ProcessGroup | None) -> float | None:
     """Seconds after which the backend of `group` gives a collective up; None if it does not say."""
-    if group is None:
+    if group is None or not group._device_types:
         return None
     try:
         options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    except (RuntimeError, IndexError):  # destroyed
+    except RuntimeError:  # destroyed
         return None
     limit = getattr(options, "_timeout", None)
     return None if limit is None else limit.total_seconds()
