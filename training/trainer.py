@@ -43,7 +43,7 @@ from .paths import require_writable_file, require_writable_folder
 from .progress import Reporter, reporter_for
 from .ranks import Place, choose_device, joined_group, max_over_ranks, mean_over_ranks, wait_for_all
 from .recorder import Recorder
-from .result import RunResult, peak_memory_mib, sha256_of
+from .result import RunResult, peak_memory_mib, reserved_memory_mib, sha256_of
 from .step_file import SavedRun
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -294,6 +294,9 @@ def _sum_up(run: Run, recorder: Recorder) -> RunResult:
     assert recorder.loss_first is not None, "at least one step was run"
     wire_bytes = summary(run.module).sent_bytes_per_step
     peak_mib = max_over_ranks(peak_memory_mib(run.device), "peak memory", run.device)
+    reserved_mib = reserved_memory_mib(run.device)
+    if reserved_mib is not None:
+        reserved_mib = round(max_over_ranks(reserved_mib, "reserved memory", run.device), 1)
     return RunResult(
         loss_first=recorder.loss_first,
         loss_last=recorder.loss_last,
@@ -301,6 +304,7 @@ def _sum_up(run: Run, recorder: Recorder) -> RunResult:
         tokens_per_s=round(recorder.tokens_per_s, 1),
         step_ms_median=round(recorder.step_ms_median, 3),
         peak_mib=round(peak_mib, 1),
+        reserved_mib=reserved_mib,
         params_sha256=_fingerprint(run),
         world=run.place.world_size,
         zero=options.zero,
