@@ -3,6 +3,17 @@
 from ..kernels import ALIGN_NUMEL as BLOCK_NUMEL  # what users of buffers call it
 from .flat_buffer import FlatBuffer
 from .layout import FlatLayout, Segment, flat_layout
+from .placed_buffer import (
+    Grid,
+    Hop,
+    Movement,
+    PlacedBuffer,
+    Placement,
+    Placements,
+    Span,
+    redistribute,
+    spans,
+)
 from .pool import BufferPool
 
 __all__ = [
@@ -10,6 +21,15 @@ __all__ = [
     "BufferPool",
     "FlatBuffer",
     "FlatLayout",
+    "Grid",
+    "Hop",
+    "Movement",
+    "PlacedBuffer",
+    "Placement",
+    "Placements",
     "Segment",
+    "Span",
     "flat_layout",
+    "redistribute",
+    "spans",
 ]

@@ -3,8 +3,9 @@ bytes.
 
 On a GPU, memory belongs to the stream that is current when it is allocated, so a caller enters its
 lane's stream first; the caching allocator then hands it back to work on that same stream only. What
-another stream reads must be kept referenced until that stream has passed its last read (see
-`sharding.lanes`).
+another stream reads must be kept referenced until that stream has passed its last read, and the
+owner must know of it before the memory is freed, lest it be unmapped too early: `before_free` sees
+to that (see `sharding.lanes`).
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class BufferPool:
     `trim` or by the first lease of another size: units of one shape take turns with the same
     memory, and what is kept never exceeds what was leased at once. The tensor itself stays, so that
     `views` of it are made once. What `allocate` makes has one owner for good: whoever refers to it
-    may go on reading after `forget`. `live_bytes` counts all memory held now, `peak_bytes` the most
-    it ever was since `reset_peak`. To be called from one thread.
+    may go on reading after `forget`. `before_free` is called before memory is freed. `live_bytes`
+    counts all memory held now, `peak_bytes` the most it ever was since `reset_peak`. To be called
+    from one thread.
     """
 
     device: torch.device
+    before_free: Callable[[], None] = lambda: None
     live_bytes: int = 0
     peak_bytes: int = 0
     # Strong references: an id must not come back as another tensor's.
@@ -77,6 +80,7 @@ class BufferPool:
             RuntimeError: as `release`.
         """
         self._take_back(tensor, "forget")
+        self.before_free()
         self.live_bytes -= tensor.untyped_storage().nbytes()
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -105,10 +109,12 @@ class BufferPool:
 
     def trim(self) -> None:
         """Free the memory of every buffer that is not on lease."""
+        if any(self._released.values()):
+            self.before_free()
         for size, released in self._released.items():
             for tensor in released:
                 storage = tensor.untyped_storage()
-                self.shrink(storage, storage.nbytes())
+                self._free(storage, storage.nbytes())
             self._trimmed[size] += released
         self._released.clear()
 
@@ -119,6 +125,10 @@ class BufferPool:
 
     def shrink(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Free the `nbytes` of `storage`; tensors over it are valid again after `grow`."""
+        self.before_free()
+        self._free(storage, nbytes)
+
+    def _free(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         storage.resize_(0)
         self.live_bytes -= nbytes
 

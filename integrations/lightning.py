@@ -33,6 +33,7 @@ from ..sharding import (
     register_forward_method,
     save_checkpoint,
     shorten_flight_record,
+    summary,
 )
 
 try:
@@ -90,6 +91,23 @@ class SidestreamStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             fully_shard_optimizer(optimizer, elementwise=self._elementwise)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How a sampler shares data among the ranks, each of which gets its own.
+
+        Raises:
+            ValueError: the model is sharded over some of the ranks, and others need the same data.
+        """
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs
+        if (found := summary(self.model).world_size) != kwargs["num_replicas"]:
+            raise ValueError(
+                f"device_mesh: expected data-parallel dimensions of all {kwargs['num_replicas']} "
+                f"ranks, among which Lightning shares the data, got {found}; pass "
+                "Trainer(use_distributed_sampler=False), and a sampler that gives ranks of one "
+                "data-parallel place the same data"
+            )
+        return kwargs
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from ..sharding import (
     load_checkpoint,
     no_sync,
     save_checkpoint,
+    summary,
 )
 
 try:
@@ -87,6 +88,7 @@ class SidestreamTrainerMixin:
             layers = getattr(self.model, "_no_split_modules", None) or None
             options = {"fsdp_unit_modules": layers, **self._sharding}
             fully_shard(self.model, optimizer, **options)
+            self._require_all_ranks()
             # Autocast, and the mark by which `accelerator.prepare` leaves the model as it is.
             self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             # transformers' own mark: `generate` and layer dropping keep the ranks in step.
@@ -132,6 +134,14 @@ class SidestreamTrainerMixin:
         load_checkpoint(folder, self.model, self._plain_optimizer())
         scheduler = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
+
+    def _require_all_ranks(self) -> None:
+        if (found := summary(self.model).world_size) != self.args.world_size:
+            raise ValueError(
+                f"sharding: expected a device_mesh whose data-parallel dimensions have all "
+                f"{self.args.world_size} ranks, since the Trainer gives each of them other data, "
+                f"got {found}; make the mesh of these dimensions alone"
+            )
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that `fully_shard` bound, without accelerate's wrapper."""

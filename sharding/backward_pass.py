@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .gradients import Exchange
+from .exchange import Exchange
 from .lanes import Lane
-from .schedule import Kind, Trace
+from .trace import Kind, Trace
 from .unit import Unit
 from .use_order import UnitGroup
 
@@ -118,7 +118,7 @@ class BackwardPass:
 
     def _finish_exchange(self) -> None:
         unit, exchange = self._in_flight.popleft()
-        unit.gradients.finish(exchange)
+        exchange.finish()
         self._ending.append((unit, exchange))
         self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
 

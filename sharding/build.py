@@ -9,23 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buffers import BufferPool, flat_layout
+from ..buffers import BufferPool, Placement, flat_layout
 from ..kernels import pack_
 from .collectives import Collectives
 from .config import ShardConfig
 from .hooks import Entry, install_hooks, install_root_hooks
-from .lanes import make_lane
+from .lanes import make_lane, streams_catch_up
 from .modules.cached_params import let_rnns_be
 from .modules.hidden_writes import modules_that_use_data
 from .modules.partition import GroupPlan, ParamEntry
 from .modules.tree_watch import TreeWatch
 from .param_faces import ParamSlot
-from .placements import Placement
-from .precision import resolve_dtypes
+from .placements import unit_placements
+from .precision import resolve_dtypes, resolve_wires
 from .runtime import Runtime
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.torch_state_dict import part_like, teach_torch
-from .unit import Unit, UnitSpec
+from .unit import Unit
+from .unit_spec import UnitSpec
 from .use_order import UnitGroup
 
 
@@ -59,6 +60,7 @@ def build_runtime(
         make_lane(device, config.runtime.overlap_param_gather),
         make_lane(device, config.overlap_grad_reduce),
     )
+    pool.before_free = streams_catch_up(lanes)
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
     _attach(plans, runtime)
     let_rnns_be(module)
@@ -112,7 +114,7 @@ def _ancestors(plans: list[GroupPlan]) -> list[frozenset[int]]:
 
 
 def _reshards(plan: GroupPlan, config: ShardConfig) -> bool:
-    if config.placements.params is not Placement.SHARD:
+    if config.strategy.shard.params is not Placement.SHARD:
         return False
     return (
         not plan.is_root if config.reshard_after_forward is None else config.reshard_after_forward
@@ -128,13 +130,17 @@ def _build_unit(
     config: ShardConfig,
 ) -> Unit:
     first = members[0].param
+    dtypes = resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad)
+    num_axes = len(collectives.channels)
     spec = UnitSpec(
         index=index,
         name=plan.name or "(root)",
         names=tuple(entry.name for entry in members),
         layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
-        dtypes=resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad),
-        placements=config.placements,
+        dtypes=dtypes,
+        placements=unit_placements(config.strategy, config.outer, num_axes),
+        wires=resolve_wires(config.policy, dtypes.compute, native=config.native),
+        scale=1.0 / (config.divide_factor or collectives.world_size),
     )
     full = pool.lease(spec.layout.numel, spec.dtypes.main)
     full.zero_()

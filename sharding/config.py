@@ -9,28 +9,47 @@ from dataclasses import dataclass
 from torch import nn
 
 from .arguments import require_flag, require_number
-from .placements import Placements, resolve_strategy
+from .placements import Held, Strategy, resolve_outer, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
-from .runtime import RuntimeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeOptions:
+    """How far the runtime overlaps. `prefetch`: gathers started ahead of the unit in use.
+    `strategy`: what it is called in summaries.
+    """
+
+    strategy: str
+    prefetch: int
+    overlap_param_gather: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """All options, resolved."""
+    """All options, resolved. `outer`: what is held along the outer axis, if there is one.
+    `divide_factor`: of the sum of gradients over all ranks (None: how many there are). `native`:
+    whether the backend sums.
+    """
 
-    placements: Placements
+    strategy: Strategy
+    outer: Held | None
     policy: MixedPrecisionPolicy
     classes: tuple[type[nn.Module], ...]
     reshard_after_forward: bool | None
     bucket_bytes: int | None
     overlap_grad_reduce: bool
+    divide_factor: float | None
+    native: bool
     runtime: RuntimeOptions
 
     def described(self) -> dict[str, str]:
         """The options by their names in `fully_shard`, to compare between ranks."""
         mib = None if self.bucket_bytes is None else self.bucket_bytes / 2**20
         options = {
-            "zero_dp_strategy": self.placements.name,
+            "zero_dp_strategy": self.strategy.name,
+            "outer_dp_sharding_strategy": self.outer,
+            "gradient_divide_factor": self.divide_factor,
+            "reduce": "native" if self.native else "exact",
             "mixed_precision_policy": self.policy,
             "fsdp_unit_modules": self.classes,
             "reshard_after_forward": self.reshard_after_forward,
@@ -47,6 +66,10 @@ def resolve_config(
     policy: MixedPrecisionPolicy | None,
     classes: tuple[type[nn.Module], ...],
     *,
+    outer_dim: str | None,
+    outer_strategy: str,
+    reduce: str,
+    gradient_divide_factor: float | None,
     overlap_grad_reduce: bool,
     overlap_param_gather: bool,
     reshard_after_forward: bool | None,
@@ -63,16 +86,44 @@ def resolve_config(
     if bucket_mib is not None:
         expected = "None or a positive number of MiB"
         require_number("bucket_mib", bucket_mib, expected, lambda mib: 0 < mib < math.inf)
+    if gradient_divide_factor is not None:
+        expected = "None or a positive number"
+        require_number(
+            "gradient_divide_factor", gradient_divide_factor, expected, lambda n: 0 < n < math.inf
+        )
+    level = resolve_strategy(strategy)
+    outer = resolve_outer(level, outer_strategy)
     expected = "a whole number of at least 0"
     require_number(
         "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
     )
     return ShardConfig(
-        placements=resolve_strategy(strategy),
+        strategy=level,
+        outer=None if outer_dim is None else outer,
         policy=policy or MixedPrecisionPolicy(),
         classes=classes,
         reshard_after_forward=reshard_after_forward,
         bucket_bytes=None if bucket_mib is None else int(bucket_mib * 2**20),
         overlap_grad_reduce=overlap_grad_reduce,
-        runtime=RuntimeOptions(prefetch=int(prefetch), overlap_param_gather=overlap_param_gather),
+        divide_factor=gradient_divide_factor,
+        native=_is_native(reduce, policy),
+        runtime=RuntimeOptions(
+            strategy=level.name + (f", outer {outer_strategy}" if outer_dim is not None else ""),
+            prefetch=int(prefetch),
+            overlap_param_gather=overlap_param_gather,
+        ),
     )
+
+
+def _is_native(reduce: str, policy: MixedPrecisionPolicy | None) -> bool:
+    if reduce not in ("exact", "native"):
+        raise ValueError(
+            f"reduce: expected 'exact' or 'native', got {reduce!r}; pass 'exact' for sums in FP32 "
+            "in rank order, 'native' for the backend's own"
+        )
+    if reduce == "native" and policy is not None and policy.grad_wire is not None:
+        raise ValueError(
+            f"reduce: expected 'exact' with MixedPrecisionPolicy(grad_wire={policy.grad_wire!r}), "
+            "which only itself can sum, got 'native'; leave one of them out"
+        )
+    return reduce == "native"

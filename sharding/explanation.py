@@ -102,7 +102,7 @@ def explain_runtime(runtime: Runtime) -> Explanation:
     backward = runtime._backward
     order = runtime._exchange_order.indices if backward is None else backward.order
     works = [work for lane in runtime.lanes for work in lane.log.in_flight()]
-    ranks = ranks_of(runtime.collectives.groups.gather)
+    ranks = ranks_of(runtime.collectives.groups.group)
     return Explanation(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         world_size=runtime.collectives.world_size,

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from .build import build_runtime
 from .collectives import Collectives
 from .config import ShardConfig, resolve_config
 from .explanation import Explanation, explain_runtime
+from .mesh_axes import require_mesh, require_outer_strategy
 from .modules.cached_params import find_cached_params
 from .modules.partition import (
     GroupPlan,
@@ -40,7 +41,7 @@ from .optim.flat_runs import Located, Location, locate_params, sharded_locations
 from .optim.kinds import check_elementwise, describe_options
 from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
 from .precision import MixedPrecisionPolicy
-from .process_groups import DataParallelGroups, data_parallel_groups, require_mesh
+from .process_groups import DataParallelGroups, data_parallel_groups
 from .runtime import Runtime
 from .tensor.sharded_tensor import ShardedTensor
 
@@ -54,6 +55,11 @@ def fully_shard(
     *,
     device_mesh: DeviceMesh | None = None,
     dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    outer_dp_sharding_strategy: str = "no_shard",
+    ranks_per_node: int | None = None,
+    reduce: str = "exact",
+    gradient_divide_factor: float | None = None,
     fsdp_unit_modules: Iterable[UnitClass] | None = None,
     zero_dp_strategy: int | str = 3,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
@@ -77,7 +83,20 @@ def fully_shard(
         optimizer: an elementwise optimizer over its parameters; keeps its class, groups, options
             and state.
         device_mesh: mesh to shard over (None: all ranks; without a process group, world size 1).
-        dp_shard_dim: name of the mesh dimension to shard over; needed when the mesh has several.
+        dp_shard_dim: name of the mesh dimension to shard over, which may be one that dimensions
+            were flattened to; needed when the mesh has several.
+        dp_outer_dim: name of the dimension along which copies of the shards lie (HSDP). Gradients
+            are averaged over both: summed inside the shard axis first, then along this one.
+        outer_dp_sharding_strategy: 'no_shard', or 'optim' to divide main parameters, gradients and
+            optimizer state along `dp_outer_dim` too (HFSDP).
+        ranks_per_node: how many neighbours of the shard axis exchange among themselves first, then
+            with their like in other blocks; fewer bytes between nodes, and another order of sums.
+            None: as torchrun says, if the axis spans nodes with equally many ranks side by side.
+            1: never.
+        reduce: 'exact': sums in FP32, in rank order. 'native': the backend's own reduce-scatter,
+            in its own order and precision.
+        gradient_divide_factor: what the sum over all data-parallel ranks is divided by (None: how
+            many there are, so gradients are means; 1: they are sums).
         fsdp_unit_modules: classes whose instances are gathered and reduced as one unit each; or
             their import paths, or bare names such as 'LlamaDecoderLayer' and the names in a model's
             `_no_split_modules`, for every class of that name in the model. None: the whole module
@@ -98,25 +117,31 @@ def fully_shard(
 
     Raises:
         ValueError: bad option, unit class that matches nothing, module without a forward,
-            parameters that cannot be sharded, mesh without that dimension, foreign parameters in
-            the optimizer, optimizer that is not elementwise, ranks whose models or options differ.
-            Nothing has been changed then.
+            parameters that cannot be sharded or are on another GPU than the process group, mesh
+            without those dimensions, foreign parameters in the optimizer, optimizer that is not
+            elementwise, ranks whose models, meshes or options differ. Nothing has been changed
+            then.
         TypeError: an argument of the wrong type.
         RuntimeError: more ranks than GPUs.
     """
     require_module(module)
     require_forward(module)
+    require_mesh(device_mesh, dp_shard_dim, dp_outer_dim)
+    require_outer_strategy(outer_dp_sharding_strategy, dp_outer_dim)
     config = resolve_config(
         zero_dp_strategy,
         mixed_precision_policy,
         resolve_unit_classes(fsdp_unit_modules, module),
+        outer_dim=dp_outer_dim,
+        outer_strategy=outer_dp_sharding_strategy,
+        reduce=reduce,
+        gradient_divide_factor=gradient_divide_factor,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         reshard_after_forward=reshard_after_forward,
         bucket_mib=bucket_mib,
         prefetch=prefetch,
     )
-    require_mesh(device_mesh, dp_shard_dim)
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     root = without_compile(module)
@@ -126,10 +151,28 @@ def fully_shard(
     find_cached_params(root, entries)
     plans = partition(root, entries, config.classes, config.policy, config.bucket_bytes)
     located = _locate(optimizer, plans, entries)
-    groups = data_parallel_groups(device_mesh, dp_shard_dim)
+    devices = {entry.param.device for entry in entries}
+    groups = data_parallel_groups(
+        device_mesh, dp_shard_dim, dp_outer_dim, ranks_per_node=ranks_per_node, devices=devices
+    )
+    options = {**config.described(), "optimizer": describe_options(optimizer)}
+    runtime = _build(root, entries, plans, config, groups, options)
+    if optimizer is not None and located is not None:
+        adopt(optimizer, runtime, located)
+    return module, optimizer
+
+
+def _build(
+    root: nn.Module,
+    entries: list[ParamEntry],
+    plans: list[GroupPlan],
+    config: ShardConfig,
+    groups: DataParallelGroups,
+    options: Mapping[str, str],
+) -> Runtime:
+    """Shard `root` as all ranks agree; `options`: what they compare beside the model."""
     collectives = Collectives(groups)
     refuse_rank_dependent_writes(root, collectives.world_size)
-    options = {**config.described(), "optimizer": describe_options(optimizer)}
     signature = tree_signature(root, entries)
     check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
     _note_missing_units(config, groups)
@@ -141,9 +184,7 @@ def fully_shard(
     watch_all_steps()
     for entry in entries:
         replaced_params.note(entry.param, entry.name)
-    if optimizer is not None and located is not None:
-        adopt(optimizer, runtime, located)
-    return module, optimizer
+    return runtime
 
 
 def _locate(

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buffers import FlatBuffer
+from ..buffers import FlatBuffer, Placement, Placements
+from ..buffers.placed_buffer import cut
 from .bits import differing
 from .collectives import Collectives
 from .messages import listed
@@ -88,18 +89,23 @@ class GatheredUnit:
 
     def _gather(self) -> Tensor:
         own = self.unit.main.to(self.unit.spec.dtypes.compute, copy=True)
-        if own.numel() == self.unit.spec.layout.numel:
-            return own
-        return self._collect(own)
+        return self._collect(own, self.unit.spec.placements.main)
 
-    def _collect(self, own: Tensor) -> Tensor:
-        """Every rank's `own` slice [shard_numel], as one tensor (a collective)."""
-        layout = self.unit.spec.layout
-        flat = torch.empty(layout.numel, dtype=own.dtype, device=own.device)
-        what = f"gather of the whole parameters of unit '{self.unit.spec.name}'"
-        slices = FlatBuffer(flat, layout).shards()
-        for pending in self._collectives.gather(flat, slices, own, what):
-            pending.wait()
+    def _collect(self, own: Tensor, held: Placements) -> Tensor:
+        """The whole buffer, of which `own` is what this rank has as `held` says (a collective)."""
+        spec = self.unit.spec
+        if own.numel() == spec.layout.numel:
+            return own
+        start, stop = self._collectives.grid.span(spec.layout.numel, held)
+        flat = torch.empty(spec.layout.numel, dtype=own.dtype, device=own.device)
+        flat[start:stop] = own
+        what = f"gather of the whole parameters of unit '{spec.name}'"
+        for hop in self._collectives.hops(spec.layout.numel, held, spec.placements.whole):
+            slices = cut(flat[hop.start : hop.stop], hop.parts)
+            channel = self._collectives.channels[hop.axis]
+            whole = flat[hop.start : hop.stop]
+            for pending in channel.gather(whole, slices, slices[hop.own], what):
+                pending.wait()
         return flat
 
     @torch.no_grad()
@@ -112,10 +118,10 @@ class GatheredUnit:
             found[index] = _REPLACED
         if self.unit.main._version != self._version:
             found = [_MOVED] * len(found)
-        layout = self.unit.spec.layout
-        start, stop = layout.shard_range(self._collectives.rank)
+        layout, (start, stop) = self.unit.spec.layout, self.unit.owned_span
         # With writes: what would be kept of all ranks' values, beside those of this one.
-        reference = self._collect(self.flat[start:stop].clone()) if write else self._gather()
+        owned = (Placement.SHARD,) * len(self._collectives.channels)
+        reference = self._collect(self.flat[start:stop].clone(), owned) if write else self._gather()
         views = FlatBuffer(reference, layout).views()
         differs = [differing(*pair).any() for pair in zip(self.homes, views, strict=True)]
         changed = torch.stack(differs).tolist()  # the host waits once, not for each of them

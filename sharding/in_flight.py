@@ -25,6 +25,13 @@ _WAITS: dict[int, tuple[str, float, dist.ProcessGroup | None] | None] = {}
 """By thread; None where it waits no more."""
 
 
+class _NotRecorded:
+    """The event of a work that the host is still enqueuing."""
+
+    def query(self) -> bool:
+        return False
+
+
 @dataclass(slots=True)
 class Started:
     """A work that a lane was given, `since_s` (`time.monotonic`). On a GPU `event` is its end."""
@@ -54,11 +61,12 @@ class WorkLog:
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         self.on_gpu = on_gpu
+        self._no_event = _NotRecorded() if on_gpu else None
         self._works: deque[Started] = deque(maxlen=_KEPT_WORKS)
 
     def begin(self, what: str) -> Started:
         """Note a work that the lane is given now; to be told of its end."""
-        started = Started(what, time.monotonic())
+        started = Started(what, time.monotonic(), event=self._no_event)
         self._works.append(started)
         return started
 

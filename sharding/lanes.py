@@ -2,24 +2,29 @@
 operations.
 
     lane          where work runs              its event
-    StreamLane    a CUDA stream of its own     the current stream waits; the host does not
-    DeferredLane  the caller starts it, the    `advance` waits for the operations and runs the
-                  backend goes on (CPU)        rest in the caller, `wait` for what that started
+    StreamLane    CUDA streams of its own      the current stream waits; the host does not
+    DeferredLane  the caller starts it, the    `advance` waits for operations and runs the other
+                  backend goes on (CPU)        stages in the caller, `wait` for the last ones too
     SerialLane    the caller, to the end       nothing left to wait for
 
-A work is `start`, which begins operations, and `complete`, which needs them to have ended and may
-begin more. Each lane runs its work in order of submission, after all compute the caller had
-enqueued. On CPU there is no worker thread: with as many compute threads as cores it has no core to
-run on, and handing over a job costs more than packing a small unit. Buffers that a work writes are
-allocated inside it: then their memory is the lane's own, and whatever fills it at once comes after
-its last owner. Tensors from other streams that it reads must stay referenced until its event
-advanced, or the caching allocator hands their memory to the compute stream too early.
+A work is a list of stages. Each begins operations, and the next one needs them to have ended. The
+first stage alone reads what the caller owns, such as gradients; the others work in memory of the
+lane. Each lane runs its work in order of submission, after all compute the caller had enqueued. On
+CPU there is no worker thread: with as many compute threads as cores it has no core to run on, and
+handing over a job costs more than packing a small unit.
+
+Buffers that a work writes are allocated inside it: then their memory is the lane's own, and
+whatever fills it at once comes after its last owner. Tensors from other streams that it reads must
+stay referenced until its event advanced, or the caching allocator hands their memory to the compute
+stream too early. Memory of a lane that the compute stream has read is freed after
+`streams_catch_up`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -30,14 +35,16 @@ from .collectives import Pending
 from .in_flight import Started, WorkLog
 from .ranges import ranged
 
-Work = Callable[[], Sequence[Pending]]
+Stage = Callable[[], Sequence[Pending]]
 
 
 class Event(Protocol):
     """The end of one submitted work."""
 
     def advance(self) -> None:
-        """Order the caller's following compute after `start`'s operations and `complete`."""
+        """Order the caller's following compute after the first stage. What the work has leased may
+        go to the lane's next work then: all its stages have run, or are ahead of it on the stream.
+        """
 
     def wait(self) -> None:
         """Order the caller's following compute after all of the work."""
@@ -54,30 +61,32 @@ class Lane(Protocol):
     max_exchanges: int
     """Exchanges whose buffers may be alive at once; `prefetch` says how far gathers go ahead."""
     log: WorkLog
+    streams: tuple[torch.cuda.Stream, ...]
+    """Those that own memory which its stages allocate; none on a CPU."""
 
-    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
-        """Run the work after the compute enqueued so far; returns its end. `what` names it in
-        traces.
+    def submit(self, what: str, *stages: Stage) -> Event:
+        """Run the stages after the compute enqueued so far; returns their end. `what` names the
+        work in traces.
         """
 
 
-class _Deferred:
-    """Operations under way, and what is to be done after them."""
+class _Staged:
+    """Stages that run in the caller."""
 
-    __slots__ = ("_complete", "_pending", "_started", "_what")
+    __slots__ = ("_pending", "_stages", "_started")
 
-    def __init__(self, started: Started, start: Work, complete: Work | None = None) -> None:
-        """Run `start`."""
+    def __init__(self, started: Started, stages: Sequence[Stage]) -> None:
+        """Run stages until one has operations under way."""
         self._started = started
-        what = self._what = started.what
-        self._pending = ranged("start", what, start)
-        self._complete = complete
+        self._stages = list(stages)
+        self._pending: Sequence[Pending] = ()
+        while self._stages and not self._pending:
+            self._pending = ranged("start", started.what, self._stages.pop(0))
 
     def advance(self) -> None:
-        if self._complete is not None:
+        while self._stages:
             self._finish_pending()
-            complete, self._complete = self._complete, None
-            self._pending = ranged("complete", self._what, complete)
+            self._pending = ranged("complete", self._started.what, self._stages.pop(0))
 
     def wait(self) -> None:
         self.advance()
@@ -89,7 +98,7 @@ class _Deferred:
             # No longer than that: an error that ends a process must not wait for dead peers.
             rest = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             with contextlib.suppress(Exception):
-                operation.work.wait(rest)
+                operation.wait_at_most(rest)
         self._pending = ()
         self._started.ended = True
 
@@ -99,25 +108,28 @@ class _Deferred:
         self._pending = ()
 
 
-DONE = _Deferred(Started("nothing", 0.0, ended=True), tuple)
+DONE = _Staged(Started("nothing", 0.0, ended=True), ())
 """An event that has already happened."""
 
 
 class DeferredLane:
-    """Starts work in the caller; what follows its operations runs when the event is waited for."""
+    """Runs stages in the caller until one has operations under way, the others when the event is
+    advanced or waited for.
+    """
 
     # The caller pays for the sum whenever it runs: when it runs before the next exchange starts,
     # one pair of buffers is enough, and what arrived is still in the caches.
     max_exchanges = 1
+    streams: tuple[torch.cuda.Stream, ...] = ()
 
     def __init__(self) -> None:
         self.log = WorkLog()
 
-    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
-        """Run `start` now."""
+    def submit(self, what: str, *stages: Stage) -> Event:
+        """Run the first stage now."""
         started = self.log.begin(what)
         try:
-            return _Deferred(started, start, complete)
+            return _Staged(started, stages)
         except BaseException:
             started.ended = True
             raise
@@ -126,54 +138,99 @@ class DeferredLane:
 class SerialLane(DeferredLane):
     """Runs work in the caller to its end: no overlap at all."""
 
-    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
+    def submit(self, what: str, *stages: Stage) -> Event:
         """Run all of the work now."""
-        super().submit(what, start, complete).wait()
+        super().submit(what, *stages).wait()
         return DONE
 
 
 class _StreamEvent:
-    __slots__ = ("_device", "_event")
+    __slots__ = ("_device", "_first_stage", "_last_stage")
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
+    def __init__(
+        self, first_stage: torch.cuda.Event, last_stage: torch.cuda.Event, device: torch.device
+    ) -> None:
+        self._first_stage = first_stage
+        self._last_stage = last_stage
         self._device = device
 
     def advance(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._first_stage)
 
     def wait(self) -> None:
-        self.advance()
+        torch.cuda.current_stream(self._device).wait_event(self._last_stage)
 
     def abandon(self, deadline: float) -> None:
-        """Nothing to do: the memory is the lane's own."""
+        """What the lane writes is its own, but it may read what goes: the host need not wait."""
+        self.wait()
 
 
 class StreamLane:
-    """Enqueues work on a CUDA stream of its own."""
+    """Enqueues work on a CUDA stream of its own: the next work's first stage follows the last
+    stage of the one before.
 
-    # With one, compute would stand still while the exchange before is on the wire.
-    max_exchanges = 2
+    `pipelined`: on two streams in turn. One work may sum what has arrived while the next one's
+    operations are on the wire, which takes the buffers of two works.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, pipelined: bool = False) -> None:
+        self.max_exchanges = 2 if pipelined else 1
+        self._device = device
         # High priority: a gather or a sum that starts late leaves the whole backward waiting.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self.streams = tuple(
+            torch.cuda.Stream(device, priority=-1) for _ in range(self.max_exchanges)
+        )
+        self._turns = itertools.cycle(self.streams)
         self.log = WorkLog(on_gpu=True)
 
-    def submit(self, what: str, start: Work, complete: Work | None = None) -> Event:
-        """Enqueue the work after all that the current stream holds."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+    def submit(self, what: str, *stages: Stage) -> Event:
+        """Enqueue the stages after all that the current stream holds."""
+        stream = next(self._turns)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         started = self.log.begin(what)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             try:
-                _Deferred(started, start, complete).wait()
-            finally:
-                started.event = self._stream.record_event()
-            return _StreamEvent(started.event, self._stream.device)
+                _Staged(started, stages[:1]).wait()
+                first_stage = last_stage = stream.record_event()
+                if len(stages) > 1:
+                    _Staged(started, stages[1:]).wait()
+                    last_stage = stream.record_event()
+            except BaseException:
+                started.event = stream.record_event()
+                raise
+        started.event = last_stage
+        return _StreamEvent(first_stage, last_stage, self._device)
 
 
-def make_lane(device: torch.device, overlap: bool) -> Lane:
-    """A lane for gathers or for reductions."""
+def make_lane(device: torch.device, overlap: bool | str) -> Lane:
+    """A lane for gathers or for reductions. `overlap`: "pipelined" is more than True, on CUDA."""
     if not overlap:
         return SerialLane()
-    return StreamLane(device) if device.type == "cuda" else DeferredLane()
+    if device.type != "cuda":
+        return DeferredLane()
+    return StreamLane(device, pipelined=overlap == "pipelined")
+
+
+def streams_catch_up(lanes: Sequence[Lane]) -> Callable[[], None]:
+    """What to call before memory is freed that stages of `lanes` allocated: the owning streams wait
+    for the compute enqueued so far.
+
+    Memory that is freed may be unmapped (expandable segments do so when memory runs out) as soon as
+    the stream that allocated it has passed, whoever else reads it. Where a stage frees, its lane
+    has waited for the compute already, and other lanes own none of it.
+    """
+    owners = [(lane.streams, stream) for lane in lanes for stream in lane.streams]
+
+    def catch_up() -> None:
+        current = torch.cuda.current_stream(owners[0][1].device)
+        inside = [pair for pair in owners if current in pair[0]]
+        event = current.record_event()
+        for _, stream in inside or owners:
+            if stream != current:
+                stream.wait_event(event)
+
+    return catch_up if owners else _nothing_to_wait_for
+
+
+def _nothing_to_wait_for() -> None:
+    pass

@@ -102,7 +102,7 @@ class Monitor:
 
     def watch(self, runtime: Runtime) -> None:
         """Watch a model until it goes, if its process group has a time limit."""
-        group = runtime.collectives.groups.gather
+        group = runtime.collectives.groups.group
         if group is None or time_limit_s(group) is None:
             return
         key = id(runtime)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from .arguments import kind_of, require_flag
+from .wire import NativeWire, PlainWire, Wire, require_wire
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES_IN_PYTORCH = {
@@ -33,6 +34,9 @@ class MixedPrecisionPolicy:
             parameters' dtype). The sum over ranks is taken in FP32 whatever this says.
         grad_comm_dtype: dtype of gradients on the wire (None: the dtype autograd made, which is the
             parameters' compute dtype). The FP32 sum runs over these rounded values, in rank order.
+        grad_partial_dtype: dtype in which sums over the ranks of one axis travel along the next,
+            with HSDP or `ranks_per_node` (None: as gradients travel). They are added in FP32.
+        grad_wire: how gradients travel in place of `grad_comm_dtype`: a `Wire` of one's own.
         output_dtype: dtype of the floating-point tensors that the root returns (None: unchanged).
         cast_forward_inputs: cast the floating-point inputs of every unit's forward to its compute
             dtype when `param_dtype` is given.
@@ -45,14 +49,24 @@ class MixedPrecisionPolicy:
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = torch.float32
     grad_comm_dtype: torch.dtype | None = None
+    grad_partial_dtype: torch.dtype | None = torch.float32
+    grad_wire: Wire | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
         require_flag("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
+        if self.grad_wire is not None:
+            require_wire("MixedPrecisionPolicy.grad_wire", self.grad_wire)
+            if self.grad_comm_dtype is not None:
+                raise TypeError(
+                    "MixedPrecisionPolicy: expected grad_comm_dtype or grad_wire, got both, "
+                    f"{self.grad_comm_dtype} and {self.grad_wire!r}; pass the one that is meant"
+                )
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name != "cast_forward_inputs" and value is not None and value not in _FLOATS:
+            is_dtype = entry.name not in ("cast_forward_inputs", "grad_wire")
+            if is_dtype and value is not None and value not in _FLOATS:
                 raise TypeError(
                     f"MixedPrecisionPolicy.{entry.name}: expected None, torch.float32, "
                     f"torch.bfloat16 or torch.float16; got {value!r}"
@@ -88,7 +102,6 @@ class UnitDtypes:
     main: torch.dtype
     master: torch.dtype
     grad: torch.dtype
-    wire: torch.dtype
 
 
 def resolve_dtypes(
@@ -106,8 +119,17 @@ def resolve_dtypes(
         main=param_dtype if is_wider and not trainable else master,
         master=master,
         grad=policy.main_grads_dtype or master,
-        wire=policy.grad_comm_dtype or compute,
     )
+
+
+def resolve_wires(
+    policy: MixedPrecisionPolicy, compute: torch.dtype, *, native: bool = False
+) -> tuple[Wire, Wire]:
+    """How gradients of a unit travel along the first axis, and how sums do along further ones."""
+    kind = NativeWire if native else PlainWire
+    wire = policy.grad_wire or kind(policy.grad_comm_dtype or compute)
+    partial = policy.grad_partial_dtype
+    return wire, wire if partial is None else kind(partial)
 
 
 def require_masters(dtypes: UnitDtypes, unit: str, trainable: Sequence[str]) -> None:

@@ -1,40 +1,66 @@
-"""From a device mesh (or nothing) to the two communicators of a sharded model. The only caller of
-new_group.
+"""From a device mesh (or nothing) to the axes, the device and the communicators of a sharded model.
+
+group     all data-parallel ranks: agreements, checkpoints
+gather    along one axis: parameters
+reduce    along one axis, beside the other: gradients
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import weakref
+import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
 
-from .arguments import kind_of
+from .communicators import communicator, gather_objects
 from .errors import communicating
+from .mesh_axes import (
+    ALL_RANKS,
+    MeshAxes,
+    all_ranks,
+    axes_of_mesh,
+    ranks_per_node_of,
+    require_ranks_per_node,
+)
 
-_Beside = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
-_SECOND: _Beside = weakref.WeakKeyDictionary()
-_BACKGROUND: _Beside = weakref.WeakKeyDictionary()
+ONE_RANK_VARIABLE = "SIDESTREAM_ONE_RANK_GROUPS"
+"""Set to 1, an axis of one rank has communicators as others have: for checks on one GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of the data-parallel ranks: this one's coordinate, and two communicators over the
+    ranks that differ along it alone, in the order of their coordinates.
+
+    Two, so that gathers and reductions never queue behind each other; None at size 1.
+    """
+
+    name: str
+    size: int
+    rank: int
+    gather: dist.ProcessGroup | None
+    reduce: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallelGroups:
-    """Two communicators over the same ranks, so that gathers and reductions never queue behind each
-    other.
+    """All data-parallel ranks and the axes they lie along.
 
-    Both are None at world size 1 without an initialised process group.
+    rank, world_size: in `group`, which is None without an initialised process group. axes: the one
+    to shard over first (or its ranks of a node, then its rails), the outermost last. coordinates:
+    along `axes`, of every rank of `group`.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    gather: dist.ProcessGroup | None
-    reduce: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None
+    axes: tuple[Axis, ...]
+    coordinates: tuple[tuple[int, ...], ...]
 
 
 def shorten_flight_record() -> None:
@@ -46,19 +72,6 @@ def shorten_flight_record() -> None:
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the variable's old name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    """What a mesh says stands, over gloo too, by which ranks can share a GPU."""
-    if mesh.device_type == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _initialize_from_environment() -> bool:
@@ -77,138 +90,174 @@ def _initialize_from_environment() -> bool:
                 "(CUDA_VISIBLE_DEVICES='') to run on CPU"
             )
         torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl")
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
     else:
         shorten_flight_record()
         dist.init_process_group("gloo")
     return True
 
 
-def require_mesh(mesh: object, axis_name: object) -> None:
-    """Refuse a mesh or a dimension's name of another type; None stands for both.
+def data_parallel_groups(
+    mesh: DeviceMesh | None,
+    shard_dim: str | None,
+    outer_dim: str | None = None,
+    *,
+    ranks_per_node: int | None = None,
+    devices: Iterable[torch.device] = (),
+) -> DataParallelGroups:
+    """The groups to shard over `shard_dim` of `mesh`, its only dimension, or all ranks; and over
+    `outer_dim` beside it (a collective).
+
+    ranks_per_node: splits the first axis. devices: those of the model's parameters.
 
     Raises:
-        TypeError: one is something else.
-    """
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"device_mesh: expected a DeviceMesh, got {kind_of(mesh)}; make one with "
-            "torch.distributed.device_mesh.init_device_mesh, or leave it out to use all ranks"
-        )
-    if axis_name is not None and not isinstance(axis_name, str):
-        raise TypeError(
-            "dp_shard_dim: expected the name of one of the mesh's dimensions, got "
-            f"{axis_name!r}; name the dimension when making the mesh (mesh_dim_names=...)"
-        )
-
-
-def _mesh_group(mesh: DeviceMesh, axis_name: str | None) -> dist.ProcessGroup:
-    names = mesh.mesh_dim_names
-    if axis_name is not None and axis_name not in (names or ()):
-        raise ValueError(
-            f"dp_shard_dim: expected one of the mesh's dimension names {list(names or ())}, got "
-            f"'{axis_name}'; name the dimension when making the mesh (mesh_dim_names=...) or pass "
-            "one of these"
-        )
-    if axis_name is None and mesh.ndim != 1:
-        raise ValueError(
-            "dp_shard_dim: expected the name of the dimension to shard over, because device_mesh "
-            f"has {mesh.ndim} dimensions {list(names or ())}; got None"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"device_mesh: expected a mesh of which this rank is part, got ranks "
-            f"{mesh.mesh.flatten().tolist()} on rank {dist.get_rank()}; call fully_shard on those "
-            "ranks alone"
-        )
-    return mesh.get_group(axis_name if axis_name is not None else 0)
-
-
-def data_parallel_groups(mesh: DeviceMesh | None, axis_name: str | None) -> DataParallelGroups:
-    """The groups to shard over: `axis_name` of `mesh`, its only dimension, or all ranks.
-
-    Raises:
-        ValueError: wrong or missing dimension name, a mesh without this rank.
+        ValueError: wrong dimensions or ranks_per_node, a mesh without this rank, ranks with
+            different ones, parameters on another GPU than the group's.
+        CommunicationError: a rank is gone, or was given other ranks to shard over.
         RuntimeError: more ranks than GPUs on this machine.
     """
-    group: dist.ProcessGroup | None
-    if mesh is not None:
-        group = _mesh_group(mesh, axis_name)
-    elif axis_name is not None:
-        raise ValueError(
-            f"dp_shard_dim: expected a device_mesh that has dimension '{axis_name}', got none"
-        )
-    elif _initialize_from_environment():
-        group = dist.group.WORLD
+    require_ranks_per_node(ranks_per_node)
+    if mesh is None and not _initialize_from_environment():
+        if ranks_per_node is not None:
+            raise ValueError(
+                f"ranks_per_node: expected a process group whose ranks are split, got none and "
+                f"{ranks_per_node}; start with torchrun or init_process_group, or leave it out"
+            )
+        device = _device_of(None, None, devices)
+        return DataParallelGroups(0, 1, device, None, (Axis(ALL_RANKS, 1, 0, None, None),), ((0,),))
+    own = dist.get_rank()
+    if mesh is None:
+        assert dist.group.WORLD is not None
+        axes = all_ranks(dist.get_world_size())
+        bases: tuple[dist.ProcessGroup, ...] = (dist.group.WORLD,)
     else:
-        return DataParallelGroups(0, 1, _default_device(), None, None)
-    assert group is not None
-    device = _default_device() if mesh is None else _device_of(mesh)
-    ranks = dist.get_process_group_ranks(group)
+        axes, bases = axes_of_mesh(mesh, shard_dim, outer_dim, own)
+    device = _device_of(mesh, bases[0], devices)
+    ranks = tuple(axes.coordinates)
+    group = _over(ranks, bases)
+    axes = _agree(axes, ranks_per_node, group, device)
+    split = len(axes.names) - len(bases)
+    made = []
+    for number, name in enumerate(axes.names):
+        base = bases[max(0, number - split)]
+        # A mesh's own group gathers along its dimension; what that was split in needs new ones.
+        gather = None if split and number <= split else base
+        made.append(_axis(name, axes.along(number, own), own, gather, base, device))
     return DataParallelGroups(
-        dist.get_rank(group), len(ranks), device, group, _second_communicator(group, ranks)
+        ranks.index(own), len(ranks), device, group, tuple(made), tuple(axes.coordinates.values())
     )
 
 
-def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group over the ranks of `group` for a thread beside training; made once."""
-    known = _BACKGROUND.get(group)
-    if known is None:
-        with communicating("meeting of all ranks before an asynchronous save"):
-            _count_names_alike(group)
-        ranks = dist.get_process_group_ranks(group)
-        known = _BACKGROUND[group] = _beside(group, ranks, "gloo", "sidestream_background")
-    return known
-
-
-@atexit.register
-def _end_background_groups() -> None:
-    """Join their threads while Python still runs: one that lets go of the last operation's tensors
-    later would end the process with SIGABRT.
+def _device_of(
+    mesh: DeviceMesh | None, group: dist.ProcessGroup | None, devices: Iterable[torch.device]
+) -> torch.device:
+    """What a mesh says stands, over gloo too, by which ranks can share a GPU. Which GPU: the one
+    that the group is bound to, else the parameters', else the current one.
     """
-    while _BACKGROUND:
-        _, group = _BACKGROUND.popitem()
-        if group in _world.pg_map:  # not destroyed with those of a job before this one
-            dist.destroy_process_group(group)
+    over_gloo = group is not None and dist.get_backend(group) == "gloo"
+    kind = mesh.device_type if mesh is not None else "cpu" if over_gloo else "cuda"
+    if kind != "cuda" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    held = sorted({device for device in devices if device.type == "cuda"}, key=str)
+    if len(held) > 1:
+        raise ValueError(
+            f"module: expected parameters on one GPU, got some on each of {_listed(held)}; move "
+            "the model to this rank's own"
+        )
+    bound = _bound_device(group)
+    if bound is None:
+        return held[0] if held else torch.device("cuda", torch.cuda.current_device())
+    if held and held[0] != bound:
+        raise ValueError(
+            f"module: expected parameters on {bound}, to which the process group is bound, got "
+            f"them on {held[0]}; move the model there, or pass that device_id to "
+            "init_process_group"
+        )
+    return bound
 
 
-def _second_communicator(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
-    """A communicator over the ranks of `group`, one for all models that are sharded over it."""
-    known = _SECOND.get(group)
-    if known is None:
-        with communicating("meeting of all ranks in fully_shard"):
-            _count_names_alike(group)
-        known = _SECOND[group] = _beside(group, ranks, None, "sidestream_reduce")
-    return known
+def _listed(devices: Iterable[torch.device]) -> str:
+    return ", ".join(map(str, devices))
 
 
-def _beside(
-    group: dist.ProcessGroup, ranks: list[int], backend: str | None, description: str
-) -> dist.ProcessGroup:
-    # The user's time limit holds for both; not every backend tells its own.
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    # Members alone take part, so that other ranks of a larger mesh need not call.
-    made = dist.new_group(
-        ranks,
-        timeout=getattr(options, "_timeout", None),
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc=description,
-    )
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+def _bound_device(group: dist.ProcessGroup | None) -> torch.device | None:
+    for one in (group, dist.group.WORLD if dist.is_initialized() else None):
+        if one is not None and one.bound_device_id is not None:
+            return one.bound_device_id
+    return None
 
 
-def _count_names_alike(group: dist.ProcessGroup) -> None:
-    """Have every rank of `group` count as many process groups as the others, and meet them.
+def _over(ranks: tuple[int, ...], bases: tuple[dist.ProcessGroup, ...]) -> dist.ProcessGroup:
+    """One of `bases`, or the job's group, where it has these ranks; else one of our own."""
+    world, first = dist.group.WORLD, bases[0]
+    known = [*bases]
+    if world is not None and dist.get_backend(world) == dist.get_backend(first):
+        known.append(world)
+    for group in known:
+        if tuple(dist.get_process_group_ranks(group)) == ranks:
+            return group
+    return communicator("all", ranks, first)
 
-    torch names a group that its members alone make after their ranks and the number of groups that
-    a rank has. Those differ where ranks share some groups only: each would wait under another name.
-    A group that never gets a member waits for all of them however long it takes, where a collective
-    notices the dead.
+
+def _agree(
+    axes: MeshAxes, ranks_per_node: int | None, group: dist.ProcessGroup, device: torch.device
+) -> MeshAxes:
+    """The axes of all ranks, split by node as they all decide (a collective).
+
+    Raises:
+        ValueError: meshes or ranks_per_node differ, or that does not divide.
     """
-    own = len(_world.pg_names)
-    counts = [own] * dist.get_world_size(group)
-    dist.all_gather_object(counts, own, group=group)
-    for _ in range(max(counts) - own):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    own = (str(axes), ranks_per_node, _node_of_this_process())
+    what = f"meeting of all ranks to shard over {axes}"
+    told = dict(zip(axes.coordinates, gather_objects(own, group, device, what), strict=True))
+    first, (expected, *_) = next(iter(told.items()))
+    for rank, (found, *_) in told.items():
+        if found != expected:
+            raise ValueError(
+                f"device_mesh: expected the same dimensions on every rank, got {expected} on rank "
+                f"{first} and {found} on rank {rank}; make one mesh on all ranks and name the same "
+                "dimensions"
+            )
+    asked = {rank: count for rank, (_, count, _) in told.items()}
+    nodes = {rank: node for rank, (*_, node) in told.items()}
+    return axes.split_by_node(ranks_per_node_of(axes, asked, nodes))
+
+
+def _node_of_this_process() -> str | None:
+    """What torchrun numbers nodes by; the machine's name under launchers that only say how many
+    ranks it has; None where nothing was said.
+    """
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return None
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def _axis(
+    name: str,
+    ranks: tuple[int, ...],
+    own: int,
+    gather: dist.ProcessGroup | None,
+    like: dist.ProcessGroup,
+    device: torch.device,
+) -> Axis:
+    """gather: the communicator that there is already. like: one whose backend and time limit hold
+    for what is made.
+    """
+    if len(ranks) == 1 and os.environ.get(ONE_RANK_VARIABLE) != "1":
+        return Axis(name, 1, 0, None, None)
+    if gather is None:
+        gather = communicator("gather", ranks, like)
+    reduce = communicator("reduce", ranks, like)
+    _use_once(gather, reduce, device, f"first use of the communicators along '{name}'")
+    return Axis(name, len(ranks), ranks.index(own), gather, reduce)
+
+
+def _use_once(
+    gather: dist.ProcessGroup, reduce: dist.ProcessGroup, device: torch.device, what: str
+) -> None:
+    """NCCL connects ranks when they first communicate, which takes seconds: not inside backward."""
+    size = dist.get_world_size(gather)
+    sent, received = torch.zeros(size, device=device), torch.zeros(size, device=device)
+    with communicating(what):
+        dist.all_gather(list(received.split(1)), sent[:1], group=gather)
+        dist.all_to_all_single(received, sent, group=reduce)

@@ -1,7 +1,7 @@
 """Ranges that name our work in the traces of `torch.profiler`: `sidestream::VERB WHAT`.
 
-    start WHAT       begins an operation; of a gradient exchange: packs, and starts to send
-    complete WHAT    what follows its operations: the sum
+    start WHAT       stages up to the first operation; of a gradient exchange: packs, starts to send
+    complete WHAT    a stage that follows operations: the sum
     wait WHAT        the host waits for them (gloo; on a GPU streams wait and the host does not)
 
 WHAT names the unit. While no profiler runs this costs one look at a flag.

@@ -12,7 +12,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +20,18 @@ from torch.autograd.variable import Variable
 from ..buffers import BufferPool
 from .backward_pass import BackwardPass
 from .collectives import Collectives
+from .config import RuntimeOptions
 from .exchange_order import ExchangeOrder
 from .gathered_unit import agree_on_paths, check_not_gathered
 from .lanes import Lane
 from .modules.structures import tensors_in
 from .modules.uncompiled import uncompiled
-from .schedule import Kind, Trace
+from .trace import Kind, Trace
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
 
 _ABANDONED_S = 5.0  # among the living, what is in flight takes milliseconds
 _PLAIN = (torch.Tensor, nn.Parameter)
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeOptions:
-    """How far the runtime overlaps. `prefetch`: gathers started ahead of the unit in use."""
-
-    prefetch: int
-    overlap_param_gather: bool
 
 
 class Runtime:
@@ -84,6 +76,12 @@ class Runtime:
                 self._backward.abandon(deadline)
             for unit in self.units:
                 unit.abandon(deadline)
+            self.pool.before_free()
+
+    @property
+    def strategy(self) -> str:
+        """The name of the ZeRO level, and of what is done along the outer axis."""
+        return self._options.strategy
 
     @property
     def prefetch(self) -> int:
@@ -308,9 +306,7 @@ class Runtime:
             self.rest()
 
     def recover(self) -> None:
-        """Forget a backward that an exception ended: its gradients, its exchanges, what it
-        accumulated.
-        """
+        """Forget a backward that an exception ended: its gradients, exchanges and local sums."""
         backward, self._backward = self._backward, None
         try:
             if backward is not None:

@@ -4,6 +4,9 @@ step.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +14,6 @@ from torch import nn
 
 from .fully_shard import runtime_of
 from .modules.tree_watch import watches_of
-from .placements import Placement
 from .runtime import Runtime
 from .unit import Unit
 from .use_order import UnitGroup
@@ -19,14 +21,15 @@ from .use_order import UnitGroup
 
 @dataclass(frozen=True, slots=True)
 class UnitSummary:
-    """One unit's row. Bytes are this rank's; `sent_bytes` are what it sends in one step with one
-    backward.
+    """One unit's row. Bytes are this rank's; `sent_bytes` are what it sends to other ranks in one
+    step with one backward, `sent_bytes_by_axis` the same for each axis of the mesh.
     """
 
     name: str
     num_params: int
     numel: int
     compute_dtype: torch.dtype
+    wire: str
     wire_dtype: torch.dtype
     main_bytes: int
     compute_bytes_at_rest: int
@@ -35,6 +38,7 @@ class UnitSummary:
     gathers_per_step: int
     exchanges_per_step: int
     sent_bytes: int
+    sent_bytes_by_axis: Mapping[str, int]
 
     @property
     def bytes_at_rest(self) -> int:
@@ -46,14 +50,20 @@ class UnitSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`print` it for a table; read the fields to plan."""
+    """`print` it for a table; read the fields to plan. `axes`: how many ranks along each."""
 
     strategy: str
-    world_size: int
+    axes: Mapping[str, int]
     units: tuple[UnitSummary, ...]
     bytes_at_rest: int
     peak_bytes: int
     sent_bytes_per_step: int
+    sent_bytes_by_axis: Mapping[str, int]
+
+    @property
+    def world_size(self) -> int:
+        """How many data-parallel ranks there are."""
+        return math.prod(self.axes.values())
 
     def __str__(self) -> str:
         header = (
@@ -75,7 +85,7 @@ class Summary:
                     f"{unit.num_params}",
                     f"{unit.numel:,}",
                     _dtype_name(unit.compute_dtype),
-                    _dtype_name(unit.wire_dtype),
+                    unit.wire,
                     _mib(unit.bytes_at_rest),
                     _mib(unit.gathered_bytes),
                     f"{unit.gathers_per_step}",
@@ -92,11 +102,16 @@ class Summary:
         ]
         lines.insert(1, "-" * len(lines[0]))
         numel = sum(unit.numel for unit in self.units)
+        by_axis = ", ".join(
+            f"{_mib(self.sent_bytes_by_axis.get(name, 0))} of it along {name} ({size})"
+            for name, size in self.axes.items()
+            if len(self.axes) > 1
+        )
         lines.append(
             f"{self.strategy}, world {self.world_size}, {numel:,} elements; per rank: "
             f"{_mib(self.bytes_at_rest)} at rest (parameters and gradients, without optimizer "
             f"state), at most {_mib(self.peak_bytes)} with buffers (under no_sync a full gradient "
-            f"more), {_mib(self.sent_bytes_per_step)} sent per step"
+            f"more), {_mib(self.sent_bytes_per_step)} sent per step" + (by_axis and f": {by_axis}")
         )
         return "\n".join(lines)
 
@@ -122,54 +137,41 @@ def summary(module: nn.Module) -> Summary:
     runtime = runtime_of(module)
     for watch in watches_of(module):
         watch.check()
-    world_size = runtime.collectives.world_size
-    rows = tuple(_row(unit, group, world_size) for group in runtime.groups for unit in group.units)
+    rows = tuple(_row(unit, group) for group in runtime.groups for unit in group.units)
     at_rest = sum(row.bytes_at_rest for row in rows)
     return Summary(
-        strategy=runtime.units[0].spec.placements.name,
-        world_size=world_size,
+        strategy=runtime.strategy,
+        axes={c.axis.name: c.size for c in runtime.collectives.channels},
         units=rows,
         bytes_at_rest=at_rest,
         peak_bytes=at_rest + _transient_bytes(runtime, rows),
         sent_bytes_per_step=sum(row.sent_bytes for row in rows),
+        sent_bytes_by_axis=dict(sum((Counter(row.sent_bytes_by_axis) for row in rows), Counter())),
     )
 
 
-def _row(unit: Unit, group: UnitGroup, world_size: int) -> UnitSummary:
-    spec, layout, dtypes = unit.spec, unit.spec.layout, unit.spec.dtypes
-    placements = spec.placements
-    sharded_params = placements.params is Placement.SHARD
-    sharded_main = placements.optimizer is Placement.SHARD
-    main_numel = layout.shard_numel if sharded_main else layout.numel
-    full_bytes = layout.numel * dtypes.compute.itemsize
-    compute_bytes, main_bytes = 0, main_numel * dtypes.main.itemsize
-    if not sharded_params:
-        # With one dtype the main shard is part of the compute copy.
-        compute_bytes = full_bytes - main_bytes if dtypes.compute == dtypes.main else full_bytes
-    reduces = unit.needs_reduction
-    grad_bytes = main_numel * dtypes.grad.itemsize if reduces else 0
-    gathers = 0
-    if sharded_main:
-        gathers = 2 if sharded_params and group.reshard_after_forward else 1
-    others = world_size - 1
-    sent = gathers * others * layout.shard_numel * dtypes.compute.itemsize
-    if reduces:
-        sent += others * layout.shard_numel * dtypes.wire.itemsize
-        if not sharded_main:
-            sent += others * layout.shard_numel * dtypes.grad.itemsize
+def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
+    spec, buffers = unit.spec, unit.buffers
+    uses = 2 if buffers.frees and group.reshard_after_forward else 1
+    sent = buffers.sent_bytes(uses)
+    is_gathered = bool(sent)
+    if unit.needs_reduction:
+        sent += unit.reduction.sent_bytes()
     return UnitSummary(
         name=spec.name,
         num_params=len(spec.names),
-        numel=sum(segment.numel for segment in layout.segments),
-        compute_dtype=dtypes.compute,
-        wire_dtype=dtypes.wire,
-        main_bytes=main_bytes,
-        compute_bytes_at_rest=compute_bytes,
-        grad_bytes=grad_bytes,
-        gathered_bytes=full_bytes if sharded_params else 0,
-        gathers_per_step=gathers,
-        exchanges_per_step=int(reduces),
-        sent_bytes=sent,
+        numel=sum(segment.numel for segment in spec.layout.segments),
+        compute_dtype=spec.dtypes.compute,
+        wire=spec.wires[0].name,
+        wire_dtype=spec.wires[0].dtype,
+        main_bytes=buffers.main.nbytes,
+        compute_bytes_at_rest=buffers.rest_bytes,
+        grad_bytes=unit.gradients.grad.nbytes if unit.needs_reduction else 0,
+        gathered_bytes=buffers.gathered.nbytes if buffers.frees else 0,
+        gathers_per_step=uses if is_gathered else 0,
+        exchanges_per_step=int(unit.needs_reduction),
+        sent_bytes=sent.total(),
+        sent_bytes_by_axis=dict(sent),
     )
 
 
@@ -189,14 +191,7 @@ def _transient_bytes(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> int:
         else:
             gathered.append(nbytes)
     ahead = runtime.prefetch + 1
-    buffers = sorted((_exchange_bytes(unit, runtime) for unit in runtime.units), reverse=True)
+    reduced = [unit.reduction.peak_bytes() for unit in runtime.units if unit.needs_reduction]
+    buffers = sorted(reduced, reverse=True)
     exchanging = sum(buffers[: runtime.max_exchanges])
     return kept + sum(sorted(gathered, reverse=True)[:ahead]) + exchanging
-
-
-def _exchange_bytes(unit: Unit, runtime: Runtime) -> int:
-    if not unit.needs_reduction:
-        return 0
-    layout, collectives = unit.spec.layout, runtime.collectives
-    received = collectives.received_parts * layout.shard_numel if collectives.world_size > 1 else 0
-    return (layout.numel + received) * unit.spec.dtypes.wire.itemsize

@@ -1,13 +1,10 @@
-"""One communication unit: some parameters of one module, their flat buffers, and the unit's life
-cycle.
+"""One communication unit: some parameters of one module, what the modules show of them, and the
+unit's life cycle.
 
-    copy         dtype     elements               what for
-    main         main      own slice (Z0: all)    what the user sees and the optimizer updates
-    gathered     compute   all                    forward and backward; freed between two uses
-                                                  when parameters are sharded (ZeRO-3)
-
-Where `main` and `gathered` have one dtype and parameters are replicated, `main` is a view of
-`gathered`.
+    buffer      what for                                           in
+    main        what the user sees and the optimizer updates       `unit_buffers.py`
+    gathered    forward and backward                               `unit_buffers.py`
+    grad        reduced gradients, as the optimizer sees them      `optimizer_view.py`
 
     SHARDED --gather--> GATHERING --finish_gather--> GATHERED --release--> SHARDED
 """
@@ -16,25 +13,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from ..buffers import BufferPool, FlatBuffer, FlatLayout
+from ..buffers import BufferPool, PlacedBuffer, Placement, spans
 from .bits import with_changes
-from .collectives import Collectives, Pending
+from .collectives import Collectives
+from .exchange import Exchange, Reduction
 from .grad_watch import GradientWatch
-from .gradients import Exchange, FlatRun, UnitGradients
 from .lanes import DONE, Event, Lane
 from .messages import listed
+from .optimizer_view import FlatRun, OptimizerView
 from .param_faces import ParamFaces, ParamSlot
 from .param_gradients import ParamGradients
-from .placements import Placement, Placements
-from .precision import UnitDtypes, require_masters
+from .precision import require_masters
 from .tensor.grad_source import GradSource
 from .tensor.sharded_tensor import ShardedTensor
+from .unit_buffers import UnitBuffers
+from .unit_spec import UnitSpec
 
 
 class UnitState(Enum):
@@ -43,20 +41,6 @@ class UnitState(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-@dataclass(frozen=True, slots=True)
-class UnitSpec:
-    """What a unit is, decided before anything is allocated. `names` are parameter FQNs, in layout
-    order.
-    """
-
-    index: int
-    name: str
-    names: tuple[str, ...]
-    layout: FlatLayout
-    dtypes: UnitDtypes
-    placements: Placements
 
 
 class Unit:
@@ -70,50 +54,24 @@ class Unit:
         """
         self.spec = spec
         self.state = UnitState.SHARDED
-        self._collectives = collectives
-        self._pool = pool
-        self._rank = collectives.rank
-        self._frees = spec.placements.params is Placement.SHARD
-        self._replicates_main = spec.placements.optimizer is Placement.REPLICATE
-        layout = spec.layout
-        self.main_span = (
-            (0, layout.numel) if self._replicates_main else layout.shard_range(self._rank)
-        )
-        self._casts = spec.dtypes.compute != spec.dtypes.main
-        self._shares_memory = not self._frees and not self._casts
-        gathered, self.main = self._take_over(full)
-        # Collectives write through these: `.data` has a version counter of its own, so that tensors
-        # which autograd saved from an earlier gather of the same weights stay valid.
-        self._target = FlatBuffer(gathered.data, layout)
-        self._target_slices = self._target.shards()
-        # Views have to be made while there is memory; they outlive it. Each has a version counter
-        # of its own: a write to one parameter must not spoil what autograd saved of the others.
-        self._views = [view.data for view in FlatBuffer(gathered, layout).views()]
-        self._storage = gathered.untyped_storage()
-        self._storage_bytes = self._storage.nbytes()
-        if self._frees:
-            pool.shrink(self._storage, self._storage_bytes)
-        self._is_main = self._shares_memory and self._replicates_main
+        self._group = collectives.groups.group
+        numel, placements, grid = spec.layout.numel, spec.placements, collectives.grid
+        self.buffers = UnitBuffers(spec, full, collectives, pool)
+        self.main = self.buffers.main.memory
+        self.main_span = self.buffers.main.span
+        self.owned_span = grid.span(numel, (Placement.SHARD,) * len(grid.sizes))
+        """What of the flat buffer this rank answers for: the ranks' are disjoint."""
+        self._spans = spans(numel, grid.sizes, collectives.groups.coordinates, placements.main)
         self._gathered_version = self.main._version
-        self._stale = not self._shares_memory
+        self._stale = not self.buffers.shares
         self._gather_name = f"gather of unit '{spec.name}'"
         self._gather_event: Event = DONE
-        self.gradients = UnitGradients(spec, self.main_span, collectives, pool)
+        grad = PlacedBuffer(pool, spec.layout, grid, placements.main, spec.dtypes.grad)
+        self.gradients = OptimizerView(spec.name, grad, pool)
+        self.reduction = Reduction(spec, self.gradients, collectives, pool)
         self._flags_changed = True
 
     # ---- construction
-
-    def _take_over(self, full: Tensor) -> tuple[Tensor, Tensor]:
-        """The gathered buffer [layout.numel] and `main`, from the initial values."""
-        if self._shares_memory:
-            return full, full[self.main_span[0] : self.main_span[1]]
-        gathered = self._pool.lease(self.spec.layout.numel, self.spec.dtypes.compute)
-        if self._replicates_main:
-            return gathered, full
-        own = self._pool.lease(self.spec.layout.shard_numel, self.spec.dtypes.main)
-        own.copy_(full[self.main_span[0] : self.main_span[1]])
-        self._pool.release(full)
-        return gathered, own
 
     def attach(
         self,
@@ -129,7 +87,7 @@ class Unit:
         """
         full = [
             nn.Parameter(view, requires_grad=trainable)
-            for view, trainable in zip(self._views, requires_grad, strict=True)
+            for view, trainable in zip(self.buffers.views, requires_grad, strict=True)
         ]
         self._param_gradients = ParamGradients(weakref.proxy(self), on_contribution)
         source = weakref.proxy(self._param_gradients)
@@ -139,7 +97,7 @@ class Unit:
         ]
         self._param_gradients.own(sharded)
         # What is written to a shared buffer has reached the main parameters.
-        self.faces = ParamFaces(full, sharded, slots, counts_writes=not self._shares_memory)
+        self.faces = ParamFaces(full, sharded, slots, counts_writes=not self.buffers.shares)
         self._watch = GradientWatch(full, on_ready)
         self.gradients.runs = [self.make_run(tuple(self.spec.layout.order))]
 
@@ -158,17 +116,13 @@ class Unit:
         layout = self.spec.layout
         start, stop = layout.overlap(index, self.main_span)
         base = layout.segments[index].start - self.main_span[0] - base
-        if self._replicates_main:
-            intervals = tuple((0, layout.segments[index].numel) for _ in range(layout.world_size))
-        else:
-            intervals = tuple(layout.interval(index, rank) for rank in range(layout.world_size))
         return ShardedTensor(
             flat[base + start : base + stop] if stop > start else flat[:0],
             shape=layout.segments[index].shape,
             start=start,
             name=self.spec.names[index],
-            group=self._collectives.groups.gather,
-            intervals=intervals,
+            group=self._group,
+            intervals=tuple(layout.overlap(index, span) for span in self._spans),
             requires_grad=requires_grad,
             grad_source=grad_source,
         )
@@ -263,12 +217,12 @@ class Unit:
     @property
     def frees_parameters(self) -> bool:
         """Whether the full parameters are freed between two uses (ZeRO-3)."""
-        return self._frees
+        return self.buffers.frees
 
     @property
     def freed_storage(self) -> int:
         """Identifies the storage of the full parameters."""
-        return self._storage._cdata
+        return self.buffers.gathered.memory.untyped_storage()._cdata
 
     @property
     def is_fresh(self) -> bool:
@@ -280,36 +234,23 @@ class Unit:
         version = self.main._version
         if version != self._gathered_version:
             self.faces.forbid_old_graphs()
-        if self._is_main:
+        if not self.buffers.moves:
             self._stale, self._gathered_version = False, version
-        if not self._frees and self.is_fresh:
+        is_fresh = self.is_fresh
+        if is_fresh and not self.buffers.frees:
             self._move(UnitState.SHARDED, UnitState.GATHERING)
             return False
+        stages = self.buffers.stages(kept_is_fresh=is_fresh)
         try:
-            self._gather_event = lane.submit(self._gather_name, self._fill)
+            self._gather_event = lane.submit(self._gather_name, *stages)
         except BaseException:
-            if self._frees and self._storage.nbytes():
-                self._pool.shrink(self._storage, self._storage_bytes)
+            if self.buffers.frees and not self.buffers.gathered.is_shrunk:
+                self.buffers.gathered.shrink()
             raise
         self._gathered_version = version
         self._stale = False
         self._move(UnitState.SHARDED, UnitState.GATHERING)
         return True
-
-    def _fill(self) -> list[Pending]:
-        if self._frees:
-            self._pool.grow(self._storage, self._storage_bytes)
-        if self._replicates_main:
-            self._target.data.copy_(self.main)
-            return []
-        source = self._target_slices[self._rank]
-        if self._casts:
-            source.copy_(self.main)
-        elif not self._shares_memory:
-            source = self.main
-        return self._collectives.gather(
-            self._target.data, self._target_slices, source, self._gather_name
-        )
 
     def finish_gather(self) -> None:
         """Order the following compute after the gather."""
@@ -328,9 +269,9 @@ class Unit:
             RuntimeError: somebody had torch pin their memory down, as `numpy()` does.
         """
         self._move(UnitState.GATHERED, UnitState.SHARDED)
-        if self._frees:
+        if self.buffers.frees:
             try:
-                self._pool.shrink(self._storage, self._storage_bytes)
+                self.buffers.gathered.shrink()
             except RuntimeError as error:
                 self.state = UnitState.GATHERED  # the next one raises too, nothing else is wrong
                 raise _not_freed(self.spec) from error
@@ -346,9 +287,9 @@ class Unit:
         self._stale = True
         if flat is None:
             assert self.state is UnitState.GATHERED, f"{self.spec.name} is {self.state.value}"
-            if self._shares_memory:
+            if self.buffers.shares:
                 return
-            flat = self._target.data
+            flat = self.buffers.gathered.memory
         start, stop = self.main_span
         self.main.copy_(with_changes(self.main, flat[start:stop]))
 
@@ -370,13 +311,13 @@ class Unit:
         """
         self._watch.rearm()
         self.free_cleared_grads()  # not written anew: somebody may hold them
-        start = self.gradients.exchange if sync else self.gradients.accumulate
-        return start(self.faces.full, lane)
+        return self.reduction.start(self.faces.full, lane, sync=sync)
 
     def drop_grads(self) -> None:
         """Forget gradients that were not reduced, after a step that failed."""
         self._watch.rearm()
-        self.gradients.drop(self.faces.full)
+        self.reduction.packer.take(self.faces.full)
+        self.gradients.drop_sum()
 
     def free_cleared_grads(self) -> bool:
         """Free the memory of reduced gradients that were cleared; whether there was any."""

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ..communicators import background_group
 from ..entries import runtimes_over
-from ..process_groups import background_group
 from .folder import shown
 
 
@@ -62,7 +62,7 @@ def ranks_of(module: object) -> Ranks:
         ValueError: its parts are sharded over different ranks.
     """
     runtimes = runtimes_over(module) if isinstance(module, nn.Module) else []
-    groups = [runtime.collectives.groups.gather for runtime in runtimes]
+    groups = [runtime.collectives.groups.group for runtime in runtimes]
     if not groups:
         groups = [dist.group.WORLD if dist.is_initialized() else None]
     found = [_ranks_in(group) for group in groups]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..gradients import FlatRun
 from ..messages import listed
+from ..optimizer_view import FlatRun
 from ..runtime import Runtime
 from ..unit import Unit
 

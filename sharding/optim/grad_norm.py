@@ -68,7 +68,7 @@ def clip_grad_norm_(
 def _owned_grads(runtime: Runtime) -> Iterator[Tensor]:
     """The gradients this rank answers for: its own slice, also where it holds all."""
     for unit in runtime.units:
-        low, high = unit.spec.layout.shard_range(runtime.collectives.rank)
+        low, high = unit.owned_span
         offset = unit.main_span[0]
         for run in unit.gradients.runs:
             if run.param.grad is not None:

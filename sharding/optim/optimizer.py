@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
-from ..gradients import FlatRun
 from ..modules.uncompiled import uncompiled
+from ..optimizer_view import FlatRun
 from ..runtime import Runtime
 from ..tensor.torch_state_dict import teach_torch
 from ..unit import Unit

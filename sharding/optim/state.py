@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gradients import FlatRun
+from ..optimizer_view import FlatRun
 from ..runtime import Runtime
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.torch_state_dict import part_like

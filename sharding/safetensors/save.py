@@ -173,8 +173,8 @@ class _Gathering:
         """The whole tensor: where each piece starts and its elements [n], valid until the next (a
         collective). What fails on this rank alone is noted in `sink`.
 
-        A gather takes some elements of every rank's interval, so that pieces come from as many
-        places of the tensor as there are ranks.
+        A gather takes some elements of every rank's share, so that pieces come from as many places
+        of the tensor as there are ranks.
         """
         world_size, longest, most = _extent(tensor, dtype)
         for done in range(0, longest, most):
@@ -183,20 +183,21 @@ class _Gathering:
             memory = self._memory[tensor.device]
             part, parts = memory[:nbytes], memory[nbytes : (world_size + 1) * nbytes]
             with sink.noting_errors():
-                own = tensor.local[done : done + count]
+                own = tensor.share[done : done + count]
                 part.view(dtype)[: own.numel()].copy_(own)
-            with communicating(f"gather of parameter {tensor.name!r}"):
-                start_all_gather(tensor.communicator, parts, part).wait()
+            what = f"gather of parameter {tensor.name!r}"
+            with communicating(what):
+                start_all_gather(tensor.communicator, parts, part, what).wait()
             received = parts.view(dtype).view(world_size, count)
-            for (start, stop), values in zip(tensor.intervals, received, strict=True):
+            for (start, stop), values in zip(tensor.shares, received, strict=True):
                 if start + done < stop:
                     yield start + done, values[: stop - start - done]
 
 
 def _extent(tensor: ShardedTensor, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Ranks, elements of the longest interval, and how many of it one gather takes."""
-    world_size = len(tensor.intervals)
-    longest = max(stop - start for start, stop in tensor.intervals)
+    """Ranks, elements of the longest share, and how many of it one gather takes."""
+    world_size = len(tensor.shares)
+    longest = max(stop - start for start, stop in tensor.shares)
     return world_size, longest, max(_LEAST_NUMEL, CHUNK_BYTES // (dtype.itemsize * world_size))
 
 

@@ -185,8 +185,9 @@ def _local(x: Any, like: ShardedTensor, operator: OpOverload) -> Any:
     if isinstance(x, type(like)):
         if x is not like and not like.has_layout_of(x):
             raise RuntimeError(
-                f"{operator}: expected sharded tensors of one layout, got {like.describe()} and "
-                f"{x.describe()}; bring one to the full shape with full_tensor()"
+                f"{operator}: expected sharded tensors of one layout on all ranks, got "
+                f"{like.describe()} and {x.describe()}; bring one to the full shape with "
+                "full_tensor()"
             )
         return x.local
     if x.dim() == 0:

@@ -77,7 +77,7 @@ def _by_results(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return _over_whole(operator, args, kwargs)
     if x.is_whole:
         return operator(x.local)
-    own = operator(x.local) if x.local.numel() else None
+    own = operator(x.share) if x.share.numel() else None
     like = operator(torch.zeros(1, dtype=x.dtype, device=x.device)) if own is None else own
     results = _results_of_holders(x, like)
     is_count = operator._schema.name == "aten::count_nonzero"
@@ -85,9 +85,9 @@ def _by_results(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _results_of_holders(x: ShardedTensor, own: Tensor) -> Tensor:
-    """`own` [] of every rank that holds elements of `x`."""
+    """`own` [] of every rank that answers for elements of `x`."""
     results = x.gather_parts(own.reshape(1))
-    holders = (rank for rank, (start, stop) in enumerate(x.intervals) if start < stop)
+    holders = (rank for rank, (start, stop) in enumerate(x.shares) if start < stop)
     return torch.stack([results[rank, 0] for rank in holders])
 
 
@@ -148,7 +148,7 @@ def _exact_norms(tensors: Sequence[ShardedTensor], order: float) -> list[Tensor]
                 with communicating("norm of sharded tensors"):
                     dist.all_reduce(tensor, op, group=like.communicator)
 
-        owned = [[tensors[position].local] for position in members]
+        owned = [[x.local if x.is_whole else x.share] for x in map(tensors.__getitem__, members)]
         norms |= zip(members, exact_norms(owned, order, like.device, reduce), strict=True)
     return [norms[position] for position in range(len(tensors))]
 

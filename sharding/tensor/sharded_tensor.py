@@ -8,7 +8,7 @@ Ranks cut a tensor in its row-major order, anywhere, also inside a row::
                                   .  .  .  .                   #  #  #  #
 
 Elementwise operators run on `local` alone (`elementwise.py`), checkpoints store the interval as
-boxes (`buffers/boxes.py`), `full_tensor` gathers.
+boxes (`buffers/boxes.py`), `full_tensor` gathers (`group_parts.py`).
 """
 
 from __future__ import annotations
@@ -24,33 +24,27 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..arguments import kind_of
-from ..collectives import start_all_gather
-from ..errors import communicating
 from ..modules.uncompiled import uncompiled
 from .chunks import CheckpointChunks
 from .contributions import Contribution
 from .elementwise import dispatch
 from .grad_source import GradSource, HoldsSum
+from .group_parts import GroupParts, Intervals
 from .without_storage import WithoutStorage
 
-Intervals = tuple[tuple[int, int], ...]
 
-
-class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
+class ShardedTensor(WithoutStorage, GroupParts, CheckpointChunks, torch.Tensor):
     """Elements [start, start + local.numel()) of a tensor of `shape`, as a tensor of that shape.
 
     `local` [interval numel] is a contiguous 1-D view; in-place operators on this tensor write to
-    it. `intervals` are the (start, stop) of every rank of `group`, known from the layout alone.
-    With `is_parameter` (by default where it requires or could get a gradient) it counts as an
-    `nn.Parameter`. Reading and writing `.grad` goes to `grad_source` if there is one; to avoid a
-    reference cycle through the owner, pass a `weakref.proxy`.
+    it. `intervals` are the (start, stop) of every rank of `group`, known from the layout alone; two
+    are equal or have no element in common, and they need not ascend. With `is_parameter` (by
+    default where it requires or could get a gradient) it counts as an `nn.Parameter`. Reading and
+    writing `.grad` goes to `grad_source` if there is one; to avoid a reference cycle through the
+    owner, pass a `weakref.proxy`.
     """
 
-    local: Tensor
-    start: int
     name: str = ""  # a value, so that the read-only `Tensor.name` is out of the way
-    group: dist.ProcessGroup | None
-    intervals: Intervals
     grad_source: GradSource | None
     _own_grad: ShardedTensor | None
     _is_guarded: bool = False
@@ -173,14 +167,6 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
                 "set_to_none=True"
             )
 
-    def has_layout_of(self, other: ShardedTensor) -> bool:
-        """Whether both hold the same interval of the same shape."""
-        return (
-            self.shape == other.shape
-            and self.start == other.start
-            and self.local.numel() == other.local.numel()
-        )
-
     def interval_of(self, full: Tensor) -> Tensor:
         """This rank's elements of the plain tensor `full` [shape], 1-D; a view if `full` allows."""
         return full.detach().reshape(-1)[self.start : self.start + self.local.numel()]
@@ -241,54 +227,6 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
         return contribution
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every rank holds all elements."""
-        return all(interval == (0, self.numel()) for interval in self.intervals)
-
-    @property
-    def communicator(self) -> dist.ProcessGroup:
-        """The group whose ranks hold the other elements.
-
-        Raises:
-            RuntimeError: the tensor was made without one.
-        """
-        if self.group is None:
-            raise RuntimeError(
-                f"{self.describe()}: expected the process group that holds the other elements, got "
-                "None; make the ShardedTensor with group= and intervals="
-            )
-        return self.group
-
-    def gather_full(self) -> Tensor:
-        """`full_tensor`, below autograd."""
-        full = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
-        if self.is_whole:
-            return full.copy_(self.local).view(self.shape)
-        numels = [stop - start for start, stop in self.intervals]
-        part = torch.zeros(max(numels), dtype=self.dtype, device=self.device)
-        part[: self.local.numel()] = self.local
-        parts = self.gather_parts(part)
-        for (start, stop), received in zip(self.intervals, parts, strict=True):
-            full[start:stop] = received[: stop - start]
-        covered = sum(stop - start for start, stop in set(self.intervals))
-        assert covered == self.numel(), "the ranks' intervals do not tile the tensor"
-        return full.view(self.shape)
-
-    def gather_parts(self, part: Tensor) -> Tensor:
-        """Every rank's `part` [n] as [world, n].
-
-        Raises:
-            CommunicationError: the gather failed, for example because a rank died.
-        """
-        group = self.communicator
-        parts = part.new_empty(len(self.intervals), len(part))
-        # As bytes: gloo refuses some dtypes (bool, FP8), and a gather only moves bits.
-        flat, source = parts.view(-1).view(torch.uint8), part.view(torch.uint8)
-        with communicating(f"gather of parameter {self.name!r}"):
-            start_all_gather(group, flat, source).wait()
-        return parts
-
-    @property
     @uncompiled
     def grad(self) -> ShardedTensor | None:
         """The gradient in this layout: what `grad_source` says, else what was assigned."""
@@ -311,7 +249,8 @@ class ShardedTensor(WithoutStorage, CheckpointChunks, torch.Tensor):
             value = self.with_local(self.interval_of(value).clone())
         if value is not None and not self.has_layout_of(value):
             raise RuntimeError(
-                f"grad of {self.describe()}: expected its layout, got that of {value.describe()}"
+                f"grad of {self.describe()}: expected its layout on all ranks, got that of "
+                f"{value.describe()}"
             )
         if self.grad_source is not None:
             self.grad_source.set_grad(self, value)

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..modules.uncompiled import uncompiled
-from .sharded_tensor import Intervals, ShardedTensor
+from .group_parts import Intervals
+from .sharded_tensor import ShardedTensor
 
 _Function = Callable[..., Any]
 
@@ -36,7 +37,7 @@ def part_like(like: Any, value: Any) -> Any:
     """
     if not isinstance(like, ShardedTensor) or not isinstance(value, Tensor):
         return value
-    is_ready = isinstance(value, ShardedTensor) and value.intervals == like.intervals
+    is_ready = isinstance(value, ShardedTensor) and value.has_layout_of(like)
     if is_ready or value.shape != like.shape:  # which whoever loads refuses
         return value
     gather = getattr(value, "full_tensor", None)

@@ -75,7 +75,7 @@ def test_fake_ranks_leave_no_trace():
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1024)
         assert torch.get_num_threads() == 1
         output = torch.full((1024, 3), 7.0)
-        start_all_gather(dist.group.WORLD, output, torch.zeros(3)).wait()
+        start_all_gather(dist.group.WORLD, output, torch.zeros(3), "a gather").wait()
         assert output.eq(7.0).all(), "an all-gather copied something"
     assert not dist.is_initialized()
     assert torch.get_num_threads() == threads

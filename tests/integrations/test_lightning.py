@@ -1,5 +1,6 @@
 """Tests of Lightning's Trainer over sharded models, beside its DDP strategy."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream as ss
 from sidestream.tests.integrations.launched import as_if_launched
@@ -86,14 +88,21 @@ def _data(batch_size: int = 4) -> Any:
 
 
 def _trainer(
-    folder: Path, world_size: int, zero: int | None, *, elementwise: bool = False, **options: Any
+    folder: Path,
+    world_size: int,
+    zero: int | None,
+    *,
+    elementwise: bool = False,
+    sharding: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """With SidestreamStrategy at ZeRO level `zero`, or with DDP for None."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from sidestream.integrations.lightning import SidestreamStrategy
 
-    sharding = {"zero_dp_strategy": zero, "fsdp_unit_modules": [Block], "elementwise": elementwise}
+    sharding = {**(sharding or {}), "zero_dp_strategy": zero, "elementwise": elementwise}
+    sharding["fsdp_unit_modules"] = [Block]
     return lightning.Trainer(
         strategy="ddp" if zero is None else SidestreamStrategy(**sharding),
         accelerator="cpu",
@@ -260,6 +269,32 @@ def test_foreign_and_torn_checkpoints_are_refused(tmp_path: Path) -> None:
     for foreign, torn in run_on_ranks(_refused, 2, tmp_path):
         assert "another strategy wrote" in foreign
         assert "saving was interrupted" in torn
+
+
+def _shards_over_some(rank: int, world_size: int, folder: Path, samples: bool) -> str:
+    as_if_launched(rank, world_size)
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
+    options = {"device_mesh": mesh, "dp_shard_dim": "dp"}
+    trainer = _trainer(folder, world_size, 3, sharding=options, use_distributed_sampler=samples)
+    trainer.callbacks = []  # every model of a job has a path of its own for checkpoints
+    model = Regression()
+    try:
+        trainer.fit(model, _data())
+    except ValueError as error:
+        return str(error)
+    return f"{len(model.seen)} steps"
+
+
+@pytest.mark.parametrize(
+    ("samples", "outcome"),
+    [(True, "dimensions of all 2 ranks.*got 1; pass Trainer"), (False, "24 steps")],
+    ids=["Lightning samples", "we sample"],
+)
+def test_data_are_not_shared_among_ranks_that_need_the_same(
+    samples: bool, outcome: str, tmp_path: Path
+) -> None:
+    for got in run_on_ranks(_shards_over_some, 2, tmp_path, samples):
+        assert re.search(outcome, got), got
 
 
 def _names_the_package(rank: int, world_size: int) -> None:

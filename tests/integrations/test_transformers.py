@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream as ss
 from sidestream.tests.integrations.launched import as_if_launched
@@ -54,7 +55,14 @@ def _texts(count: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": text, "labels": label} for text, label in pairs]
 
 
-def _trainer(folder: Path, model: Any, zero: int | None, **options: Any) -> Any:
+def _trainer(
+    folder: Path,
+    model: Any,
+    zero: int | None,
+    *,
+    sharding: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """A SidestreamTrainer of ZeRO level `zero`, or the plain Trainer for None."""
     from transformers import Trainer, TrainingArguments
 
@@ -79,7 +87,8 @@ def _trainer(folder: Path, model: Any, zero: int | None, **options: Any) -> Any:
     data = {"train_dataset": _texts(60), "eval_dataset": _texts(10)}
     if zero is None:
         return Trainer(model, arguments, **data)
-    return SidestreamTrainer(model, arguments, **data, sharding={"zero_dp_strategy": zero})
+    sharding = {"zero_dp_strategy": zero, **(sharding or {})}
+    return SidestreamTrainer(model, arguments, **data, sharding=sharding)
 
 
 def _history(trainer: Any) -> list[float]:
@@ -251,6 +260,20 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     expected.append("use_cpu=True")
     for message, part in zip(messages, expected, strict=True):
         assert part in message
+
+
+def _shards_over_some(rank: int, world_size: int, folder: Path) -> str:
+    as_if_launched(rank, world_size)
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
+    trainer = _trainer(folder, _model(), 3, sharding={"device_mesh": mesh, "dp_shard_dim": "dp"})
+    with pytest.raises(ValueError) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+def test_data_are_not_shared_among_ranks_that_need_the_same(tmp_path: Path) -> None:
+    for message in run_on_ranks(_shards_over_some, 2, tmp_path):
+        assert "dimensions have all 2 ranks" in message and "got 1" in message
 
 
 def _names_the_package(rank: int, world_size: int) -> None:

@@ -55,13 +55,14 @@ class Stream:
 class Machine(TorchDispatchMode):
     """The compute stream, the streams made since, and which one is current."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream_type: Callable[[], Stream] = Stream) -> None:
         super().__init__()
-        self.current = Stream()
+        self._stream_type = stream_type
+        self.current = stream_type()
         self.streams = [self.current]
 
     def new_stream(self, *_: object, **__: object) -> Stream:
-        self.streams.append(Stream())
+        self.streams.append(self._stream_type())
         return self.streams[-1]
 
     @contextlib.contextmanager
@@ -103,6 +104,12 @@ class Machine(TorchDispatchMode):
     def launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func`, which reads or writes memory, on the current stream."""
         return func(*args, **kwargs)
+
+    def transfer(self, group: "LoopbackGroup", kind: str, target: Tensor, part: Tensor) -> None:
+        """Bring `part` to every rank's place in `target`, on the current stream."""
+        for own in target.chunk(group.world_size):
+            if own.data_ptr() != part.data_ptr():
+                own.copy_(part)
 
     def synchronize(self) -> None:
         """The host waits for the current stream."""
@@ -171,31 +178,28 @@ def _shape_of(tensor: Tensor) -> Tensor:
 
 
 class LoopbackGroup:
-    """A process group with a stream of its own, as NCCL has; every rank holds what this one holds.
-
-    `wait` of the work that a call returns makes the current stream wait.
+    """A process group whose collectives run in the current stream, as NCCL's do when asked to;
+    every rank holds what this one holds.
     """
 
     _device_types = ()  # nothing that has a time limit
 
     def __init__(self, machine: Machine, world_size: int) -> None:
-        self._machine, self._world_size = machine, world_size
-        self._stream = machine.new_stream()
+        self._machine = machine
+        self.world_size = world_size
+        self.options: list[Any] = []
+        """What each collective was given."""
 
     def size(self) -> int:
-        return self._world_size
+        return self.world_size
 
-    def all_gather(self, flat: Tensor, source: Tensor) -> mock.Mock:
-        return self._start(flat, source)
+    def all_gather_single(self, flat: Tensor, source: Tensor, options: Any) -> None:
+        self.options.append(options)
+        self._machine.transfer(self, "gather", flat, source)
 
-    def alltoall_base(self, received: Tensor, sent: Tensor, *_: object) -> mock.Mock:
-        return self._start(received, sent.chunk(self._world_size)[0])
+    _allgather_base = all_gather_single
 
-    def _start(self, target: Tensor, part: Tensor) -> mock.Mock:
-        self._stream.wait_stream(self._machine.current)
-        with self._machine.on(self._stream):
-            for own in target.chunk(self._world_size):
-                if own.data_ptr() != part.data_ptr():
-                    own.copy_(part)
-        event = self._stream.record_event()
-        return mock.Mock(wait=lambda: self._machine.current.wait_event(event))
+    def alltoall_base(self, received: Tensor, sent: Tensor, _: Any, __: Any, options: Any) -> None:
+        self.options.append(options)
+        part = sent.chunk(self.world_size)[0]
+        self._machine.transfer(self, "exchange", received, part)

@@ -1,8 +1,11 @@
-"""Finds accesses to the same memory, one of them a write, that no wait between streams orders.
+"""Finds accesses to the same memory, one of them a write, that no wait between streams orders, and
+memory that may be unmapped while it is used.
 
-Memory follows the caching allocator's rule: what is freed goes to any later allocation on the
-stream that allocated it, without a wait for the streams that used it. Every reuse that the rule
-allows is checked, whether or not this process reuses the memory.
+Memory follows the caching allocator's rules. What is freed goes to any later allocation on the
+stream that allocated it, without a wait for the streams that used it: every reuse that the rule
+allows is checked, whether or not this process reuses the memory. And with expandable segments what
+is freed may be unmapped as soon as the stream that allocated it has passed: by then all that used
+it must have ended.
 """
 
 import inspect
@@ -53,7 +56,7 @@ class Memory:
 
 
 class Racing(Machine):
-    """Runs everything at once and collects `hazards`.
+    """Runs everything at once; collects `hazards` and, with what used the memory, `early_frees`.
 
     `fills`: whether new memory is filled when it is allocated, as poison and torch's deterministic
     mode do.
@@ -63,6 +66,7 @@ class Racing(Machine):
         super().__init__()
         self._fills = fills
         self.hazards: list[str] = []
+        self.early_frees: list[str] = []
         self._memories: dict[int, Memory] = {}
         self._freed: dict[Stream, Last] = {}
 
@@ -74,6 +78,12 @@ class Racing(Machine):
         return (original if self._fills else inspect.unwrap(original))(storage, size)
 
     def _free(self, memory: Memory) -> None:
+        owner = self.streams.index(memory.owner)
+        self.early_frees += [
+            f"memory of stream {owner} is freed before it knows of {self._use(access)}"
+            for access in memory.accesses
+            if not access.is_before(memory.owner)
+        ]
         last = self._freed.setdefault(memory.owner, {})
         for access in (*memory.earlier.values(), *memory.accesses):
             key = access.stream, access.writes
@@ -119,11 +129,14 @@ class Racing(Machine):
 
     def _report(self, access: Access, olds: Iterable[Access], what: str) -> None:
         self.hazards += [
-            f"{access.name} on stream {self._index(access)} {what} "
-            f"{'a write' if old.writes else 'a read'} by {old.name} on stream {self._index(old)}"
+            f"{access.name} on stream {self._index(access)} {what} {self._use(old)}"
             for old in olds
             if not old.is_before(access.stream)
         ]
+
+    def _use(self, access: Access) -> str:
+        kind = "a write" if access.writes else "a read"
+        return f"{kind} by {access.name} on stream {self._index(access)}"
 
     def _index(self, access: Access) -> int:
         return self.streams.index(access.stream)

@@ -1,23 +1,25 @@
 """Which collectives are called where: gloo sends what lies on a CPU, and stages what does not."""
 
-from unittest import mock
-
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from sidestream.sharding.collectives import Collectives
-from sidestream.sharding.process_groups import DataParallelGroups, data_parallel_groups
+from sidestream.sharding.collectives import Channel, Traffic
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.axes import one_axis
+
+
+def _channel(rank, world_size, device_type):
+    device, traffic = torch.device(device_type), Traffic()
+    (axis,) = one_axis(rank, world_size, device, dist.group.WORLD).axes
+    return Channel(axis, device, traffic), traffic
 
 
 def _gather(rank, world_size, device_type):
     """The tensors are a CPU's: gloo's all-gather takes those too."""
-    group = dist.group.WORLD
-    groups = DataParallelGroups(rank, world_size, torch.device(device_type), group, group)
+    channel, _ = _channel(rank, world_size, device_type)
     flat = torch.zeros(2 * world_size)
     slices = list(flat.split(2))
-    pending = Collectives(groups).gather(flat, slices, torch.full((2,), rank + 1.0), "a gather")
+    pending = channel.gather(flat, slices, torch.full((2,), rank + 1.0), "a gather")
     for operation in pending:
         operation.wait()
     return flat.tolist(), len(pending)
@@ -33,18 +35,15 @@ def test_a_gpu_has_gloo_gather_by_way_of_the_host():
 
 def _exchange(rank, world_size, device_type):
     """Rank r sends [r, p] to rank p. What nobody sends stays NaN."""
-    group = dist.group.WORLD
-    collectives = Collectives(
-        DataParallelGroups(rank, world_size, torch.device(device_type), group, group)
-    )
+    channel, traffic = _channel(rank, world_size, device_type)
     parts = [[float(rank), float(peer)] for peer in range(world_size)]
     sent = torch.tensor(parts, dtype=torch.bfloat16).flatten()
-    received = torch.full((2 * collectives.received_parts,), float("nan"), dtype=torch.bfloat16)
-    pending = collectives.exchange(received, sent, "an exchange")
+    received = torch.full((2 * channel.received_parts,), float("nan"), dtype=torch.bfloat16)
+    pending = channel.exchange(received, sent, "an exchange")
     for operation in pending:
         operation.wait()
     assert sent.view(-1, 2).tolist() == parts
-    assert collectives.traffic.sent_bytes["exchange"] == 4 * (world_size - 1)
+    assert traffic.sent_bytes["exchange"] == 4 * (world_size - 1)
     return received.view(-1, 2).tolist(), len(pending)
 
 
@@ -56,33 +55,3 @@ def test_a_cpu_exchanges_with_its_peers_alone():
 def test_a_gpu_has_one_all_to_all():
     for rank, found in enumerate(run_on_ranks(_exchange, 3, "cuda")):
         assert found == ([[float(peer), float(rank)] for peer in range(3)], 1)
-
-
-def _device_over_gloo(rank, world_size, device_type):
-    mesh = None
-    if device_type is not None:
-        mesh = DeviceMesh.from_group(dist.group.WORLD, device_type)
-    with (
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-    ):
-        return str(data_parallel_groups(mesh, None).device)
-
-
-def test_gloo_is_for_cpus_unless_a_mesh_says_otherwise():
-    for device_type, expected in ((None, "cpu"), ("cpu", "cpu"), ("cuda", "cuda:0")):
-        assert run_on_ranks(_device_over_gloo, 2, device_type) == [expected] * 2
-
-
-def _communicators(rank, world_size):
-    groups, again = data_parallel_groups(None, None), data_parallel_groups(None, None)
-    assert groups.gather is dist.group.WORLD and groups.reduce is not groups.gather
-    assert again.reduce is groups.reduce
-    return [
-        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for group in (groups.gather, groups.reduce)
-    ]
-
-
-def test_models_share_a_second_communicator_with_the_users_time_limit():
-    assert run_on_ranks(_communicators, 2, timeout_s=50) == [[40.0, 40.0]] * 2

@@ -28,7 +28,7 @@ def test_whatever_no_gradient_covers_is_zero(
             expected[segment.start : segment.start + param.numel()] = param.grad.flatten()
     packer = GradientPacker(layout, torch.float32, BufferPool(CPU))
     flat = torch.full((layout.numel,), float("nan"))
-    packer.pack(flat, packer.take(params))
+    packer.take(params).fill(flat)
     assert torch.equal(flat, expected)
     assert all(param.grad is None for param in params)
 
@@ -49,5 +49,5 @@ def test_accumulates_onto_what_is_there(world_size: int) -> None:
     for _ in range(2):
         for param in params:
             param.grad = torch.ones_like(param)
-        packer.pack(flat, packer.take(params), accumulate=True)
+        packer.take(params).add_to(flat)
     assert flat.sum() == 2 * sum(param.numel() for param in params)

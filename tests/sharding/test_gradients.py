@@ -9,53 +9,58 @@ import torch
 from torch import Tensor, nn
 
 import sidestream as ss
-from sidestream.buffers import BufferPool, flat_layout
+from sidestream.buffers import BufferPool, PlacedBuffer, Placement, flat_layout
 from sidestream.sharding.collectives import Collectives
+from sidestream.sharding.exchange import Reduction
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.gradients import UnitGradients
 from sidestream.sharding.lanes import DeferredLane, Lane, SerialLane
-from sidestream.sharding.placements import STRATEGIES
+from sidestream.sharding.optimizer_view import OptimizerView
+from sidestream.sharding.placements import UnitPlacements
 from sidestream.sharding.precision import UnitDtypes
-from sidestream.sharding.process_groups import DataParallelGroups
-from sidestream.sharding.unit import UnitSpec
+from sidestream.sharding.unit_spec import UnitSpec
+from sidestream.sharding.wire import PlainWire
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.axes import one_axis
 
 SHAPES = [(5, 3), (127,)]
-FP32 = UnitDtypes(*[torch.float32] * 5)
+FP32 = UnitDtypes(*[torch.float32] * 4)
+ALL = (Placement.REPLICATE,)
 
 
-def gradients_on(device: torch.device) -> tuple[UnitGradients, list[nn.Parameter]]:
+def reduction_on(device: torch.device) -> tuple[Reduction, list[nn.Parameter]]:
     """A unit of one rank, and its parameters with their gradients."""
     params = [nn.Parameter(torch.zeros(shape, device=device)) for shape in SHAPES]
     for param in params:
         param.grad = torch.ones_like(param)
-    layout = flat_layout(SHAPES, 1)
-    spec = UnitSpec(0, "unit", ("matrix", "vector"), layout, FP32, STRATEGIES[2])
-    alone = Collectives(DataParallelGroups(0, 1, device, None, None))
-    return UnitGradients(spec, layout.shard_range(0), alone, BufferPool(device)), params
+    layout, pool, wire = flat_layout(SHAPES, 1), BufferPool(device), PlainWire(torch.float32)
+    placements = UnitPlacements(ALL, ALL)
+    names = ("matrix", "vector")
+    spec = UnitSpec(0, "unit", names, layout, FP32, placements, (wire, wire), scale=1.0)
+    alone = Collectives(one_axis(0, 1, device))
+    grad = PlacedBuffer(pool, layout, alone.grid, ALL, torch.float32)
+    return Reduction(spec, OptimizerView("unit", grad, pool), alone, pool), params
 
 
 @pytest.mark.parametrize("lane", [DeferredLane(), SerialLane()], ids=["deferred", "serial"])
 @pytest.mark.parametrize("sync", [True, False], ids=["exchange", "accumulate"])
 def test_gradients_live_until_whoever_packs_them_has_ended(lane: Lane, sync: bool) -> None:
     # No CPU: as on a GPU, the pack may not have run when it has been called.
-    gradients, params = gradients_on(torch.device("meta"))
+    reduction, params = reduction_on(torch.device("meta"))
     references = [weakref.ref(param.grad) for param in params]
-    start = gradients.exchange if sync else gradients.accumulate
-    exchange = start(params, lane)
+    exchange = reduction.start(params, lane, sync=sync)
     assert all(param.grad is None for param in params)
     assert all(reference() is not None for reference in references), "freed before the pack ended"
-    gradients.finish(exchange)
+    exchange.finish()
     gc.collect()
     assert all(reference() is None for reference in references), "kept after the pack"
 
 
 def test_a_cpu_frees_gradients_as_soon_as_they_are_packed() -> None:
-    gradients, params = gradients_on(torch.device("cpu"))
+    reduction, params = reduction_on(torch.device("cpu"))
     references = [weakref.ref(param.grad) for param in params]
-    exchange = gradients.exchange(params, DeferredLane())
+    exchange = reduction.start(params, DeferredLane(), sync=True)
     assert all(reference() is None for reference in references)
-    gradients.finish(exchange)
+    exchange.finish()
 
 
 def counts(rank: int, step: int) -> Tensor:

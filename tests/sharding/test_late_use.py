@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.schedule import Kind
+from sidestream.sharding.trace import Kind
 from sidestream.sharding.unit import UnitState
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sidestream as ss
-from sidestream.sharding.schedule import Kind
+from sidestream.sharding.trace import Kind
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.twins import Twins, square_loss
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sidestream as ss
-from sidestream.sharding.collectives import Collectives
+from sidestream.sharding.collectives import Channel
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import (
@@ -47,7 +47,7 @@ def storage_bytes(model: nn.Module) -> int:
             unit.main,
             *unit.faces.full,
             unit.gradients.main_grad,
-            unit.gradients._accumulated,
+            unit.gradients.waiting,
         ]
         for tensor in kept:
             if tensor is not None:
@@ -74,7 +74,7 @@ def at_rest_and_peak(rank: int, world_size: int) -> None:
             assert storage_bytes(model) == planned.bytes_at_rest, (zero, name)
             largest = max(
                 unit.spec.layout.numel
-                * (unit.spec.dtypes.compute.itemsize + 2 * unit.spec.dtypes.wire.itemsize)
+                * (unit.spec.dtypes.compute.itemsize + 2 * unit.spec.wires[0].dtype.itemsize)
                 for unit in runtime_of(model).units
             )
             assert planned.peak_bytes - largest <= pool.peak_bytes <= planned.peak_bytes, (
@@ -124,9 +124,9 @@ def a_gather_raises(rank: int, world_size: int, error: type[BaseException]) -> N
     expected = loss_of(model, tokens).item()
     runtime.rest()
     resident = runtime.pool.live_bytes
-    gather, attempts = Collectives.gather, []
+    gather, attempts = Channel.gather, []
 
-    def fails_once(self: Collectives, *args: Any) -> Any:
+    def fails_once(self: Channel, *args: Any) -> Any:
         attempts.append(args)
         if len(attempts) == 3:
             raise error("in a gather")
@@ -134,14 +134,14 @@ def a_gather_raises(rank: int, world_size: int, error: type[BaseException]) -> N
 
     for _ in range(2):
         attempts.clear()
-        with mock.patch.object(Collectives, "gather", fails_once), pytest.raises(error):
+        with mock.patch.object(Channel, "gather", fails_once), pytest.raises(error):
             loss_of(model, tokens)
         runtime.rest()
         assert runtime.pool.live_bytes == storage_bytes(model) == resident
     assert loss_of(model, tokens).item() == expected
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt], ids=lambda kind: kind.__name__)
 def test_a_gather_that_raises_keeps_no_memory(error: type[BaseException], world_size: int) -> None:
     run_on_ranks(a_gather_raises, world_size, error)

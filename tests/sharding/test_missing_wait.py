@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from sidestream.sharding.collectives import Collectives
+from sidestream.sharding.collectives import Channel
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import Job, run
 
@@ -28,12 +28,12 @@ class LatePending:
 
 
 def late(kind: str, skipped: str | None) -> Any:
-    original = getattr(Collectives, kind)
+    original = getattr(Channel, kind)
 
-    def method(self: Collectives, *args: Any) -> Any:
+    def method(self: Channel, *args: Any) -> Any:
         return [LatePending(lambda: original(self, *args), kind == skipped)]
 
-    return mock.patch.object(Collectives, kind, method)
+    return mock.patch.object(Channel, kind, method)
 
 
 def train_late(rank: int, world_size: int, zero: int, skipped: str | None) -> str:

@@ -5,17 +5,22 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.sharding.precision import MixedPrecisionPolicy, UnitDtypes, resolve_dtypes
+from sidestream.sharding.precision import (
+    MixedPrecisionPolicy,
+    UnitDtypes,
+    resolve_dtypes,
+    resolve_wires,
+)
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def _trained(compute: Any, main: Any, grad: Any, wire: Any) -> UnitDtypes:
-    return UnitDtypes(compute, main, main, grad, wire)
+def _trained(compute: Any, main: Any, grad: Any, wire: Any) -> tuple[UnitDtypes, Any]:
+    return UnitDtypes(compute, main, main, grad), wire
 
 
 # Options, dtype of the model -> compute, main, grad, wire.
-CASES: dict[str, tuple[dict[str, Any], torch.dtype, UnitDtypes]] = {
+CASES: dict[str, tuple[dict[str, Any], torch.dtype, tuple[UnitDtypes, Any]]] = {
     "fp32": ({}, FP32, _trained(FP32, FP32, FP32, FP32)),
     "bf16 model": ({}, BF16, _trained(BF16, FP32, FP32, BF16)),
     "bf16 compute": ({"param_dtype": BF16}, FP32, _trained(BF16, FP32, FP32, BF16)),
@@ -45,9 +50,13 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, UnitDtypes]] = {
 
 @pytest.mark.parametrize(("options", "dtype", "expected"), CASES.values(), ids=CASES)
 def test_what_each_option_decides(
-    options: dict[str, Any], dtype: torch.dtype, expected: UnitDtypes
+    options: dict[str, Any], dtype: torch.dtype, expected: tuple[UnitDtypes, Any]
 ) -> None:
-    assert resolve_dtypes(MixedPrecisionPolicy(**options), dtype, trainable=True) == expected
+    policy = MixedPrecisionPolicy(**options)
+    dtypes = resolve_dtypes(policy, dtype, trainable=True)
+    wire, partial = resolve_wires(policy, dtypes.compute)
+    assert (dtypes, wire.dtype) == expected
+    assert partial.dtype == FP32, "sums of several ranks keep their precision"
 
 
 @pytest.mark.parametrize(

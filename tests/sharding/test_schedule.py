@@ -7,13 +7,19 @@ import pytest
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.lanes import DeferredLane, StreamLane
-from sidestream.sharding.placements import STRATEGIES
-from sidestream.sharding.schedule import Kind, PlanGroup, PlanOptions, Step, find_hazards, plan_step
+from sidestream.sharding.lanes import DeferredLane
+from sidestream.sharding.trace import Kind
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.step_plan import (
+    PlanGroup,
+    PlanOptions,
+    Step,
+    find_hazards,
+    plan_step,
+)
 from sidestream.tests.sharding.trainer import Job, build, run_step
 
-IN_FLIGHT = (DeferredLane.max_exchanges, StreamLane.max_exchanges)
+IN_FLIGHT = (DeferredLane.max_exchanges, 2)  # a pipelined lane has two
 CASES = {
     f"zero{zero}, {groups} groups, prefetch {prefetch}, {in_flight} in flight": (
         zero,
@@ -46,7 +52,7 @@ def make_plan(
         for index in range(num_groups)
     ]
     order = tuple(reversed(range(num_groups)))
-    return plan_step(groups, PlanOptions(STRATEGIES[zero], prefetch, in_flight, order, sync))
+    return plan_step(groups, PlanOptions(zero == 3, prefetch, in_flight, order, sync))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sidestream.bench.models import DecoderConfig, build_batch
 from sidestream.bench.rivals import Setup, build_trainer
 from sidestream.bench.step_worker import check_agreement, compare_parameters
-from sidestream.sharding.collectives import Collectives
+from sidestream.sharding.collectives import Channel
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 from sidestream.training.result import sha256_of
 
@@ -89,12 +89,12 @@ def _train(rank, world_size, device_type):
 
 def _train_wrongly(rank, world_size, device_type):
     """As if the exchange mixed ranks up."""
-    exchange = Collectives.exchange
+    exchange = Channel.exchange
 
     def mixed(collectives, received, sent, what):
         return exchange(collectives, received, sent.mul_(1.0 + rank), what)
 
-    Collectives.exchange = mixed
+    Channel.exchange = mixed
     return _train(rank, world_size, device_type)
 
 

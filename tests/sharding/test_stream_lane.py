@@ -1,33 +1,24 @@
 """Training over CUDA streams, on fake ones: every conflict is ordered, and no wait can be left out.
-
-stream     0          1             2              3              4
-carries    compute    all-gathers   all-to-alls    gather lane    reduce lane
+`on_streams.py` numbers the streams.
 """
 
 import contextlib
 import gc
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-import sidestream as ss
 from sidestream.buffers import BufferPool
-from sidestream.sharding import build, collectives
-from sidestream.sharding.collectives import Collectives
-from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.grad_packing import GradientPacker
-from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
-from sidestream.sharding.process_groups import DataParallelGroups
+from sidestream.sharding.lanes import _StreamEvent
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
-from sidestream.tests.sharding.fake_streams import Late, LoopbackGroup, Machine, Stream
+from sidestream.tests.sharding.fake_streams import Late, Machine, Stream
+from sidestream.tests.sharding.on_streams import LANES, SERIAL, Lanes, run, sharding
 from sidestream.tests.sharding.race_detector import Racing
 from sidestream.tests.sharding.trainer import Job
 
@@ -35,6 +26,7 @@ JOBS = {
     "zero3": Job(zero=3),
     "zero2": Job(zero=2),
     "zero1": Job(zero=1, accumulate=2),
+    "zero1, odd units": Job(zero=1, accumulate=2, units="fine"),
     "zero0": Job(zero=0, clip=0.1),
     "zero3, fine units, prefetch 2": Job(zero=3, units="fine", options={"prefetch": 2}),
     "zero3, no_sync, clip": Job(zero=3, accumulate=2, clip=0.1),
@@ -42,13 +34,21 @@ JOBS = {
     "zero2, bf16 gradients": Job(zero=2, accumulate=2, policy={"main_grads_dtype": torch.bfloat16}),
 }
 LATE_JOBS = ["zero3", "zero2", "zero0", "zero3, no_sync, clip"]
-WORLDS = {"world 1": 1, "world 2": 2}
-SIDES = {"side streams first": True, "side streams last": False}
+WORLDS: dict[str, tuple[int, Lanes]] = {
+    "world 1": (1, LANES["in order"]),
+    "world 2": (2, LANES["in order"]),
+    "world 2, pipelined": (2, LANES["pipelined"]),
+}
+SIDES: dict[str, tuple[bool, Lanes]] = {
+    "side streams first": (True, LANES["in order"]),
+    "side streams last": (False, LANES["in order"]),
+    "side streams last, pipelined": (False, LANES["pipelined"]),
+}
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One wait of `StreamLane` or of the operations inside: `stream`'s `method` makes or ends it.
+    """One wait of `StreamLane`: `stream`'s `method` makes or ends it.
 
     `side_first`: in which order its lack gives other numbers.
     """
@@ -58,87 +58,29 @@ class Wait:
     zero: int
     side_first: bool = False
 
+    def run_without(self, machine: Machine) -> list[Tensor]:
+        def leave_out(runtime: Runtime) -> None:
+            # In these jobs something is freed before each submit: its owner waits for compute too.
+            free_at_once(runtime)
+            setattr(machine.streams[self.stream], self.method, lambda *_: {})
+
+        return run(machine, Job(zero=self.zero), prepare=leave_out)
+
 
 WAITS = {
-    "gather lane for compute, zero3": Wait(3, "wait_stream", 3, side_first=True),
-    "gather lane for compute, zero2": Wait(3, "wait_stream", 2, side_first=True),
-    "gather lane for its all-gather": Wait(1, "record_event", 3),
-    "compute for gather lane, zero3": Wait(3, "record_event", 3),
-    "compute for gather lane, zero2": Wait(3, "record_event", 2),
-    "reduce lane for compute": Wait(4, "wait_stream", 3, side_first=True),
-    "reduce lane for its all-to-all": Wait(2, "record_event", 2),
-    "compute for reduce lane, zero3": Wait(4, "record_event", 3),
-    "compute for reduce lane, zero0": Wait(4, "record_event", 0),
+    "gather lane for compute, zero3": Wait(1, "wait_stream", 3, side_first=True),
+    "gather lane for compute, zero2": Wait(1, "wait_stream", 2, side_first=True),
+    "compute for gather lane, zero3": Wait(1, "record_event", 3),
+    "compute for gather lane, zero2": Wait(1, "record_event", 2),
+    "reduce lane for compute": Wait(2, "wait_stream", 3, side_first=True),
+    "compute for reduce lane, zero3": Wait(2, "record_event", 3),
+    "compute for reduce lane, zero0": Wait(2, "record_event", 0),
 }
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Never asks for a value, so that a step's end is still enqueued when the next one begins."""
-    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=False)
-
-
-def hold_until_advance(machine: Machine) -> Any:
-    """Gradients that only the compute stream lets go of, as on a GPU, and not the pack itself."""
-    take = GradientPacker.take
-
-    class Held(list[Tensor | None]):
-        def clear(self) -> None:
-            if machine.current is machine.streams[0]:
-                super().clear()
-
-    return mock.patch.object(GradientPacker, "take", lambda *args: Held(take(*args)))
-
-
-@contextlib.contextmanager
-def sharding(
-    machine: Machine, make_lane: Callable[[torch.device], Lane], world_size: int, holds: bool
-) -> Iterator[None]:
-    """Models made inside have lanes of `make_lane` and groups in which all ranks are alike."""
-    gather, reduce = (LoopbackGroup(machine, world_size) for _ in range(2))
-    groups: Any = (0, world_size, torch.device("cpu"), gather, reduce)
-
-    def do_nothing(*_: object) -> None:
-        """No mock: it would keep the tensors that it was called with."""
-
-    entry = sys.modules[ss.fully_shard.__module__]
-    with (
-        machine.installed(),
-        mock.patch.object(entry, "data_parallel_groups", lambda *_: DataParallelGroups(*groups)),
-        mock.patch.object(build, "make_lane", lambda device, _overlap: make_lane(device)),
-        mock.patch.object(collectives, "start_all_gather", LoopbackGroup.all_gather),
-        mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
-        mock.patch.multiple(dist, get_backend=lambda _: "nccl", get_rank=lambda _: 0),
-        mock.patch.object(trainer, "make_optimizer", make_optimizer),
-        hold_until_advance(machine) if holds else contextlib.nullcontext(),
-    ):
-        yield
-
-
-def run(
-    machine: Machine,
-    job: Job,
-    make_lane: Callable[[torch.device], Lane] = StreamLane,
-    *,
-    world_size: int = 2,
-    without: Wait | None = None,
-    holds: bool = True,
-) -> list[Tensor]:
-    """Two steps of `job` on `machine`; returns this rank's main parameters, unit by unit."""
-    with sharding(machine, make_lane, world_size, holds):
-        model, optimizer = trainer.build(job)
-        if without is not None:
-            setattr(machine.streams[without.stream], without.method, lambda *_: {})
-        with machine:
-            for step in range(2):
-                with torch.no_grad():
-                    model(trainer.batch(step, rank=0, world_size=2))
-                trainer.run_step(model, optimizer, job, step, 0, 2)
-                if job.clip is not None:
-                    ss.clip_grad_norm_(model, job.clip)
-                optimizer.step()
-                optimizer.zero_grad()
-        machine.synchronize()
-        return [unit.main.detach().clone() for unit in runtime_of(model).units]
+def free_at_once(runtime: Runtime) -> None:
+    """No owner of memory waits for the compute before it is freed."""
+    runtime.pool.before_free = lambda: None
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -146,29 +88,77 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("world_size", WORLDS.values(), ids=WORLDS)
+@pytest.mark.parametrize(("world_size", "lanes"), WORLDS.values(), ids=WORLDS)
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_every_conflict_is_ordered(job: Job, world_size: int) -> None:
+def test_every_conflict_is_ordered(job: Job, world_size: int, lanes: Lanes) -> None:
     machine = Racing()
-    run(machine, job, world_size=world_size)
+    run(machine, job, lanes, world_size=world_size)
     assert set(machine.hazards) == set()
+    assert set(machine.early_frees) == set()
 
 
-@pytest.mark.parametrize("side_first", SIDES.values(), ids=SIDES)
+@pytest.mark.parametrize(("side_first", "lanes"), SIDES.values(), ids=SIDES)
 @pytest.mark.parametrize("job", [JOBS[name] for name in LATE_JOBS], ids=LATE_JOBS)
-def test_bits_do_not_depend_on_when_streams_run(job: Job, side_first: bool) -> None:
-    expected = run(Machine(), job, lambda _: SerialLane())
-    assert same(expected, run(Late(side_first=side_first), job))
+def test_bits_do_not_depend_on_when_streams_run(job: Job, side_first: bool, lanes: Lanes) -> None:
+    expected = run(Machine(), job, SERIAL)
+    assert same(expected, run(Late(side_first=side_first), job, lanes))
 
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_no_wait_can_be_left_out(wait: Wait) -> None:
-    job = Job(zero=wait.zero)
     machine = Racing()
-    run(machine, job, without=wait)
+    wait.run_without(machine)
     assert machine.hazards
-    expected = run(Machine(), job, lambda _: SerialLane())
-    assert not same(expected, run(Late(side_first=wait.side_first), job, without=wait))
+    expected = run(Machine(), Job(zero=wait.zero), SERIAL)
+    assert not same(expected, wait.run_without(Late(side_first=wait.side_first)))
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_memory_is_freed_once_its_owner_knows_of_the_compute(zero: int) -> None:
+    machine = Racing()
+    run(machine, Job(zero=zero), prepare=free_at_once)
+    lanes = ("memory of stream 1 is", "memory of stream 2 is")
+    assert machine.early_frees
+    assert all(found.startswith(lanes) and "on stream 0" in found for found in machine.early_frees)
+
+
+def test_a_stage_that_frees_waits_for_the_other_stream_of_its_lane() -> None:
+    def free_at_once_inside(runtime: Runtime) -> None:
+        catch_up = runtime.pool.before_free
+        runtime.pool.before_free = lambda: None if machine.current is not compute else catch_up()
+
+    machine = Racing()
+    compute = machine.current
+    run(machine, JOBS["zero1, odd units"], LANES["pipelined"], prepare=free_at_once_inside)
+    assert machine.early_frees
+
+
+def test_gradients_are_freed_once_the_compute_has_waited_for_their_pack() -> None:
+    machine = Racing()
+    with mock.patch.object(_StreamEvent, "advance", lambda _: None):
+        run(machine, Job(zero=2))
+    assert machine.hazards
+    assert all("on stream 0 reuses memory of a read by" in hazard for hazard in machine.hazards)
+
+
+def test_one_pair_of_exchange_buffers_is_enough() -> None:
+    def peak_and_pair(runtime: Runtime) -> tuple[int, int]:
+        largest = max(unit.spec.layout.numel for unit in runtime.units)
+        return runtime.pool.peak_bytes, 2 * largest * torch.float32.itemsize
+
+    peak, pair = run(Machine(), JOBS["zero3"], find=peak_and_pair)
+    pipelined, _ = run(Machine(), JOBS["zero3"], LANES["pipelined"], find=peak_and_pair)
+    assert pipelined - peak == pair > 0
+
+
+def test_collectives_run_in_the_stream_that_starts_them() -> None:
+    with sharding(Machine(), LANES["in order"]) as groups:
+        model, _ = trainer.build(Job(zero=3))
+        trainer.loss_of(model, trainer.batch(0)).backward()
+        del model, _
+    for group in groups:
+        assert group.options
+        assert not any(options.asyncOp for options in group.options)
 
 
 def test_gradients_must_be_held_until_the_pack_has_ended() -> None:
@@ -176,7 +166,7 @@ def test_gradients_must_be_held_until_the_pack_has_ended() -> None:
     run(machine, Job(zero=2), holds=False)
     assert machine.hazards
     assert all(
-        "on stream 0 reuses memory of a read by" in hazard and "on stream 4" in hazard
+        "on stream 0 reuses memory of a read by" in hazard and "on stream 2" in hazard
         for hazard in machine.hazards
     )
 
@@ -195,32 +185,49 @@ def allocating_on(stream: Stream, machine: Machine) -> Any:
     return mock.patch.multiple(BufferPool, **methods)
 
 
-def abandon(zero: int, *, on_compute_stream: bool = False) -> list[str]:
-    """Fail in the middle of a backward, drop the model, compute on; which writes come too late."""
-    machine = Racing()
-    pool = (
-        allocating_on(machine.streams[0], machine)
-        if on_compute_stream
-        else contextlib.nullcontext()
-    )
+def abandon(zero: int, *, on_compute_stream: bool = False, waits: bool = True) -> Racing:
+    """Fail in the middle of a backward, drop the model, compute on.
 
+    `waits`: whether the compute stream waits for what the lanes were given.
+    """
+    machine = Racing()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sharding(machine, LANES["in order"]))
+        if on_compute_stream:
+            stack.enter_context(allocating_on(machine.streams[0], machine))
+        if not waits:
+            stack.enter_context(mock.patch.object(_StreamEvent, "abandon", lambda *_: None))
+        stack.enter_context(machine)
+        _fail_in_backward(zero)
+        gc.collect()
+        torch.arange(8).mul(2)
+    return machine
+
+
+def _fail_in_backward(zero: int) -> None:
     def fail(*_: object) -> None:
         raise ArithmeticError
 
-    with sharding(machine, StreamLane, 2, holds=True), pool, machine:
-        with contextlib.suppress(ArithmeticError):
-            model, _ = trainer.build(Job(zero=zero))
-            model.get_submodule("blocks.0").register_full_backward_pre_hook(fail)
-            trainer.loss_of(model, trainer.batch(0, rank=0, world_size=2)).backward()
-        del model, _
-        gc.collect()
-        torch.arange(8).mul(2)
+    model, _ = trainer.build(Job(zero=zero))
+    model.get_submodule("blocks.0").register_full_backward_pre_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        trainer.loss_of(model, trainer.batch(0, rank=0, world_size=2)).backward()
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_lanes_have_passed_when_the_memory_of_a_dropped_model_goes(zero: int) -> None:
+    machine = abandon(zero)
+    assert (machine.hazards, set(machine.early_frees)) == ([], set())
+    assert abandon(zero, waits=False).early_frees
+
+
+def test_what_lanes_write_is_their_own_memory() -> None:
+    assert _late_writes(abandon(3, waits=False)) == []
+    assert _late_writes(abandon(3, waits=False, on_compute_stream=True))
+
+
+def _late_writes(machine: Racing) -> list[str]:
     return [hazard for hazard in machine.hazards if "reuses memory of a write" in hazard]
-
-
-def test_what_lanes_write_when_a_model_is_dropped_is_their_own_memory() -> None:
-    assert abandon(3) == []
-    assert abandon(3, on_compute_stream=True)
 
 
 def step_after_failed_forward() -> list[str]:
@@ -230,7 +237,7 @@ def step_after_failed_forward() -> list[str]:
     def fail(*_: object) -> None:
         raise ArithmeticError
 
-    with sharding(machine, StreamLane, 2, holds=True), machine:
+    with sharding(machine, LANES["in order"]), machine:
         model, optimizer = trainer.build(job)
         trainer.run_step(model, optimizer, job, 0, 0, 2)
         optimizer.step()
@@ -238,6 +245,7 @@ def step_after_failed_forward() -> list[str]:
         with contextlib.suppress(ArithmeticError):
             model(trainer.batch(1, rank=0, world_size=2))
         optimizer.step()
+        del model, optimizer
     return machine.hazards
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.schedule import Kind
+from sidestream.sharding.trace import Kind
 from sidestream.tests.ranks import run_on_ranks
 
 

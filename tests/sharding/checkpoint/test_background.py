@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sidestream as ss
-from sidestream.sharding import process_groups
+from sidestream.sharding import communicators
 from sidestream.sharding.checkpoint import background
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 
@@ -353,13 +353,13 @@ def starts_anew(rank: int, world_size: int, folder: str) -> None:
     """What the end of the program does where a model keeps the group of an earlier job alive."""
     old = dist.group.WORLD
     assert old is not None
-    process_groups.background_group(old)
+    communicators.background_group(old)
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     assert dist.group.WORLD is not None
-    latest = process_groups.background_group(dist.group.WORLD)
-    process_groups._end_background_groups()
+    latest = communicators.background_group(dist.group.WORLD)
+    communicators._end_background_groups()
     with pytest.raises(ValueError, match="Invalid process group"):
         dist.destroy_process_group(latest)
 

@@ -17,7 +17,8 @@ import sidestream
 from sidestream.sharding.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.optim.state import named_state
-from sidestream.sharding.tensor.sharded_tensor import Intervals, ShardedTensor
+from sidestream.sharding.tensor.group_parts import Intervals
+from sidestream.sharding.tensor.sharded_tensor import ShardedTensor
 from sidestream.tests.ranks import run_on_ranks
 
 pytestmark = [
@@ -26,22 +27,24 @@ pytestmark = [
 ]
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (2, 2, 3), "d": (1, 9), "scalar": (), "empty": (0, 4)}
-# Cuts: even, with a rank that holds nothing, all on every rank, halves on several ranks each.
-CUTS = ["even", "ragged", "replicated", "halves"]
+# Cuts: even, with a rank that holds nothing, all on every rank, halves on several ranks each, which
+# stand side by side or not, and parts in another order than the ranks.
+CUTS = ["even", "ragged", "replicated", "halves", "halves apart", "backwards"]
 
 
 def _intervals(cut: str, numel: int, world_size: int) -> Intervals:
+    ranks = range(world_size)
     if cut == "replicated":
         return ((0, numel),) * world_size
-    if cut == "halves" and world_size % 2 == 0:
+    if cut.startswith("halves") and world_size % 2 == 0:
         middle = (numel + 1) // 2
-        return tuple(
-            (0, middle) if r < world_size // 2 else (middle, numel) for r in range(world_size)
-        )
-    stops = [math.ceil(numel * (rank + 1) / world_size) for rank in range(world_size)]
+        is_first = [r % 2 == 0 if cut == "halves apart" else r < world_size // 2 for r in ranks]
+        return tuple((0, middle) if first else (middle, numel) for first in is_first)
+    stops = [math.ceil(numel * (rank + 1) / world_size) for rank in ranks]
     if cut == "ragged" and world_size > 1:
         stops[0] = 0
-    return tuple(zip([0, *stops[:-1]], stops, strict=True))
+    intervals = tuple(zip([0, *stops[:-1]], stops, strict=True))
+    return intervals[::-1] if cut == "backwards" else intervals
 
 
 def _full(name: str, value: float = 0.0) -> Tensor:

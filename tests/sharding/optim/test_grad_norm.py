@@ -13,6 +13,7 @@ import sidestream as ss
 from sidestream.kernels.launch import recorded
 from sidestream.kernels.op import launching_on_cpu
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.meshes import CASES, MESHES, WORLD, options_of
 from sidestream.tests.sharding.trainer import UNIT_CLASSES, Transformer
 
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
@@ -59,6 +60,39 @@ def test_same_bits_for_every_sharding_and_right(world_size: int) -> None:
     grads = torch.cat([grad.reshape(-1) for grad in fill_grads(Transformer())]).double()
     for norm_type, got in zip(NORM_TYPES, reference, strict=True):
         assert got == pytest.approx(torch.linalg.vector_norm(grads, norm_type).item(), rel=1e-6)
+
+
+def norms_on_meshes(rank: int, world_size: int) -> dict[str, list[float]]:
+    values = {}
+    options = {mesh: options_of(mesh) for mesh in MESHES}
+    for mesh, zero in CASES:
+        model = Transformer()
+        ss.fully_shard(
+            model,
+            zero_dp_strategy=zero,
+            fsdp_unit_modules=UNIT_CLASSES["block"],
+            **options[mesh],
+        )
+        got = values[f"{mesh} zero{zero}"] = []
+        for norm_type in NORM_TYPES:
+            grads = fill_grads(model)
+            # Torch's, over the gradients that the user sees, and ours.
+            seen = nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)
+            got.append(ss.clip_grad_norm_(model, 0.5, norm_type).item())
+            torch.testing.assert_close(seen.item(), got[-1], rtol=1e-5, atol=0)
+            factor = min(1.0, 0.5 / (got[-1] + 1e-6))
+            for param, grad in zip(model.parameters(), grads, strict=True):
+                clipped = param.grad.full_tensor()
+                torch.testing.assert_close(clipped, grad * factor, rtol=1e-6, atol=0)
+    return values
+
+
+def test_same_bits_on_every_mesh() -> None:
+    (single,) = run_on_ranks(norms, 1)
+    for values in run_on_ranks(norms_on_meshes, WORLD):
+        assert len(values) == len(CASES)
+        for name, got in values.items():
+            assert got == single["zero3 block"], name
 
 
 def norms_beside_small_gaps(rank: int, world_size: int) -> None:

@@ -16,6 +16,7 @@ import sidestream as ss
 from sidestream.sharding.safetensors import files as safetensors_files
 from sidestream.sharding.safetensors import save as safetensors_save
 from sidestream.tests.ranks import preload, run_on_ranks
+from sidestream.tests.sharding.tensor.cuts import CUTS, sharded, values
 from sidestream.tests.sharding.twins import Twins, square_loss
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -103,6 +104,31 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(
         a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]) for key in a
     )
+
+
+def held(cut: str, seed: int) -> nn.Module:
+    """Parameters of which four ranks hold what `cut` says."""
+    module = nn.Module()
+    for name, shape in {"long": (40, 31), "short": (5,), "one": (), "none": (0, 3)}.items():
+        full = values(*shape, seed=seed)
+        module.register_parameter(name, sharded(full, cut, name, is_parameter=True))
+    return module
+
+
+def check_cuts(rank: int, world_size: int, folder: Path) -> None:
+    for pieces in (contextlib.nullcontext, small_pieces):
+        for cut, other in zip(CUTS, [*CUTS][::-1], strict=True):
+            module = held(cut, seed=1)
+            with pieces():
+                ss.save_safetensors(folder, module)
+                loaded = held(other, seed=2)
+                ss.load_safetensors(folder, loaded)
+            assert same(values_of(loaded), values_of(module))
+            assert same(stored_in(folder), values_of(module)), cut
+
+
+def test_ranks_that_hold_the_same_part_or_parts_in_another_order(tmp_path: Path) -> None:
+    run_on_ranks(check_cuts, 4, tmp_path)
 
 
 def check_round_trip(rank: int, world_size: int, folder: Path) -> None:

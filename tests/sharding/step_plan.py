@@ -16,24 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
-from .placements import Placement, Placements
-
-
-class Kind(Enum):
-    """What a step does."""
-
-    GATHER = "gather"
-    FINISH_GATHER = "finish_gather"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RELEASE = "release"
-    EXCHANGE = "exchange"
-    ACCUMULATE = "accumulate"
-    FINISH_EXCHANGE = "finish_exchange"
-    STEP = "step"
-
+from sidestream.sharding.trace import Kind
 
 _LANES = {Kind.GATHER: "gather", Kind.EXCHANGE: "reduce", Kind.ACCUMULATE: "reduce"}
 
@@ -48,18 +32,6 @@ class Step:
     reads: frozenset[str]
     writes: frozenset[str]
     waits: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class Trace:
-    """What the runtime did, step by step, while `steps` is a list; free while it is None."""
-
-    steps: list[tuple[Kind, int]] | None = None
-
-    def add(self, kind: Kind, unit: int) -> None:
-        """Record one step."""
-        if self.steps is not None:
-            self.steps.append((kind, unit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +49,7 @@ class PlanOptions:
     backward exchanges gradients, or only accumulates them.
     """
 
-    placements: Placements
+    frees_params: bool
     prefetch: int
     max_exchanges: int
     exchange_order: tuple[int, ...]
@@ -97,7 +69,7 @@ class _Planner:
 
     @property
     def frees(self) -> bool:
-        return self.options.placements.params is Placement.SHARD
+        return self.options.frees_params
 
     def add(
         self, kind: Kind, unit: int, reads: Sequence[str] = (), writes: Sequence[str] = ()

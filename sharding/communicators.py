@@ -1,0 +1,133 @@
+"""Process groups that are made beside those of the user, once for each set of ranks in a job and
+shared by all models over it. The only caller of new_group.
+
+Members alone take part, so that other ranks of the job need not call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from .errors import communicating
+
+T = TypeVar("T")
+_Made = dict[tuple[str, str, tuple[int, ...]], list[dist.ProcessGroup]]
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDictionary()
+"""By the job's default group, whose end is theirs; by purpose, backend and ranks, the last one
+last.
+"""
+_BACKGROUND = "background"
+
+
+def communicator(
+    purpose: str, ranks: tuple[int, ...], like: dist.ProcessGroup, backend: str | None = None
+) -> dist.ProcessGroup:
+    """That of `purpose` over `ranks`, which call together when it is made. `like`: what its time
+    limit is taken from, and its backend where none is given.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    backend = backend or dist.get_backend(like)
+    made = _MADE.setdefault(default, {}).setdefault((purpose, backend, ranks), [])
+    if made and _lives(made[-1]):
+        return made[-1]
+    # Not every backend tells its time limit.
+    options = getattr(like._get_backend(like._device_types[0]), "options", None)
+    name = hashlib.sha256(repr((purpose, backend, ranks, len(made))).encode()).hexdigest()
+    with _named(name), _unbound(default) as bound:
+        group = dist.new_group(
+            list(ranks),
+            timeout=getattr(options, "_timeout", None),
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=f"sidestream_{purpose}",
+            device_id=None if purpose == _BACKGROUND else bound,
+        )
+    assert isinstance(group, dist.ProcessGroup)
+    made.append(group)
+    return group
+
+
+def gather_objects(value: T, group: dist.ProcessGroup, device: torch.device, what: str) -> list[T]:
+    """Every rank's picklable `value`, in rank order. For set-up and error messages only.
+
+    Raises:
+        CommunicationError: a rank is gone; `what` names the place.
+    """
+    if dist.get_world_size(group) == 1:
+        return [value]
+    found = [value] * dist.get_world_size(group)
+    # torch sends objects by way of the current device, which need not be the group's.
+    here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with here, communicating(what):
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group over the ranks of `group` for a thread beside training; made once (a
+    collective).
+
+    Raises:
+        CommunicationError: a rank is gone.
+    """
+    # A group that never gets a member waits for all of them however long it takes, where a
+    # collective notices the dead.
+    with communicating("meeting of all ranks before an asynchronous save"):
+        dist.all_gather_object([None] * dist.get_world_size(group), None, group=group)
+    return communicator(_BACKGROUND, tuple(dist.get_process_group_ranks(group)), group, "gloo")
+
+
+@atexit.register
+def _end_background_groups() -> None:
+    """Join their threads while Python still runs: one that lets go of the last operation's tensors
+    later would end the process with SIGABRT.
+    """
+    for of_a_job in list(_MADE.values()):
+        for (purpose, *_), made in of_a_job.items():
+            if purpose == _BACKGROUND and _lives(made[-1]):
+                dist.destroy_process_group(made[-1])
+
+
+def _lives(group: dist.ProcessGroup) -> bool:
+    """Whether it was not destroyed, as all are with those of a job before this one."""
+    return group in c10d._world.pg_map
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Have torch call the group that is made inside `name`.
+
+    Its own name for a group that members alone make counts all groups that a rank has. Those differ
+    where ranks share some groups only: each would wait under another name.
+    """
+    own = c10d._process_group_name
+    c10d._process_group_name = lambda *_, **__: c10d.GroupName(name)
+    try:
+        yield
+    finally:
+        c10d._process_group_name = own
+
+
+@contextlib.contextmanager
+def _unbound(default: dist.ProcessGroup) -> Iterator[torch.device | None]:
+    """Hide inside that `default` is bound to a device, which is given.
+
+    What is made beside a bound group torch splits off it, in which all its ranks must take part,
+    not members alone: they would wait for ever.
+    """
+    bound: torch.device | None = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield bound
+    finally:
+        default.bound_device_id = bound

@@ -1,0 +1,146 @@
+"""The memory of a unit's parameters on this rank, and the way from the main ones to the full ones.
+
+    buffer     dtype     elements                    lives
+    main       main      as its placements say       always: what users see and optimizers update
+    kept       compute   as parameters at rest       always, where that is neither what `main` is
+                                                     nor all (HFSDP): so what is sharded over the
+                                                     outer axis is gathered once a step
+    gathered   compute   all                         always; in use only, where parameters at rest
+                                                     are sharded
+
+Where all parameters stay, in the dtype of `main`, it is a view of `gathered`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..buffers import BufferPool, FlatBuffer, Hop, PlacedBuffer, Placements
+from .collectives import Collectives, Pending
+from .unit_spec import UnitSpec
+
+Stage = Callable[[], Sequence[Pending]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """The way from one buffer into the next: `source` is that buffer, `own` where its elements are
+    in the next, which `hops` complete. `slices`: what each hop moves, as a whole and in parts.
+    """
+
+    source: Tensor
+    own: Tensor
+    hops: Sequence[Hop]
+    slices: Sequence[tuple[Tensor, list[Tensor]]]
+    in_place: bool
+    """Whether `source` is `own` itself, or has another dtype: then `own` is what is sent."""
+
+
+class UnitBuffers:
+    """The placed buffers of one unit's parameters."""
+
+    def __init__(
+        self, spec: UnitSpec, full: Tensor, collectives: Collectives, pool: BufferPool
+    ) -> None:
+        """`full` [layout.numel], main dtype, leased from `pool`: the initial values, taken over."""
+        self._channels = collectives.channels
+        self._what = f"gather of unit '{spec.name}'"
+        layout, dtypes, placements = spec.layout, spec.dtypes, spec.placements
+
+        def placed(held: Placements, dtype: torch.dtype) -> PlacedBuffer:
+            return PlacedBuffer(pool, layout, collectives.grid, held, dtype)
+
+        self.main = placed(placements.main, dtypes.main)
+        self.gathered = placed(placements.whole, dtypes.compute)
+        self.frees = placements.frees_params
+        self.shares = not self.frees and dtypes.compute == dtypes.main
+        """Whether `main` is a view of `gathered`."""
+        self._take_over(full, pool)
+        # Views have to be made while there is memory; they outlive it. Each has a version counter
+        # of its own: a write to one parameter must not spoil what autograd saved of the others.
+        self.views = [v.data for v in FlatBuffer(self.gathered.memory, layout).views()]
+        ways = [(self.main, placements.main), (self.gathered, placements.whole)]
+        if placements.params not in (placements.main, placements.whole):
+            kept = placed(placements.params, dtypes.compute)
+            kept.hold(pool.lease(kept.numel, kept.dtype))
+            ways.insert(1, (kept, placements.params))
+        self._legs = [
+            _leg(source, target, collectives.hops(layout.numel, before, after))
+            for (source, before), (target, after) in itertools.pairwise(ways)
+        ]
+        self.moves = bool(self._legs[-1].hops) or not self.shares
+        """Whether the gathered parameters have to be brought up to date with the main ones."""
+        if self.frees:
+            self.gathered.shrink()
+
+    def _take_over(self, full: Tensor, pool: BufferPool) -> None:
+        start, stop = self.main.span
+        if self.shares:
+            # Collectives write through `.data`, which has a version counter of its own, so that
+            # tensors which autograd saved from an earlier gather of the same weights stay valid.
+            self.gathered.hold(full.data)
+            self.main.hold(full[start:stop])
+            return
+        self.gathered.hold(pool.lease(self.gathered.numel, self.gathered.dtype).data)
+        if self.main.numel == full.numel():
+            self.main.hold(full)
+            return
+        self.main.hold(pool.lease(self.main.numel, self.main.dtype))
+        self.main.memory.copy_(full[start:stop])
+        pool.release(full)
+
+    @property
+    def rest_bytes(self) -> int:
+        """What parameters take between two uses, beside `main`."""
+        if not self.frees:
+            return self.gathered.nbytes - (self.main.nbytes if self.shares else 0)
+        return sum(leg.own.nbytes for leg in self._legs[1:])
+
+    def sent_bytes(self, gathers: int) -> Counter[str]:
+        """What this rank sends to others along each axis in a step with so many gathers."""
+        sent: Counter[str] = Counter()
+        for leg in self._legs:
+            times = gathers if leg is self._legs[-1] else 1
+            for hop in leg.hops:
+                nbytes = (hop.parts - 1) * hop.part_numel * leg.own.itemsize
+                sent[self._channels[hop.axis].axis.name] += times * nbytes
+        return sent
+
+    def stages(self, *, kept_is_fresh: bool) -> list[Stage]:
+        """What brings the gathered parameters in; `kept_is_fresh`: from those at rest."""
+        legs = self._legs[-1:] if kept_is_fresh else self._legs
+        return [stage for leg in legs for stage in self._stages_of(leg)]
+
+    def _stages_of(self, leg: _Leg) -> list[Stage]:
+        # Made anew each time: kept, they would keep this alive.
+        more = [functools.partial(self._hop, leg, place) for place in range(1, len(leg.hops))]
+        return [functools.partial(self._start, leg), *more]
+
+    def _start(self, leg: _Leg) -> Sequence[Pending]:
+        if self.frees and leg is self._legs[-1]:
+            self.gathered.grow()
+        if leg.source is not leg.own and (leg.in_place or not leg.hops):
+            leg.own.copy_(leg.source)
+        return self._hop(leg, 0, None if leg.in_place else leg.source) if leg.hops else ()
+
+    def _hop(self, leg: _Leg, place: int, source: Tensor | None = None) -> list[Pending]:
+        hop, (flat, slices) = leg.hops[place], leg.slices[place]
+        source = slices[hop.own] if source is None else source
+        return self._channels[hop.axis].gather(flat, slices, source, self._what)
+
+
+def _leg(source: PlacedBuffer, target: PlacedBuffer, hops: Sequence[Hop]) -> _Leg:
+    own = target.part(source.span)
+    data = source.memory
+    casts = data.dtype != own.dtype
+    if not casts and data.data_ptr() == own.data_ptr():
+        data = own
+    slices = [target.parts(hop) for hop in hops]
+    return _Leg(data, own, hops, slices, casts or data is own)

@@ -1,0 +1,190 @@
+"""How gradients travel: what is sent for them, how it is exchanged, and how it is summed.
+
+    wire                 sent for a part of n elements     sum
+    PlainWire(dtype)     n elements of `dtype`             ours: FP32, in rank order
+    NativeWire(dtype)    n elements of `dtype`             the backend's own reduce-scatter
+
+A wire has no state of any exchange, so units share one. One of one's own derives from `Wire`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels import pack_, reduce_
+from .arguments import kind_of
+
+if TYPE_CHECKING:
+    from .collectives import Channel, Pending
+
+
+class Source(Protocol):
+    """The gradients that a message is made of: tensors on a flat buffer of `numel` elements, which
+    is zero wherever none of them lies.
+    """
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer."""
+
+    def present(self) -> tuple[list[Tensor], list[int]]:
+        """Tensors of FP32, BF16 or FP16, any shapes and strides; where each begins, ascending."""
+
+    def fill(self, flat: Tensor) -> None:
+        """Write all of `flat` [numel], FP32, BF16 or FP16: each value is rounded once."""
+
+
+class Wire:
+    """What all wires have. Derive from it, and give what is not implemented here.
+
+    `name`: equal on all ranks, and different for wires that send different bytes. `dtype`: of the
+    buffers that travel.
+    """
+
+    name: str
+    dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def part_numel(self, numel: int) -> int:
+        """Elements of `dtype` that are sent for a part of `numel` elements, a multiple of 128."""
+        raise NotImplementedError
+
+    def pack(self, sent: Tensor, source: Source, parts: int) -> None:
+        """Write all of `sent` [parts * part_numel(source.numel / parts)]: what each rank along the
+        axis gets, in the order of their ranks.
+        """
+        raise NotImplementedError
+
+    def reduce(
+        self,
+        out: Tensor,
+        rows: Sequence[Tensor],
+        *,
+        table: Tensor | None = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+    ) -> None:
+        """out [n] = round(sum of `rows` in their order, in FP32, times `scale`), or with
+        `accumulate` round(out + that). rows: what every rank packed for us, [part_numel(n)] each;
+        table: the same as one tensor [ranks, part_numel(n)], where it lies as one.
+        """
+        raise NotImplementedError
+
+    def received_parts(self, channel: Channel) -> int:
+        """How many parts `exchange` brings."""
+        return channel.received_parts
+
+    def exchange(
+        self, channel: Channel, received: Tensor, sent: Tensor, what: str
+    ) -> list[Pending]:
+        """Start to bring what the ranks along the axis have for us into `received`
+        [received_parts * part_numel].
+        """
+        return channel.exchange(received, sent, what)
+
+    def rows(self, channel: Channel, received: Sequence[Tensor], sent: Tensor) -> list[Tensor]:
+        """What `reduce` sums: the parts received, our own among them."""
+        rows = list(received)
+        if len(rows) < channel.size:
+            numel = rows[0].numel()
+            rows.insert(channel.rank, sent[channel.rank * numel : (channel.rank + 1) * numel])
+        return rows
+
+
+class PlainWire(Wire):
+    """Elements of one dtype, rounded once; summed in FP32, in rank order."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.name = str(dtype).removeprefix("torch.")
+
+    def part_numel(self, numel: int) -> int:
+        """As many."""
+        return numel
+
+    def pack(self, sent: Tensor, source: Source, parts: int) -> None:
+        """The flat buffer itself, rounded to the wire's dtype."""
+        source.fill(sent)
+
+    def reduce(
+        self,
+        out: Tensor,
+        rows: Sequence[Tensor],
+        *,
+        table: Tensor | None = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+    ) -> None:
+        """See `kernels.reduce_`."""
+        reduce_(out, table, scale=scale, accumulate=accumulate, rows=rows)
+
+
+class NativeWire(PlainWire):
+    """The backend's own reduce-scatter of one dtype, as switches that sum (SHARP, NVLS) serve it.
+
+    The backend decides about order and precision: NCCL adds in the wire's dtype, ring or tree,
+    so bits depend on the world, the algorithm and the library's version.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.name = f"{self.name}, native sum"
+
+    def received_parts(self, channel: Channel) -> int:
+        """The sum alone."""
+        return 1
+
+    def exchange(
+        self, channel: Channel, received: Tensor, sent: Tensor, what: str
+    ) -> list[Pending]:
+        """The backend's sum."""
+        return channel.reduce_scatter(received, sent, what)
+
+    def rows(self, channel: Channel, received: Sequence[Tensor], sent: Tensor) -> list[Tensor]:
+        """The sum alone."""
+        return list(received)
+
+
+class FlatSource:
+    """A flat buffer of gradients as a whole: a sum over microbatches or over an axis."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.numel = flat.numel()
+
+    def present(self) -> tuple[list[Tensor], list[int]]:
+        """The buffer."""
+        return [self.flat], [0]
+
+    def fill(self, flat: Tensor) -> None:
+        """Round it to the dtype of `flat`."""
+        pack_(flat, [self.flat], [0])
+
+
+_METHODS = ("part_numel", "pack", "reduce")
+
+
+def require_wire(option: str, wire: object) -> None:
+    """Refuse what is no wire, or lacks something that one needs.
+
+    Raises:
+        TypeError: it does; named.
+    """
+    if not isinstance(wire, Wire):
+        raise TypeError(
+            f"{option}: expected None or a sidestream.Wire, got {kind_of(wire)}; derive a class "
+            "from sidestream.Wire and pass an object of it"
+        )
+    missing = [name for name in _METHODS if getattr(type(wire), name) is getattr(Wire, name)]
+    missing += [name for name in ("name", "dtype") if not hasattr(wire, name)]
+    if missing:
+        raise TypeError(
+            f"{option}: expected a wire with {', '.join([*_METHODS, 'name', 'dtype'])}, got one of "
+            f"class {type(wire).__name__} without {', '.join(missing)}; add what is missing"
+        )
