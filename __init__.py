@@ -1,9 +1,11 @@
 """sidestream: sharded data-parallel training for PyTorch. See `fully_shard`."""
 
 from .sharding import (
+    AdamW,
     CommunicationError,
     MixedPrecisionPolicy,
     ShardedTensor,
+    Wire,
     clip_grad_norm_,
     explain,
     full_state_dict,
@@ -22,9 +24,11 @@ from .sharding import (
 )
 
 __all__ = [
+    "AdamW",
     "CommunicationError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
+    "Wire",
     "clip_grad_norm_",
     "explain",
     "full_state_dict",

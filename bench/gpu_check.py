@@ -6,7 +6,7 @@
     gpu tests, memcheck, racecheck      side by side, as the trainings are
     gpu tests that take times           alone, as all below but the trainings
     kernels                             beside their rivals; what is wrong has no times
-    trainings                           1 rank; 2 and 4 ranks that share the GPU
+    trainings                           1 rank, alone and over NCCL; 2 and 4 that share the GPU
     step time, autotune                 of one rank against FSDP2; of one op
 
 Prints each result as it comes, and writes <gpu>/<date>.json and <gpu>/<date>-kernels.json into $OUT
@@ -157,8 +157,10 @@ class _Check:
     def _trainings(self) -> None:
         trainings = gpu_commands.trainings(dry_run=self.dry_run)
         steps = [*trainings, gpu_tests.shared(dry_run=self.dry_run)]
-        first, second, *_ = self._side_by_side(steps, cores_each=_CORES_A_TRAINING)
-        self._tell(attempt(gpu_commands.AGREE, lambda: gpu_commands.same_training(first, second)))
+        zero0, zero3, group, *_ = self._side_by_side(steps, cores_each=_CORES_A_TRAINING)
+        same = gpu_commands.same_training
+        self._tell(attempt(gpu_commands.AGREE, lambda: same(zero0, zero3)))
+        self._tell(attempt(gpu_commands.GROUP_AGREES, lambda: same(zero3, group)))
 
     def _kernels(self) -> Result:
         seconds = min(self.budget.limit(gpu_kernels.LIMIT_S), self.budget.left_s)

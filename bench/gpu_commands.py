@@ -12,13 +12,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..sharding.process_groups import ONE_RANK_VARIABLE
+from ..training.ranks import INIT_METHOD_VARIABLE
 from .gpu_steps import FAILED, FILE, FOLDER, NOT_RUN, OK, Outcome, Result, Step, unfinished
 
-AGREE = "ZeRO-0 and ZeRO-3 agree"
+AGREE, GROUP_AGREES = "ZeRO-0 and ZeRO-3 agree", "one rank and a group of one agree"
 STEP, AUTOTUNE = "step time against FSDP2", "autotune of pack_"
 TRAINING_LIMIT_S, STEP_LIMIT_S, AUTOTUNE_LIMIT_S = 75.0, 75.0, 60.0
 # Losses of two runs that differ only in the order of some sums may differ by this much.
 LOSS_TOLERANCE = 0.02
+# As a launcher of one rank would say it; without the last, one rank needs no communication.
+_GROUP_OF_ONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    INIT_METHOD_VARIABLE: f"file://{FOLDER}/rendezvous",
+    ONE_RANK_VARIABLE: "1",
+}
 
 
 def _command(
@@ -26,6 +36,7 @@ def _command(
     arguments: Sequence[str],
     limit_s: float,
     tell: Callable[[str, Mapping[str, Any]], Result],
+    variables: Mapping[str, str] | None = None,
 ) -> Step:
     """tell: the result, from what the command said and what it found."""
 
@@ -39,7 +50,8 @@ def _command(
 
     assert __package__
     package = __package__.rpartition(".")[0]
-    return Step(name, [[sys.executable, "-m", package, *arguments, "--json", FILE]], judge, limit_s)
+    command = [sys.executable, "-m", package, *arguments, "--json", FILE]
+    return Step(name, [command], judge, limit_s, variables or {})
 
 
 def _words(beginning: str) -> Callable[[str, Mapping[str, Any]], Result]:
@@ -53,15 +65,29 @@ def _words(beginning: str) -> Callable[[str, Mapping[str, Any]], Result]:
 
 
 def trainings(*, dry_run: bool) -> list[Step]:
-    """Of one rank, at two levels and in bf16; the first two are to agree."""
+    """Of one rank: at two levels, which are to agree; the second again over a group of that rank,
+    by which its gathers and exchanges reach NCCL, to the same result; and in bf16.
+    """
     device = "cpu" if dry_run else "cuda"
     common = ["train", "--steps", "20", "--nproc", "1", "--device", device]
     common += ["--model", "tiny", "--seq-len", "64"] if dry_run else []
-    options = {"ZeRO-0": ["--zero", "0"], "ZeRO-3": ["--zero", "3"]}
-    options["ZeRO-3 bf16"] = [*options["ZeRO-3"], "--compute", "bf16", "--grad-wire", "bf16"]
+    zero3 = ["--zero", "3"]
+    alone: dict[str, str] = {}
+    kinds = {
+        "ZeRO-0": (["--zero", "0"], alone),
+        "ZeRO-3": (zero3, alone),
+        "ZeRO-3 group": (zero3, _GROUP_OF_ONE),
+        "ZeRO-3 bf16": ([*zero3, "--compute", "bf16", "--grad-wire", "bf16"], alone),
+    }
     return [
-        _command(f"train 1 rank {device} {name}", [*common, *given], TRAINING_LIMIT_S, _trained)
-        for name, given in options.items()
+        _command(
+            f"train 1 rank {device} {name}",
+            [*common, *given],
+            TRAINING_LIMIT_S,
+            _trained,
+            variables,
+        )
+        for name, (given, variables) in kinds.items()
     ]
 
 
@@ -75,7 +101,7 @@ def _trained(_: str, found: Mapping[str, Any]) -> Result:
 
 
 def same_training(first: Result, second: Result) -> Result:
-    """Same data, seed and rank count at two ZeRO levels: same losses, and at best the same bits.
+    """Same data, seed and rank count, sharded differently: same losses, and at best the same bits.
 
     The bits are reported and not demanded: attention's backward on a GPU may add in any order.
     """

@@ -26,7 +26,8 @@ from ..training.processes import end, exit_code, start, watch
 ROOT = Path(__file__).resolve().parents[1]
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 NO_TIME = "no time left"
-# In a command: a folder that is deleted when it has ended, and the file in it that is read then.
+# In a command or a variable: a folder that is deleted when it has ended, and the file in it that is
+# read then.
 FOLDER = "{folder}"
 FILE = f"{FOLDER}/written"
 # What a program takes to load torch: with less, nothing comes of it.
@@ -109,10 +110,13 @@ class Budget:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="sidestream-gpu-check-") as folder:
             log, written = Path(folder, "log"), Path(FILE.replace(FOLDER, folder))
+            variables = {
+                name: value.replace(FOLDER, folder) for name, value in step.variables.items()
+            }
             process = start(
                 [part.replace(FOLDER, folder) for part in command],
                 log=log,
-                environment={**os.environ, **step.variables},
+                environment={**os.environ, **variables},
                 folder=ROOT,
                 own_group=True,
             )

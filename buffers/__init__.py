@@ -14,7 +14,7 @@ from .placed_buffer import (
     redistribute,
     spans,
 )
-from .pool import BufferPool
+from .pool import BufferPool, Streams
 
 __all__ = [
     "BLOCK_NUMEL",
@@ -29,6 +29,7 @@ __all__ = [
     "Placements",
     "Segment",
     "Span",
+    "Streams",
     "flat_layout",
     "redistribute",
     "spans",

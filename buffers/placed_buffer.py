@@ -211,6 +211,15 @@ class PlacedBuffer:
         assert self.start <= start <= stop <= self.stop, "another rank holds them"
         return self.memory[start - self.start : stop - self.start]
 
+    def write(self, index: int, whole: Tensor) -> None:
+        """Copy what lies here of tensor `index`, which is `whole` [its shape], past the version
+        counter.
+        """
+        first, stop = self.layout.overlap(index, self.span)
+        if first < stop:
+            offset = self.layout.segments[index].start - self.start
+            self.memory.data[offset + first : offset + stop] = whole.reshape(-1)[first:stop]
+
     def parts(self, hop: Hop) -> tuple[Tensor, list[Tensor]]:
         """What `hop` moves: all of it, and each rank's part [part_numel], as views."""
         flat = self.part((hop.start, hop.stop))

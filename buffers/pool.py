@@ -4,14 +4,14 @@ bytes.
 On a GPU, memory belongs to the stream that is current when it is allocated, so a caller enters its
 lane's stream first; the caching allocator then hands it back to work on that same stream only. What
 another stream reads must be kept referenced until that stream has passed its last read, and the
-owner must know of it before the memory is freed, lest it be unmapped too early: `before_free` sees
-to that (see `sharding.lanes`).
+owner must know of it before the memory is freed, lest it be unmapped too early (see
+`sharding.lanes`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,36 +20,51 @@ from torch import Tensor
 _Size = tuple[int, torch.dtype]
 
 
+class Streams:
+    """What a pool has to know of the streams that own its memory. On a CPU there are none."""
+
+    def current(self) -> Hashable:
+        """That which owns what is allocated now."""
+        return None
+
+    def catch_up(self) -> None:
+        """Called before memory is freed: its owner is to wait for all that uses it."""
+
+
 @dataclass(slots=True)
 class BufferPool:
     """Leases flat buffers on `device`, and counts every byte.
 
-    A released buffer is handed out again to the next lease of its size; its memory is freed by
-    `trim` or by the first lease of another size: units of one shape take turns with the same
-    memory, and what is kept never exceeds what was leased at once. The tensor itself stays, so that
-    `views` of it are made once. What `allocate` makes has one owner for good: whoever refers to it
-    may go on reading after `forget`. `before_free` is called before memory is freed. `live_bytes`
-    counts all memory held now, `peak_bytes` the most it ever was since `reset_peak`. To be called
-    from one thread.
+    A released buffer is handed out again to the next lease of its size on the same stream; its
+    memory is freed by `trim` or by the first lease of another size there: units of one shape take
+    turns with the same memory, and what a stream keeps never exceeds what it had leased at once.
+    The tensor itself stays, so that `views` of it are made once. What `allocate` makes has one
+    owner for good: whoever refers to it may go on reading after `forget`. `live_bytes` counts all
+    memory held now, `peak_bytes` the most it ever was since `reset_peak`. To be called from one
+    thread.
     """
 
     device: torch.device
-    before_free: Callable[[], None] = lambda: None
+    streams: Streams = field(default_factory=Streams)
     live_bytes: int = 0
     peak_bytes: int = 0
     # Strong references: an id must not come back as another tensor's.
     _leased: dict[int, tuple[_Size, Tensor]] = field(default_factory=dict)
-    _released: dict[_Size, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    # By the stream that was current then.
+    _released: dict[Hashable, dict[_Size, list[Tensor]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
     _trimmed: dict[_Size, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     _views: dict[int, dict[Hashable, list[Tensor]]] = field(default_factory=dict)
 
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor [numel] with any contents, until `release`."""
         size = (numel, dtype)
-        if released := self._released[size]:
+        stream = self.streams.current()
+        if released := self._released[stream][size]:
             tensor = released.pop()
         else:
-            self.trim()
+            self._trim([stream])
             if trimmed := self._trimmed[size]:
                 tensor = trimmed[-1]
                 self.grow(tensor.untyped_storage(), numel * dtype.itemsize)
@@ -65,7 +80,8 @@ class BufferPool:
         Raises:
             RuntimeError: `tensor` is not on lease (a double release, or another pool's).
         """
-        self._released[self._take_back(tensor, "release")].append(tensor)
+        size = self._take_back(tensor, "release")
+        self._released[self.streams.current()][size].append(tensor)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor [numel] with any contents, never handed out again, until `forget`."""
@@ -80,7 +96,7 @@ class BufferPool:
             RuntimeError: as `release`.
         """
         self._take_back(tensor, "forget")
-        self.before_free()
+        self.streams.catch_up()
         self.live_bytes -= tensor.untyped_storage().nbytes()
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -109,14 +125,17 @@ class BufferPool:
 
     def trim(self) -> None:
         """Free the memory of every buffer that is not on lease."""
-        if any(self._released.values()):
-            self.before_free()
-        for size, released in self._released.items():
-            for tensor in released:
+        self._trim(list(self._released))
+
+    def _trim(self, streams: Sequence[Hashable]) -> None:
+        released = [item for stream in streams for item in self._released.pop(stream).items()]
+        if any(tensors for _, tensors in released):
+            self.streams.catch_up()
+        for size, tensors in released:
+            for tensor in tensors:
                 storage = tensor.untyped_storage()
                 self._free(storage, storage.nbytes())
-            self._trimmed[size] += released
-        self._released.clear()
+            self._trimmed[size] += tensors
 
     def grow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give an empty `storage` memory (contents uninitialised); tensors over it become valid."""
@@ -125,7 +144,7 @@ class BufferPool:
 
     def shrink(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Free the `nbytes` of `storage`; tensors over it are valid again after `grow`."""
-        self.before_free()
+        self.streams.catch_up()
         self._free(storage, nbytes)
 
     def _free(self, storage: torch.UntypedStorage, nbytes: int) -> None:

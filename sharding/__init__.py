@@ -11,17 +11,21 @@ from .fully_shard import (
     is_sharded,
     no_sync,
 )
+from .optim.adamw import AdamW
 from .optim.grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
 from .process_groups import shorten_flight_record
 from .safetensors import load_safetensors, save_safetensors
 from .summary import summary
 from .tensor.sharded_tensor import ShardedTensor
+from .wire import Wire
 
 __all__ = [
+    "AdamW",
     "CommunicationError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
+    "Wire",
     "clip_grad_norm_",
     "explain",
     "full_state_dict",

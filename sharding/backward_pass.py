@@ -10,7 +10,6 @@ does not lie beyond that module.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -46,8 +45,9 @@ class BackwardPass:
     # How far the exchanges have come in `order`.
     next_in_order: int = 0
     _spent: dict[int, tuple[UnitGroup, Unit]] = field(default_factory=dict)
-    _in_flight: deque[tuple[Unit, Exchange]] = field(default_factory=deque)
-    _ending: list[tuple[Unit, Exchange]] = field(default_factory=list)
+    # The exchange that still holds gradients, and all that were started and not shown yet.
+    _packing: tuple[Unit, Exchange] | None = None
+    _in_flight: list[tuple[Unit, Exchange]] = field(default_factory=list)
 
     # ---- exchanges
 
@@ -88,14 +88,13 @@ class BackwardPass:
 
     def finish_exchanges(self) -> None:
         """Order the following compute after all exchanges so far."""
-        while self._in_flight:
-            self._finish_exchange()
-        for _, exchange in self._ending:
+        self._finish_packing()
+        for _, exchange in self._in_flight:
             exchange.event.wait()
 
     def abandon(self, deadline: float) -> None:
         """Nobody asks for the exchanges: see `Event.abandon`."""
-        for _, exchange in (*self._in_flight, *self._ending):
+        for _, exchange in self._in_flight:
             exchange.event.abandon(deadline)
 
     def _launch_in_order(self, *, all_of_them: bool = False) -> None:
@@ -111,22 +110,23 @@ class BackwardPass:
 
     def _launch(self, unit: Unit) -> None:
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled
-            if len(self._in_flight) >= self.lane.max_exchanges:
-                self._finish_exchange()
+            self._finish_packing()
             self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
-            self._in_flight.append((unit, unit.reduce(self.lane, sync=self.sync)))
+            self._packing = unit, unit.reduce(self.lane, sync=self.sync)
+            self._in_flight.append(self._packing)
 
-    def _finish_exchange(self) -> None:
-        unit, exchange = self._in_flight.popleft()
-        exchange.finish()
-        self._ending.append((unit, exchange))
-        self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
+    def _finish_packing(self) -> None:
+        if self._packing is not None:
+            unit, exchange = self._packing
+            self._packing = None
+            exchange.finish()
+            self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
 
     def _publish(self) -> None:
         self.finish_exchanges()
-        for unit, _ in self._ending:
+        for unit, _ in self._in_flight:
             unit.gradients.publish()
-        self._ending.clear()
+        self._in_flight.clear()
 
     # ---- what has done its work
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..buffers import BufferPool, Placement, flat_layout
-from ..kernels import pack_
 from .collectives import Collectives
 from .config import ShardConfig
 from .hooks import Entry, install_hooks, install_root_hooks
-from .lanes import make_lane, streams_catch_up
+from .initialisation import Initialisation, Staging
+from .lanes import LaneStreams, make_lane
 from .modules.cached_params import let_rnns_be
 from .modules.hidden_writes import modules_that_use_data
 from .modules.partition import GroupPlan, ParamEntry
 from .modules.tree_watch import TreeWatch
+from .optim import replaced_params
 from .param_faces import ParamSlot
 from .placements import unit_placements
 from .precision import resolve_dtypes, resolve_wires
@@ -32,37 +34,44 @@ from .use_order import UnitGroup
 
 @torch.no_grad()
 def build_runtime(
-    module: nn.Module, plans: list[GroupPlan], collectives: Collectives, config: ShardConfig
+    module: nn.Module,
+    plans: list[GroupPlan],
+    collectives: Collectives,
+    config: ShardConfig,
+    initialisation: Initialisation | None,
 ) -> Runtime:
-    """Allocate the units of `plans`, put their parameters into the modules, attach the hooks."""
+    """Allocate the units of `plans`, put their parameters into the modules, attach the hooks.
+
+    A plain parameter is let go of as soon as its unit has the values, so that a whole model and its
+    shards need not fit at once.
+    """
     device = collectives.groups.device
     pool = BufferPool(device)
-    groups: list[UnitGroup] = []
+    owner = _Owner()
+    maker = _UnitMaker(plans, collectives, pool, config)
+    if initialisation is not None:
+        maker.initialise(initialisation)
+    units = iter(maker.make(owner))
     ancestors = _ancestors(plans)
-    count = 0
-    for plan in plans:
-        units = []
-        for members in plan.units:
-            units.append(_build_unit(count, plan, members, collectives, pool, config))
-            count += 1
-        groups.append(
-            UnitGroup(
-                len(groups),
-                plan.name,
-                units,
-                _reshards(plan, config),
-                plan.is_root,
-                ancestors=ancestors[len(groups)],
-            )
+    groups = [
+        UnitGroup(
+            place,
+            plan.name,
+            [next(units) for _ in plan.units],
+            _reshards(plan, config),
+            plan.is_root,
+            ancestors=ancestors[place],
         )
+        for place, plan in enumerate(plans)
+    ]
     pool.trim()
     lanes = (
         make_lane(device, config.runtime.overlap_param_gather),
         make_lane(device, config.overlap_grad_reduce),
     )
-    pool.before_free = streams_catch_up(lanes)
+    pool.streams = LaneStreams(lanes)
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
-    _attach(plans, runtime)
+    owner.runtime = weakref.ref(runtime)
     let_rnns_be(module)
     _watch_data(module, plans, groups)
     _share_buffers(module, collectives)
@@ -121,20 +130,90 @@ def _reshards(plan: GroupPlan, config: ShardConfig) -> bool:
     )
 
 
-def _build_unit(
+class _UnitMaker:
+    """Makes the units of `plans` and gives them rank 0's values, one tensor at a time."""
+
+    def __init__(
+        self,
+        plans: Sequence[GroupPlan],
+        collectives: Collectives,
+        pool: BufferPool,
+        config: ShardConfig,
+    ) -> None:
+        self._members = [(plan, members) for plan in plans for members in plan.units]
+        self._collectives, self._pool, self._config = collectives, pool, config
+        self._units: dict[int, Unit] = {}
+        self._filled: set[ParamEntry] = set()
+
+    def initialise(self, initialisation: Initialisation) -> None:
+        """Fill what is on the meta device. Nothing has been changed if that raises."""
+        places = {
+            id(entry.param): (number, index)
+            for number, (_, members) in enumerate(self._members)
+            for index, entry in enumerate(members)
+        }
+        for param, whole in initialisation.values():
+            self._fill(*places[id(param)], whole)
+        initialisation.finish(self._collectives)
+
+    def make(self, owner: _Owner) -> list[Unit]:
+        """Fill what has values already, and attach all units."""
+        waiting = (
+            entry.param
+            for _, members in self._members
+            for entry in members
+            if entry not in self._filled
+        )
+        # Rank 0 sends what it has.
+        nbytes = max((Staging.nbytes_for([param]) for param in waiting), default=0)
+        device = self._collectives.groups.device
+        staging = Staging(nbytes if self._collectives.rank else 0, device)
+        for number, (_, members) in enumerate(self._members):
+            for index, entry in enumerate(members):
+                if entry not in self._filled:
+                    staging.restart()
+                    self._fill(number, index, self._from_rank_0(entry.param, staging))
+            _attach(self._unit(number), members, owner)
+        return [self._units[number] for number in range(len(self._members))]
+
+    def _unit(self, number: int) -> Unit:
+        if number not in self._units:
+            spec = _unit_spec(number, *self._members[number], self._collectives, self._config)
+            self._units[number] = Unit(spec, self._collectives, self._pool)
+        return self._units[number]
+
+    def _from_rank_0(self, param: Tensor, staging: Staging) -> Tensor:
+        """`param` on the device in one piece; on other ranks memory for it."""
+        if self._collectives.rank:
+            return staging.take(param)
+        return param.detach().to(self._collectives.groups.device)
+
+    def _fill(self, number: int, index: int, whole: Tensor) -> None:
+        """Give rank 0's `whole` of tensor `index` to a unit; elsewhere `whole` is overwritten."""
+        whole = whole.contiguous()
+        unit, entry = self._unit(number), self._members[number][1][index]
+        if whole.numel():
+            # As bytes: gloo refuses some dtypes.
+            flat = whole.view(-1).view(torch.uint8)
+            what = f"broadcast of the initial values of parameter '{entry.name}'"
+            self._collectives.broadcast(flat, what)
+        unit.buffers.fill(index, whole)
+        self._filled.add(entry)
+
+
+def _unit_spec(
     index: int,
     plan: GroupPlan,
     members: list[ParamEntry],
     collectives: Collectives,
-    pool: BufferPool,
     config: ShardConfig,
-) -> Unit:
+) -> UnitSpec:
     first = members[0].param
     dtypes = resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad)
     num_axes = len(collectives.channels)
-    spec = UnitSpec(
+    return UnitSpec(
         index=index,
-        name=plan.name or "(root)",
+        name=plan.unit_name(members),
         names=tuple(entry.name for entry in members),
         layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
         dtypes=dtypes,
@@ -142,46 +221,48 @@ def _build_unit(
         wires=resolve_wires(config.policy, dtypes.compute, native=config.native),
         scale=1.0 / (config.divide_factor or collectives.world_size),
     )
-    full = pool.lease(spec.layout.numel, spec.dtypes.main)
-    full.zero_()
-    pack_(full, [entry.param.detach().to(pool.device) for entry in members], spec.layout.offsets)
-    if spec.layout.numel:
-        collectives.broadcast(full, f"broadcast of the initial values of unit '{spec.name}'")
-    return Unit(spec, full, collectives, pool)
 
 
-def _attach(plans: list[GroupPlan], runtime: Runtime) -> None:
-    reference = weakref.ref(runtime)
+class _Owner:
+    """What units call in backward: the runtime, once there is one."""
 
-    def on_ready(index: int) -> None:
-        current = reference()
+    runtime: weakref.ref[Runtime]
+
+    def _current(self) -> Runtime:
+        current = self.runtime()
         assert current is not None
+        return current
+
+    def on_ready(self, index: int) -> None:
+        """All gradients of unit `index` are there."""
+        current = self._current()
         current.unit_ready(current.units[index])
 
-    def on_contribution() -> None:
-        current = reference()
-        assert current is not None
-        current.enter_backward()
+    def on_contribution(self) -> None:
+        """A parameter that a loss used directly gets its gradient."""
+        self._current().enter_backward()
 
-    all_members = [members for plan in plans for members in plan.units]
-    for unit, members in zip(runtime.units, all_members, strict=True):
-        slots = tuple(
-            ParamSlot(parameters, attribute, index)
-            for index, entry in enumerate(members)
-            for parameters, attribute in (
-                *((place._parameters, attribute) for place, attribute in entry.places),
-                *entry.caches,
-            )
+
+def _attach(unit: Unit, members: list[ParamEntry], owner: _Owner) -> None:
+    """Put the parameters of `unit` into the modules in the place of the plain ones."""
+    slots = tuple(
+        ParamSlot(parameters, attribute, index)
+        for index, entry in enumerate(members)
+        for parameters, attribute in (
+            *((place._parameters, attribute) for place, attribute in entry.places),
+            *entry.caches,
         )
-        trainable = [entry.param.requires_grad for entry in members]
-        ready = functools.partial(on_ready, unit.spec.index)
-        unit.attach(trainable, slots, ready, on_contribution)
-        faces = unit.faces
-        for entry, sharded, param in zip(members, faces.sharded, faces.full, strict=True):
-            # Marks that people leave on parameters, such as `no_decay`, stay readable.
-            for name, value in vars(entry.param).items():
-                vars(sharded).setdefault(name, value)
-                vars(param).setdefault(name, value)
+    )
+    trainable = [entry.param.requires_grad for entry in members]
+    ready = functools.partial(owner.on_ready, unit.spec.index)
+    unit.attach(trainable, slots, ready, owner.on_contribution)
+    for entry, sharded, full in zip(members, unit.faces.sharded, unit.faces.full, strict=True):
+        # Marks that people leave on parameters, such as `no_decay`, stay readable.
+        for name, value in vars(entry.param).items():
+            vars(sharded).setdefault(name, value)
+            vars(full).setdefault(name, value)
+        replaced_params.note(entry.param, entry.name)
+        entry.param = sharded
 
 
 def _watch_data(module: nn.Module, plans: list[GroupPlan], groups: list[UnitGroup]) -> None:
@@ -199,7 +280,7 @@ def _watch_data(module: nn.Module, plans: list[GroupPlan], groups: list[UnitGrou
 def _share_buffers(module: nn.Module, collectives: Collectives) -> None:
     """Bring buffers, and parameters that are not sharded, to the device and to rank 0's values."""
     device = collectives.groups.device
-    moved: dict[int, torch.Tensor] = {}  # a buffer of several modules stays one
+    moved: dict[int, Tensor] = {}  # a buffer of several modules stays one
     for submodule in module.modules():
         for name, buffer in submodule._buffers.items():
             if buffer is None:
@@ -212,7 +293,7 @@ def _share_buffers(module: nn.Module, collectives: Collectives) -> None:
             param.data = _first_ranks(param.data.to(device), f"parameter '{name}'", collectives)
 
 
-def _first_ranks(tensor: torch.Tensor, what: str, collectives: Collectives) -> torch.Tensor:
+def _first_ranks(tensor: Tensor, what: str, collectives: Collectives) -> Tensor:
     """`tensor` with rank 0's values, of any dtype, strides and layout."""
     if tensor.layout is not torch.strided:
         return collectives.gather_objects(tensor)[0].to(tensor.device)

@@ -21,7 +21,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
 
 from ..buffers import Grid, Hop, Placements, redistribute
 from .communicators import gather_objects
@@ -41,16 +45,24 @@ _ALL_GATHER = (
 )  # the name before torch 2.13
 
 
+_REDUCE_SCATTER = (
+    "reduce_scatter_single"
+    if hasattr(dist.ProcessGroup, "reduce_scatter_single")
+    else "_reduce_scatter_base"
+)
+
+
 # On CUDA a collective belongs to the stream that is current: it has the priority of the lane that
 # starts it, and needs no hop to a stream of the communicator and back. A group's default is such a
 # stream, of normal priority. Where no stream counts, as in gloo, the option does nothing.
-_GATHER_OPTIONS, _EXCHANGE_OPTIONS = AllgatherOptions(), AllToAllOptions()
-_GATHER_OPTIONS.asyncOp = _EXCHANGE_OPTIONS.asyncOp = False
+_GATHER, _EXCHANGE, _SUM = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
+_GATHER.asyncOp = _EXCHANGE.asyncOp = _SUM.asyncOp = False
+_SUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
 
 
 def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor, what: str) -> Pending:
     """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
-    return Pending(getattr(group, _ALL_GATHER)(flat, source, _GATHER_OPTIONS), what, group)
+    return Pending(getattr(group, _ALL_GATHER)(flat, source, _GATHER), what, group)
 
 
 def start_all_to_all(
@@ -59,23 +71,14 @@ def start_all_to_all(
     """Start the backend's all-to-all: part r of `sent` [world * n] goes to rank r, into `received`
     [world * n] comes every rank's part for this one.
     """
-    return Pending(group.alltoall_base(received, sent, [], [], _EXCHANGE_OPTIONS), what, group)
-
-
-_REDUCE_SCATTER = (
-    "reduce_scatter_single"
-    if hasattr(dist.ProcessGroup, "reduce_scatter_single")
-    else "_reduce_scatter_base"
-)
+    return Pending(group.alltoall_base(received, sent, [], [], _EXCHANGE), what, group)
 
 
 def start_reduce_scatter(group: dist.ProcessGroup, own: Tensor, flat: Tensor, what: str) -> Pending:
     """Start the backend's sum of every rank's `flat` [world * n], of which this rank's part comes
     into `own` [n].
     """
-    options = dist.ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = dist.ReduceOp(dist.ReduceOp.SUM), False
-    return Pending(getattr(group, _REDUCE_SCATTER)(own, flat, options), what, group)
+    return Pending(getattr(group, _REDUCE_SCATTER)(own, flat, _SUM), what, group)
 
 
 @dataclass(slots=True)
@@ -143,7 +146,8 @@ class Channel:
         self.size = axis.size
         self._traffic = traffic
         self._point_to_point = (
-            axis.gather is not None
+            axis.size > 1
+            and axis.gather is not None
             and device.type == "cpu"
             and dist.get_backend(axis.gather) == "gloo"
         )

@@ -111,7 +111,7 @@ def _named(name: str) -> Iterator[None]:
     where ranks share some groups only: each would wait under another name.
     """
     own = c10d._process_group_name
-    c10d._process_group_name = lambda *_, **__: c10d.GroupName(name)
+    c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
     try:
         yield
     finally:

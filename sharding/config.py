@@ -9,8 +9,22 @@ from dataclasses import dataclass
 from torch import nn
 
 from .arguments import require_flag, require_number
+from .modules.init_stages import Initialiser, require_initialiser
 from .placements import Held, Strategy, resolve_outer, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
+
+# Below it an exchange costs more to start than its bytes take.
+SPLIT_ROOT_MIB = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSizes:
+    """Where units are cut, in bytes of compute-dtype parameters: buckets of at most so many, and
+    the root's modules of at least so many apart; None: not at all.
+    """
+
+    bucket_bytes: int | None = None
+    split_root_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +50,15 @@ class ShardConfig:
     policy: MixedPrecisionPolicy
     classes: tuple[type[nn.Module], ...]
     reshard_after_forward: bool | None
-    bucket_bytes: int | None
+    sizes: UnitSizes
     overlap_grad_reduce: bool
+    initialiser: Initialiser
     divide_factor: float | None
     native: bool
     runtime: RuntimeOptions
 
     def described(self) -> dict[str, str]:
         """The options by their names in `fully_shard`, to compare between ranks."""
-        mib = None if self.bucket_bytes is None else self.bucket_bytes / 2**20
         options = {
             "zero_dp_strategy": self.strategy.name,
             "outer_dp_sharding_strategy": self.outer,
@@ -53,12 +67,29 @@ class ShardConfig:
             "mixed_precision_policy": self.policy,
             "fsdp_unit_modules": self.classes,
             "reshard_after_forward": self.reshard_after_forward,
-            "bucket_mib": mib,
+            "bucket_mib": _mib(self.sizes.bucket_bytes),
+            "split_root_mib": _mib(self.sizes.split_root_bytes),
             "overlap_grad_reduce": self.overlap_grad_reduce,
             "overlap_param_gather": self.runtime.overlap_param_gather,
             "prefetch": self.runtime.prefetch,
+            # Functions are other objects on every rank.
+            "init_model_with_meta_device": "a function"
+            if callable(self.initialiser)
+            else self.initialiser,
         }
         return {name: f"{value!r}" for name, value in options.items()}
+
+
+def _mib(nbytes: int | None) -> float | None:
+    return None if nbytes is None else nbytes / 2**20
+
+
+def _bytes(name: str, mib: float | None) -> int | None:
+    if mib is None:
+        return None
+    expected = "None or a positive number of MiB"
+    require_number(name, mib, expected, lambda value: 0 < value < math.inf)
+    return int(mib * 2**20)
 
 
 def resolve_config(
@@ -74,7 +105,9 @@ def resolve_config(
     overlap_param_gather: bool,
     reshard_after_forward: bool | None,
     bucket_mib: float | None,
+    split_root_mib: float | None,
     prefetch: int,
+    initialiser: Initialiser,
 ) -> ShardConfig:
     """Resolve the options of `fully_shard`; raises what that says about them."""
     if policy is not None:
@@ -83,9 +116,6 @@ def resolve_config(
     require_flag("overlap_param_gather", overlap_param_gather)
     if reshard_after_forward is not None:
         require_flag("reshard_after_forward", reshard_after_forward)
-    if bucket_mib is not None:
-        expected = "None or a positive number of MiB"
-        require_number("bucket_mib", bucket_mib, expected, lambda mib: 0 < mib < math.inf)
     if gradient_divide_factor is not None:
         expected = "None or a positive number"
         require_number(
@@ -97,14 +127,16 @@ def resolve_config(
     require_number(
         "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
     )
+    require_initialiser(initialiser)
     return ShardConfig(
         strategy=level,
         outer=None if outer_dim is None else outer,
         policy=policy or MixedPrecisionPolicy(),
         classes=classes,
         reshard_after_forward=reshard_after_forward,
-        bucket_bytes=None if bucket_mib is None else int(bucket_mib * 2**20),
+        sizes=UnitSizes(_bytes("bucket_mib", bucket_mib), _bytes("split_root_mib", split_root_mib)),
         overlap_grad_reduce=overlap_grad_reduce,
+        initialiser=initialiser,
         divide_factor=gradient_divide_factor,
         native=_is_native(reduce, policy),
         runtime=RuntimeOptions(

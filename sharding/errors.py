@@ -14,6 +14,14 @@ class CommunicationError(RuntimeError):
     """A collective failed; the message names it, the unit it served and the ranks it waited for."""
 
 
+_RAISED_BY_BACKENDS = (
+    RuntimeError,
+    dist.DistBackendError,
+    dist.DistNetworkError,
+    dist.DistStoreError,
+)
+
+
 @contextlib.contextmanager
 def communicating(what: str) -> Iterator[None]:
     """Name `what` if a backend's error ends the block.
@@ -25,8 +33,8 @@ def communicating(what: str) -> Iterator[None]:
         with noting(what):
             yield
     except RuntimeError as error:
-        # A backend raises these two classes themselves; subclasses have other causes.
-        if type(error) not in (RuntimeError, dist.DistBackendError):
+        # A backend and a store raise these classes themselves; subclasses have other causes.
+        if type(error) not in _RAISED_BY_BACKENDS:
             raise
         raise communication_error(what, error) from error
 

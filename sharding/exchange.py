@@ -2,6 +2,7 @@
 order, and gathered again where all ranks keep the sum.
 
     pack      gradients, or the sum that waited under no_sync -> `sent`, in the wire's dtype
+    send      `sent`, along the first axis
     sum       what all ranks along an axis have for us -> an FP32 partial sum, sent along the next
               axis, or behind the last axis `grad`, scaled, on top of what is visible there
     gather    the sum, along axes that replicate it
@@ -10,7 +11,8 @@ Along the first axis, the ranks that share a shard axis or a node, come the grad
 ranks; along each further one sums over the axes before it. So the order of additions is fixed by
 the mesh alone: no strategy, unit or overlap changes a bit.
 
-Buffers are leased inside the stages, whose lane owns them, and given back to its next exchange.
+Buffers are leased inside the stages, whose lane owns them, and given back as soon as the last use
+of them has been submitted.
 """
 
 from __future__ import annotations
@@ -92,17 +94,19 @@ class Reduction:
 
     def peak_bytes(self) -> int:
         """The most that the buffers of one exchange take at once."""
-        wire = self.wire(0)
-        peak = wire.part_numel(self.spec.layout.numel) * wire.dtype.itemsize
+        peak = partial = 0
         for place, hop in enumerate(self.sums):
             wire = self.wire(place)
             part = wire.part_numel(hop.part_numel) * wire.dtype.itemsize
-            peak += wire.received_parts(self.channels[hop.axis]) * part
-            if place > 0 and not self.sends_as_it_is(place):
-                peak += hop.parts * part
-            if hop is not self.sums[-1]:
-                peak += hop.part_numel * torch.float32.itemsize
-        return peak
+            sent = 0 if self.sends_as_it_is(place) else hop.parts * part
+            received = wire.received_parts(self.channels[hop.axis]) * part
+            summed = hop.part_numel * torch.float32.itemsize if hop is not self.sums[-1] else 0
+            # Where the partial sum is not sent itself, what it becomes is made beside it.
+            peak = max(peak, partial + sent, partial * (not sent) + sent + received + summed)
+            partial = summed
+        wire = self.wire(0)
+        alone = wire.part_numel(self.spec.layout.numel) * wire.dtype.itemsize
+        return peak if self.sums else alone
 
 
 class Exchange:
@@ -118,7 +122,6 @@ class Exchange:
         self._shown = shown
         # Taken now: what the next backward accumulates waits for the next exchange.
         self._waiting: Tensor | None = None
-        self._leases: list[Tensor] = []
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
 
@@ -134,17 +137,14 @@ class Exchange:
         self._waiting = how.view.take_sum()
         sums = [functools.partial(self._sum, place) for place in range(len(how.sums) or 1)]
         gathers = [functools.partial(self._gather, hop) for hop in how.gathers[1:]]
-        return [self._pack, self._swap, *sums, *gathers]
+        # The pack alone reads gradients: they are freed while the rest is on its way.
+        sends = [functools.partial(self._send, 0)] if how.sums else []
+        return [self._pack, *sends, *sums, *gathers]
 
     def finish(self) -> None:
-        """Order the following compute after the pack, let go of what it read, and give the buffers
-        back: to the lane's next exchange, which comes after this one.
-        """
+        """Order the following compute after the pack, and let go of what it read."""
         self.event.advance()
         self._grads.clear()
-        for lease in self._leases:
-            self._how.pool.release(lease)
-        self._leases.clear()
 
     # ---- stages
 
@@ -169,18 +169,15 @@ class Exchange:
             how.view.forget_cleared(waiting, self._shown)
             self._grads.add_to(waiting)
             self._sent = self._packed(FlatSource(waiting), how.wire(0), parts)
-            self._leases.append(waiting)
+            how.pool.release(waiting)
         self._free_packed()
         return []
-
-    def _swap(self) -> list[Pending]:
-        return self._send(0) if self._how.sums else []
 
     def _sum(self, place: int) -> Sequence[Pending]:
         how = self._how
         is_last = place + 1 >= len(how.sums)
         if not is_last:
-            partial = self._lease(how.sums[place].part_numel, torch.float32)
+            partial = how.pool.lease(how.sums[place].part_numel, torch.float32)
             self._reduce(place, partial)
             return self._send_on(place + 1, partial)
         into_existing = bool(self._shown.kept)
@@ -199,13 +196,9 @@ class Exchange:
 
     # ---- their parts
 
-    def _lease(self, numel: int, dtype: torch.dtype) -> Tensor:
-        self._leases.append(self._how.pool.lease(numel, dtype))
-        return self._leases[-1]
-
     def _packed(self, source: Source, wire: Wire, parts: int) -> Tensor:
         numel = parts * wire.part_numel(source.numel // parts)
-        sent = self._lease(numel, wire.dtype)
+        sent = self._how.pool.lease(numel, wire.dtype)
         wire.pack(sent, source, parts)
         return sent
 
@@ -220,7 +213,7 @@ class Exchange:
         assert self._sent is not None
         # Only now, in what the gradients took.
         numel = wire.received_parts(channel) * wire.part_numel(hop.part_numel)
-        self._received = self._lease(numel, wire.dtype)
+        self._received = how.pool.lease(numel, wire.dtype)
         return wire.exchange(channel, self._received, self._sent, how.name)
 
     def _send_on(self, place: int, partial: Tensor) -> list[Pending]:
@@ -230,6 +223,7 @@ class Exchange:
             self._sent = partial
         else:
             self._sent = self._packed(FlatSource(partial), wire, how.sums[place].parts)
+            how.pool.release(partial)
         return self._send(place)
 
     def _reduce(
@@ -249,6 +243,10 @@ class Exchange:
         else:
             table, *rows = self._rows(sent, 1)
         wire.reduce(out, rows, table=table, scale=scale, accumulate=accumulate)
+        for lease in (sent, self._received):
+            if lease is not None:
+                how.pool.release(lease)
+        self._sent = self._received = None
 
     def _rows(self, buffer: Tensor, parts: int) -> list[Tensor]:
         """`buffer` as one table [parts, n], and its rows."""

@@ -20,10 +20,12 @@ from .arguments import require_forward, require_module
 from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
-from .config import ShardConfig, resolve_config
+from .config import SPLIT_ROOT_MIB, ShardConfig, resolve_config
 from .explanation import Explanation, explain_runtime
-from .mesh_axes import require_mesh, require_outer_strategy
+from .initialisation import plan_initialisation
+from .mesh_axes import require_mesh
 from .modules.cached_params import find_cached_params
+from .modules.init_stages import Initialiser
 from .modules.partition import (
     GroupPlan,
     ParamEntry,
@@ -36,7 +38,6 @@ from .modules.tree_watch import watches_of
 from .modules.uncompiled import without_compile
 from .modules.unit_classes import UnitClass, resolve_unit_classes
 from .monitor import MONITOR
-from .optim import replaced_params
 from .optim.flat_runs import Located, Location, locate_params, sharded_locations
 from .optim.kinds import check_elementwise, describe_options
 from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
@@ -67,8 +68,10 @@ def fully_shard(
     overlap_param_gather: bool = True,
     reshard_after_forward: bool | None = None,
     bucket_mib: float | None = None,
+    split_root_mib: float | None = SPLIT_ROOT_MIB,
     prefetch: int = 1,
     elementwise: bool = False,
+    init_model_with_meta_device: Initialiser = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Shard `module` over the data-parallel ranks, in place, and `optimizer` with it.
 
@@ -79,7 +82,8 @@ def fully_shard(
     and the sum is taken in FP32, in rank order.
 
     Args:
-        module: the whole model, on CPU or the rank's GPU, not sharded yet.
+        module: the whole model, on CPU or the rank's GPU, not sharded yet; on the meta device with
+            `init_model_with_meta_device`.
         optimizer: an elementwise optimizer over its parameters; keeps its class, groups, options
             and state.
         device_mesh: mesh to shard over (None: all ranks; without a process group, world size 1).
@@ -108,9 +112,24 @@ def fully_shard(
         reshard_after_forward: free gathered parameters after forward (ZeRO-3 only). None: units
             do; the root, which backward needs first, does not.
         bucket_mib: split a unit into messages of at most so many MiB of compute-dtype parameters.
+        split_root_mib: beside `fsdp_unit_modules`, give each module outside the units that has at
+            least so many MiB of trainable parameters in the compute dtype (an embedding, a head)
+            a unit of its own, so that a head's gradient is exchanged while backward runs; a tied
+            weight is one. They stay gathered with the root, so whoever uses their weights without
+            calling them finds them. None: the root is one unit. No bit depends on it.
         prefetch: how many units ahead of the one in use are gathered (ZeRO-3).
         elementwise: vouch that an optimizer class unknown to sidestream updates each element by
             itself.
+        init_model_with_meta_device: how parameters and buffers on the meta device get their values,
+            with at most a unit's at a time in memory. True: `reset_parameters` or
+            `_reset_parameters` of each module that has some, and of modules around them whose
+            constructor calls it, children first: with one seed the same bits as where modules are
+            made one after the other, each resetting itself at the end of its constructor. A
+            function: it is called with each module in that order and sets what the module has, as
+            `module.apply(function)` does. Inside a unit, and in a module without units, it may set
+            what children have too; one that calls `fully_shard` without units has no bound. All
+            that is on the meta device must be set. What is there already keeps its values, and what
+            has some on rank 0 takes those, so that other ranks may have it on the meta device.
 
     Returns:
         (module, optimizer), the objects passed in.
@@ -119,15 +138,14 @@ def fully_shard(
         ValueError: bad option, unit class that matches nothing, module without a forward,
             parameters that cannot be sharded or are on another GPU than the process group, mesh
             without those dimensions, foreign parameters in the optimizer, optimizer that is not
-            elementwise, ranks whose models, meshes or options differ. Nothing has been changed
-            then.
+            elementwise, ranks whose models, meshes or options differ, tensors on the meta device
+            that nothing sets. Nothing has been changed then.
         TypeError: an argument of the wrong type.
         RuntimeError: more ranks than GPUs.
     """
     require_module(module)
     require_forward(module)
     require_mesh(device_mesh, dp_shard_dim, dp_outer_dim)
-    require_outer_strategy(outer_dp_sharding_strategy, dp_outer_dim)
     config = resolve_config(
         zero_dp_strategy,
         mixed_precision_policy,
@@ -140,16 +158,15 @@ def fully_shard(
         overlap_param_gather=overlap_param_gather,
         reshard_after_forward=reshard_after_forward,
         bucket_mib=bucket_mib,
+        split_root_mib=split_root_mib,
         prefetch=prefetch,
+        initialiser=init_model_with_meta_device,
     )
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     root = without_compile(module)
-    entries = collect_params(root)
-    if not entries:
-        raise ValueError("module: expected at least one floating-point parameter, got none")
-    find_cached_params(root, entries)
-    plans = partition(root, entries, config.classes, config.policy, config.bucket_bytes)
+    entries = _params_of(root, takes_meta=bool(config.initialiser))
+    plans = partition(root, entries, config.classes, config.policy, config.sizes)
     located = _locate(optimizer, plans, entries)
     devices = {entry.param.device for entry in entries}
     groups = data_parallel_groups(
@@ -160,6 +177,14 @@ def fully_shard(
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return module, optimizer
+
+
+def _params_of(root: nn.Module, *, takes_meta: bool) -> list[ParamEntry]:
+    entries = collect_params(root, takes_meta=takes_meta)
+    if not entries:
+        raise ValueError("module: expected at least one floating-point parameter, got none")
+    find_cached_params(root, entries)
+    return entries
 
 
 def _build(
@@ -175,15 +200,14 @@ def _build(
     refuse_rank_dependent_writes(root, collectives.world_size)
     signature = tree_signature(root, entries)
     check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
+    initialisation = plan_initialisation(root, plans, collectives, config.initialiser)
     _note_missing_units(config, groups)
     _note_connections(config, groups)
-    runtime = build_runtime(root, plans, collectives, config)
+    runtime = build_runtime(root, plans, collectives, config, initialisation)
     follow_sharded_inputs()
     _RUNTIMES[root] = runtime
     MONITOR.watch(runtime)
     watch_all_steps()
-    for entry in entries:
-        replaced_params.note(entry.param, entry.name)
     return runtime
 
 
@@ -201,7 +225,7 @@ def _locate(
 
 
 def _note_missing_units(config: ShardConfig, groups: DataParallelGroups) -> None:
-    one_unit = not config.classes and config.bucket_bytes is None
+    one_unit = not config.classes and config.sizes.bucket_bytes is None
     if one_unit and groups.world_size > 1 and groups.rank == 0:
         _logger.warning(
             "fully_shard: fsdp_unit_modules is None, so the whole module is one unit; pass the "

@@ -17,7 +17,7 @@ Buffers that a work writes are allocated inside it: then their memory is the lan
 whatever fills it at once comes after its last owner. Tensors from other streams that it reads must
 stay referenced until its event advanced, or the caching allocator hands their memory to the compute
 stream too early. Memory of a lane that the compute stream has read is freed after
-`streams_catch_up`.
+`LaneStreams.catch_up`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import contextlib
 import datetime
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
 
+from ..buffers import Streams
 from .collectives import Pending
 from .in_flight import Started, WorkLog
 from .ranges import ranged
@@ -211,26 +212,30 @@ def make_lane(device: torch.device, overlap: bool | str) -> Lane:
     return StreamLane(device, pipelined=overlap == "pipelined")
 
 
-def streams_catch_up(lanes: Sequence[Lane]) -> Callable[[], None]:
-    """What to call before memory is freed that stages of `lanes` allocated: the owning streams wait
-    for the compute enqueued so far.
+class LaneStreams(Streams):
+    """The streams that own what stages of `lanes` allocate."""
 
-    Memory that is freed may be unmapped (expandable segments do so when memory runs out) as soon as
-    the stream that allocated it has passed, whoever else reads it. Where a stage frees, its lane
-    has waited for the compute already, and other lanes own none of it.
-    """
-    owners = [(lane.streams, stream) for lane in lanes for stream in lane.streams]
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = [lane.streams for lane in lanes if lane.streams]
 
-    def catch_up() -> None:
-        current = torch.cuda.current_stream(owners[0][1].device)
-        inside = [pair for pair in owners if current in pair[0]]
-        event = current.record_event()
-        for _, stream in inside or owners:
-            if stream != current:
-                stream.wait_event(event)
+    def current(self) -> Hashable:
+        """The current stream."""
+        return torch.cuda.current_stream(self._lanes[0][0].device) if self._lanes else None
 
-    return catch_up if owners else _nothing_to_wait_for
+    def catch_up(self) -> None:
+        """All of them wait for the compute enqueued so far.
 
-
-def _nothing_to_wait_for() -> None:
-    pass
+        Memory that is freed may be unmapped (expandable segments do so when memory runs out) as
+        soon as the stream that allocated it has passed, whoever else reads it. Inside a stage it
+        belongs to streams of that lane, which has waited for the compute: they wait for each other.
+        """
+        if not self._lanes:
+            return
+        current = torch.cuda.current_stream(self._lanes[0][0].device)
+        lane = next((streams for streams in self._lanes if current in streams), None)
+        befores = lane or (current,)
+        owners = lane or tuple(stream for streams in self._lanes for stream in streams)
+        for event, before in [(stream.record_event(), stream) for stream in befores]:
+            for owner in owners:
+                if owner != before:
+                    owner.wait_event(event)

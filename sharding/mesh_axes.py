@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import kind_of, require_number
-from .placements import OUTER
 
-ALL_RANKS = "all ranks"
+SHARD_AXIS = "dp_shard"
 """The axis where there is no mesh, or none with names."""
 
 
@@ -100,24 +99,6 @@ def require_mesh(mesh: object, shard_dim: object, outer_dim: object = None) -> N
         )
 
 
-def require_outer_strategy(strategy: object, outer_dim: str | None) -> None:
-    """Refuse an unknown one, and one that divides what no axis divides.
-
-    Raises:
-        ValueError: it is not among `OUTER`, or there is no outer dimension for it.
-    """
-    if not (isinstance(strategy, str) and strategy in OUTER):
-        raise ValueError(
-            f"outer_dp_sharding_strategy: expected one of {list(OUTER)}, got "
-            f"{strategy!r}; pass one of them"
-        )
-    if strategy != "no_shard" and outer_dim is None:
-        raise ValueError(
-            f"outer_dp_sharding_strategy: expected 'no_shard' without dp_outer_dim, got "
-            f"{strategy!r}; name the mesh's dimension to divide over, or leave the strategy out"
-        )
-
-
 def require_ranks_per_node(value: object) -> None:
     """Refuse what is no count of ranks.
 
@@ -134,7 +115,7 @@ def require_ranks_per_node(value: object) -> None:
 
 def all_ranks(world_size: int) -> MeshAxes:
     """One axis over the whole job."""
-    return MeshAxes((ALL_RANKS,), (world_size,), {rank: (rank,) for rank in range(world_size)})
+    return MeshAxes((SHARD_AXIS,), (world_size,), {rank: (rank,) for rank in range(world_size)})
 
 
 def axes_of_mesh(
@@ -167,7 +148,7 @@ def axes_of_mesh(
     groups = tuple(mesh.get_group(name) for name in names) or (mesh.get_group(0),)
     ranks = [dist.get_process_group_ranks(group) for group in groups]
     order = _root_of(mesh).mesh.flatten().tolist()
-    names = names or mesh.mesh_dim_names or (ALL_RANKS,)
+    names = names or mesh.mesh_dim_names or (SHARD_AXIS,)
     return resolve_axes(names, ranks, order, rank), groups
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .communicators import communicator, gather_objects
 from .errors import communicating
 from .mesh_axes import (
-    ALL_RANKS,
+    SHARD_AXIS,
     MeshAxes,
     all_ranks,
     axes_of_mesh,
@@ -124,7 +124,9 @@ def data_parallel_groups(
                 f"{ranks_per_node}; start with torchrun or init_process_group, or leave it out"
             )
         device = _device_of(None, None, devices)
-        return DataParallelGroups(0, 1, device, None, (Axis(ALL_RANKS, 1, 0, None, None),), ((0,),))
+        return DataParallelGroups(
+            0, 1, device, None, (Axis(SHARD_AXIS, 1, 0, None, None),), ((0,),)
+        )
     own = dist.get_rank()
     if mesh is None:
         assert dist.group.WORLD is not None

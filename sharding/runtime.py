@@ -76,7 +76,7 @@ class Runtime:
                 self._backward.abandon(deadline)
             for unit in self.units:
                 unit.abandon(deadline)
-            self.pool.before_free()
+            self.pool.streams.catch_up()
 
     @property
     def strategy(self) -> str:

@@ -46,10 +46,8 @@ class _Leg:
 class UnitBuffers:
     """The placed buffers of one unit's parameters."""
 
-    def __init__(
-        self, spec: UnitSpec, full: Tensor, collectives: Collectives, pool: BufferPool
-    ) -> None:
-        """`full` [layout.numel], main dtype, leased from `pool`: the initial values, taken over."""
+    def __init__(self, spec: UnitSpec, collectives: Collectives, pool: BufferPool) -> None:
+        """All parameters are zero until `fill`."""
         self._channels = collectives.channels
         self._what = f"gather of unit '{spec.name}'"
         layout, dtypes, placements = spec.layout, spec.dtypes, spec.placements
@@ -62,7 +60,7 @@ class UnitBuffers:
         self.frees = placements.frees_params
         self.shares = not self.frees and dtypes.compute == dtypes.main
         """Whether `main` is a view of `gathered`."""
-        self._take_over(full, pool)
+        self._allocate(pool)
         # Views have to be made while there is memory; they outlive it. Each has a version counter
         # of its own: a write to one parameter must not spoil what autograd saved of the others.
         self.views = [v.data for v in FlatBuffer(self.gathered.memory, layout).views()]
@@ -80,21 +78,21 @@ class UnitBuffers:
         if self.frees:
             self.gathered.shrink()
 
-    def _take_over(self, full: Tensor, pool: BufferPool) -> None:
+    def _allocate(self, pool: BufferPool) -> None:
+        flat = pool.lease(self.gathered.numel, self.gathered.dtype)
+        # Collectives write through `.data`, which has a version counter of its own, so that
+        # tensors which autograd saved from an earlier gather of the same weights stay valid.
+        self.gathered.hold(flat.data)
         start, stop = self.main.span
         if self.shares:
-            # Collectives write through `.data`, which has a version counter of its own, so that
-            # tensors which autograd saved from an earlier gather of the same weights stay valid.
-            self.gathered.hold(full.data)
-            self.main.hold(full[start:stop])
-            return
-        self.gathered.hold(pool.lease(self.gathered.numel, self.gathered.dtype).data)
-        if self.main.numel == full.numel():
-            self.main.hold(full)
-            return
-        self.main.hold(pool.lease(self.main.numel, self.main.dtype))
-        self.main.memory.copy_(full[start:stop])
-        pool.release(full)
+            self.main.hold(flat.zero_()[start:stop])
+        else:
+            self.main.hold(pool.lease(stop - start, self.main.dtype).zero_())
+
+    def fill(self, index: int, whole: Tensor) -> None:
+        """Take this rank's part of the initial values `whole` [shape of tensor `index`]."""
+        # What `main` is a view of is read without a gather.
+        (self.gathered if self.shares else self.main).write(index, whole)
 
     @property
     def rest_bytes(self) -> int:
@@ -113,20 +111,36 @@ class UnitBuffers:
                 sent[self._channels[hop.axis].axis.name] += times * nbytes
         return sent
 
-    def stages(self, *, kept_is_fresh: bool) -> list[Stage]:
-        """What brings the gathered parameters in; `kept_is_fresh`: from those at rest."""
-        legs = self._legs[-1:] if kept_is_fresh else self._legs
-        return [stage for leg in legs for stage in self._stages_of(leg)]
+    @property
+    def main_casts(self) -> Tensor | None:
+        """Where the casts of `main` [its numel, compute dtype] stay; None if there are none, or
+        their memory is freed between two uses.
+        """
+        first = self._legs[0]
+        is_freed = self.frees and first is self._legs[-1]
+        return None if is_freed or first.source.dtype == first.own.dtype else first.own
 
-    def _stages_of(self, leg: _Leg) -> list[Stage]:
+    def stages(self, *, kept_is_fresh: bool, main_is_cast: bool = False) -> list[Stage]:
+        """What brings the gathered parameters in; `kept_is_fresh`: from those at rest,
+        `main_is_cast`: from `main_casts`.
+        """
+        legs = self._legs[-1:] if kept_is_fresh else self._legs
+        is_copied = main_is_cast and not kept_is_fresh
+        return [
+            stage
+            for place, leg in enumerate(legs)
+            for stage in self._stages_of(leg, is_copied=is_copied and place == 0)
+        ]
+
+    def _stages_of(self, leg: _Leg, *, is_copied: bool) -> list[Stage]:
         # Made anew each time: kept, they would keep this alive.
         more = [functools.partial(self._hop, leg, place) for place in range(1, len(leg.hops))]
-        return [functools.partial(self._start, leg), *more]
+        return [functools.partial(self._start, leg, is_copied), *more]
 
-    def _start(self, leg: _Leg) -> Sequence[Pending]:
+    def _start(self, leg: _Leg, is_copied: bool) -> Sequence[Pending]:
         if self.frees and leg is self._legs[-1]:
             self.gathered.grow()
-        if leg.source is not leg.own and (leg.in_place or not leg.hops):
+        if leg.source is not leg.own and not is_copied and (leg.in_place or not leg.hops):
             leg.own.copy_(leg.source)
         return self._hop(leg, 0, None if leg.in_place else leg.source) if leg.hops else ()
 

@@ -21,6 +21,9 @@ def install() -> None:
     """Replace the factories for the rest of this process, unless `SIDESTREAM_TEST_POISON=0`."""
     if os.environ.setdefault(SWITCH, "1") == "0" or hasattr(torch.empty, "__wrapped__"):
         return
+    # torch notes here, once, which functions `with torch.device(...)` changes: the real ones.
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in FUNCTIONS:
         setattr(torch, name, _poisoned(getattr(torch, name)))
     for name in METHODS:

@@ -49,7 +49,12 @@ def beat_from(content: bytes) -> Beat | None:
 
 
 class Board(Protocol):
-    """What ranks write to and read from; a RuntimeError or OSError says that it is out of reach."""
+    """What ranks write to and read from; a RuntimeError or OSError says that it is out of reach.
+
+    `name`: where it is, for messages.
+    """
+
+    name: str
 
     def post(self, rank: int, beat: Beat) -> None:
         """Leave a beat in place of the rank's last one."""
@@ -68,6 +73,7 @@ class FolderBoard:
     """A file a rank, written in place: a full disk stops no beat."""
 
     def __init__(self, folder: Path) -> None:
+        self.name = f"the folder {folder}"
         self._folder = folder
         self._descriptors: dict[int, int] = {}
 
@@ -128,7 +134,8 @@ class StoreBoard:
     group is taken while a rank waits in it.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, name: str = "the ranks' store") -> None:
+        self.name = name
         self._store = store
         self._seen: set[int] = set()
 
@@ -172,9 +179,10 @@ def board_of_store(environ: Mapping[str, str], rank: int, timeout_s: float) -> S
         KeyError, ValueError: the environment does not say where.
     """
     is_host = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     store = dist.TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
+        host,
+        port,
         is_master=is_host,
         timeout=timedelta(seconds=timeout_s),
         # Who waits for all to be there cannot tell who is not.
@@ -183,4 +191,5 @@ def board_of_store(environ: Mapping[str, str], rank: int, timeout_s: float) -> S
         multi_tenant=is_host,
     )
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return StoreBoard(dist.PrefixStore(f"sidestream/{attempt}", store))
+    prefixed = dist.PrefixStore(f"sidestream/{attempt}", store)
+    return StoreBoard(prefixed, f"the ranks' store at {host}:{port}")

@@ -185,15 +185,21 @@ class Heart:
         return self._verdict
 
     def whereabouts_of_others(self, world_size: int) -> str:
-        """Where the ranks stand that have not failed, for the error of this one, which has."""
+        """Where the ranks stand that have not failed, for the error of this one, which has; or
+        that nobody can tell.
+        """
         if self._board is None:
             return ""
         self._whereabouts.doing = f"failed {self._whereabouts.doing}"
         # Rank 0 stays longer: it may be the store's host.
         time.sleep((2 if self._rank else 3) * BEAT_S)
-        found: Mapping[int, Beat] = {}
-        with _out_of_reach():
+        try:
             found = self._board.beats(range(world_size))
+        except _OUT_OF_REACH:
+            return (
+                f"nothing is known: {self._board.name} does not answer, so that machine, or what "
+                "ran there, is gone"
+            )
         standing = [
             f"rank {rank} was last heard of {beat.place()}"
             for rank, beat in found.items()
@@ -268,9 +274,12 @@ class Heart:
                 )
 
 
+_OUT_OF_REACH = (RuntimeError, OSError, KeyError, ValueError)
+"""What a board raises that cannot be reached: to be silent is what is seen of it."""
+
+
 def _out_of_reach() -> contextlib.suppress:
-    """What a board raises that cannot be reached: to be silent is what is seen of it."""
-    return contextlib.suppress(RuntimeError, OSError, KeyError, ValueError)
+    return contextlib.suppress(*_OUT_OF_REACH)
 
 
 def _main_line() -> str:

@@ -12,6 +12,7 @@ from .model import MODEL_SIZES
 COMPUTE_DTYPES = ("fp32", "bf16")
 WIRE_DTYPES = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
+OUTER_STRATEGIES = ("no_shard", "optim")
 MAX_COUNT = 2**31 - 1
 MIN_HEARTBEAT_LIMIT_S = 3.0
 MAX_SEED = 2**63 - 1  # what torch.Generator takes
@@ -21,6 +22,8 @@ COUNTS = (
     "seq_len",
     "accumulate",
     "nproc",
+    "dp_outer",
+    "ranks_per_node",
     "keep_checkpoints",
     "kill_at_step",
 )
@@ -64,6 +67,9 @@ class TrainOptions:
     nproc: int | None = None
     device: str = "auto"
     zero: int = 3
+    dp_outer: int = 1
+    outer_strategy: str = "no_shard"
+    ranks_per_node: int | None = None
     compute: str = "fp32"
     grad_wire: str = "fp32"
     bucket_mib: float | None = None
@@ -99,6 +105,7 @@ class TrainOptions:
             ("model", tuple(MODEL_SIZES)),
             ("device", DEVICES),
             ("zero", (0, 1, 2, 3)),
+            ("outer_strategy", OUTER_STRATEGIES),
             ("compute", COMPUTE_DTYPES),
             ("grad_wire", WIRE_DTYPES),
         ):
@@ -133,6 +140,11 @@ class TrainOptions:
             raise OptionsError(
                 f"expected --heartbeat-limit-s >= {MIN_HEARTBEAT_LIMIT_S:g}, or 0 for never, got "
                 f"{self.heartbeat_limit_s}; ranks beat once a second"
+            )
+        if self.outer_strategy != "no_shard" and self.dp_outer == 1:
+            raise OptionsError(
+                f"expected --dp-outer of at least 2 beside --outer-strategy {self.outer_strategy}, "
+                "got 1; say how many replicas share the optimizer's state, or leave it out"
             )
         if self.kill_rank is not None and self.kill_at_step is None:
             raise OptionsError(
@@ -217,6 +229,27 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
     )
     _add(group, "device", "where to compute", choices=DEVICES)
     _add(group, "zero", "ZeRO level", type=int, choices=(0, 1, 2, 3))
+    _add(
+        group,
+        "dp_outer",
+        "replicas: so many groups of consecutive ranks, each of which shards the model",
+        type=int,
+        metavar="N",
+    )
+    _add(
+        group,
+        "outer_strategy",
+        "what replicas shard between them: nothing, or the optimizer's state",
+        choices=OUTER_STRATEGIES,
+    )
+    _add(
+        group,
+        "ranks_per_node",
+        "sum gradients inside groups of so many ranks first, then between these "
+        "(default: the ranks of a machine, where there are several)",
+        type=int,
+        metavar="N",
+    )
     _add(group, "compute", "dtype of forward and backward", choices=COMPUTE_DTYPES)
     _add(group, "grad_wire", "dtype of gradients between ranks; sums are FP32", choices=WIRE_DTYPES)
     _add(

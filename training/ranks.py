@@ -5,19 +5,26 @@ joins.
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from ..sharding import CommunicationError, shorten_flight_record
 from .errors import OptionsError
 
 INIT_METHOD_VARIABLE = "SIDESTREAM_INIT_METHOD"
+# In the environment of what torchrun's agent starts.
+AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
+AGENT_POLL_S = 0.5
+SHARD_DIM, OUTER_DIM = "dp_shard", "dp_outer"
 GROUP_TIMEOUT = timedelta(minutes=5)
 
 
@@ -137,6 +144,54 @@ def joined_group(place: Place, choice: DeviceChoice) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How ranks share a model: `count` groups of consecutive ranks, each of which shards it;
+    `strategy` says what the groups shard between them.
+
+    `ranks_per_node`: gradients are summed inside so many ranks first; None: as the machines are.
+    """
+
+    count: int = 1
+    strategy: str = "no_shard"
+    ranks_per_node: int | None = None
+
+    def check(self, world_size: int) -> None:
+        """Refuse what `world_size` ranks cannot be.
+
+        Raises:
+            OptionsError: they cannot be cut into such groups, or these into such nodes.
+        """
+        if world_size % self.count:
+            raise OptionsError(
+                f"expected a --dp-outer that divides {world_size} ranks, got {self.count}; pass "
+                f"another one, or start {-world_size % self.count} ranks more"
+            )
+        sharding = world_size // self.count
+        if self.ranks_per_node is not None and sharding % self.ranks_per_node:
+            raise OptionsError(
+                f"expected --ranks-per-node to divide the {sharding} ranks that share a model, got "
+                f"{self.ranks_per_node}; pass the number of ranks of a machine"
+            )
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """The arguments of `fully_shard`; every rank of the process group, if there is one, calls
+        this.
+        """
+        options = {} if self.ranks_per_node is None else {"ranks_per_node": self.ranks_per_node}
+        if self.count == 1:
+            return options
+        names = (OUTER_DIM, SHARD_DIM)
+        shape = (self.count, dist.get_world_size() // self.count)
+        return {
+            "device_mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
+            "dp_shard_dim": SHARD_DIM,
+            "dp_outer_dim": OUTER_DIM,
+            "outer_dp_sharding_strategy": self.strategy,
+            **options,
+        }
+
+
 def mean_over_ranks(value: Tensor, what: str) -> Tensor:
     """Return the mean of a tensor over the ranks, the same bits on each of them; `what` names it
     in errors.
@@ -200,3 +255,19 @@ def follow_launcher() -> None:
 
     if not sys.stdin.closed:
         threading.Thread(target=wait_for_end, name="follow-launcher", daemon=True).start()
+
+
+def follow_agent(on_end: Callable[[], None]) -> None:
+    """Call `on_end`, in a thread, when torchrun's agent, which started this process, is gone.
+
+    A killed agent leaves its ranks running: nobody would end them when others fail, and those that
+    a new agent starts in their place would share their devices with them.
+    """
+    agent = os.getppid()
+
+    def wait_for_end() -> None:
+        while os.getppid() == agent:
+            time.sleep(AGENT_POLL_S)
+        on_end()
+
+    threading.Thread(target=wait_for_end, name="follow-agent", daemon=True).start()

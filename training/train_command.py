@@ -18,10 +18,12 @@ from .interruption import end_on_signals, raising_signals
 from .launcher import LAUNCHED_VARIABLE, launch
 from .options import TrainOptions, add_train_arguments, options_from
 from .ranks import (
+    AGENT_VARIABLE,
     GROUP_TIMEOUT,
     Place,
     choose_device,
     default_num_ranks,
+    follow_agent,
     follow_launcher,
     place_from,
 )
@@ -101,6 +103,13 @@ def _train_as_rank(options: TrainOptions, place: Place) -> int:
         )
     whereabouts = Whereabouts()
     heart = _heart_of(options, place, whereabouts)
+    if AGENT_VARIABLE in os.environ and LAUNCHED_VARIABLE not in os.environ:
+        follow_agent(
+            lambda: heart.end(
+                f"rank {place.rank} ends ({whereabouts.doing}): torchrun's agent, which started "
+                "it, has ended or was killed; look for its error on that machine"
+            )
+        )
     if options.heartbeat_limit_s:
         heart.start()
     from .trainer import plan_run, train

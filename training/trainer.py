@@ -41,7 +41,15 @@ from .optimization import build_optimizer, learning_rate
 from .options import TrainOptions
 from .paths import require_writable_file, require_writable_folder
 from .progress import Reporter, reporter_for
-from .ranks import Place, choose_device, joined_group, max_over_ranks, mean_over_ranks, wait_for_all
+from .ranks import (
+    Place,
+    Replicas,
+    choose_device,
+    joined_group,
+    max_over_ranks,
+    mean_over_ranks,
+    wait_for_all,
+)
 from .recorder import Recorder
 from .result import RunResult, peak_memory_mib, reserved_memory_mib, sha256_of
 from .step_file import SavedRun
@@ -89,6 +97,7 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
         do not fit the run.
     """
     Share(options.batch, options.accumulate, 0, world_size)
+    _replicas(options).check(world_size)
     if options.json is not None:
         require_writable_file(options.json, "--json")
     plan = Plan(options, load_corpus(options.data, seq_len=options.seq_len), None)
@@ -167,10 +176,15 @@ def _build(plan: Plan, place: Place, device: torch.device) -> Run:
         overlap_grad_reduce=not options.no_overlap,
         overlap_param_gather=not options.no_overlap,
         bucket_mib=options.bucket_mib,
+        **_replicas(options).arguments(device),
     )
     assert sharded_optimizer is not None, "fully_shard returns the optimizer it was given"
     share = Share(options.batch, options.accumulate, place.rank, place.world_size)
     return Run(plan, place, share, device, module, sharded_optimizer, num_parameters)
+
+
+def _replicas(options: TrainOptions) -> Replicas:
+    return Replicas(options.dp_outer, options.outer_strategy, options.ranks_per_node)
 
 
 def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
@@ -180,8 +194,8 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
     )
     reporter.note(
         f"model: {options.model}, {run.num_parameters:,} parameters; {_ranks(place.world_size)} "
-        f"on {run.device.type} ({device_reason}); ZeRO-{options.zero}, {options.compute} compute, "
-        f"{options.grad_wire} gradients on the wire"
+        f"{_in_replicas(options)}on {run.device.type} ({device_reason}); ZeRO-{options.zero}, "
+        f"{options.compute} compute, {options.grad_wire} gradients on the wire"
     )
     cost = summary(run.module)
     reporter.note(
@@ -330,6 +344,10 @@ def _fingerprint(run: Run) -> str:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _in_replicas(options: TrainOptions) -> str:
+    return "" if options.dp_outer == 1 else f"in {options.dp_outer} replicas "
 
 
 def _device_name(device: torch.device) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import communicating, in_words
+from ..errors import CommunicationError, communicating, in_words
 from .ranks import Ranks
 
 # A subclass stands before its base.
@@ -19,6 +19,7 @@ _SHAREABLE: tuple[type[Exception], ...] = (
     OSError,
     TypeError,
     ValueError,
+    CommunicationError,
 )
 
 _Report = tuple[tuple[type[Exception], str] | None, dict[str, tuple[str, str]], Any]

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..communicators import background_group
 from ..entries import runtimes_over
+from ..errors import communicating
 from .folder import shown
 
 
@@ -87,11 +88,13 @@ def claim(target: Path, ranks: Ranks) -> None:
 
     Raises:
         ValueError: it belongs to others.
+        CommunicationError: the job's store does not answer.
     """
     if not dist.is_initialized():
         return
     key = f"sidestream/checkpoint/{hashlib.sha256(os.fsencode(target)).hexdigest()}"
-    owner = _get_default_store().compare_set(key, "", str(ranks)).decode()
+    with communicating(f"claim of {shown(target)} in the store of the job"):
+        owner = _get_default_store().compare_set(key, "", str(ranks)).decode()
     if owner != str(ranks):
         raise ValueError(
             f"path: expected a checkpoint that no other model of this job is saved to, got "

@@ -4,7 +4,12 @@ changed.
 Each parameter goes to the nearest enclosing module whose class is in `fsdp_unit_modules`, else to
 the root. What several units would own, a tied parameter or a module that stands in two of them,
 goes to the root. A module's parameters are then split by dtype and by whether they are trainable,
-and into buckets when `bucket_bytes` is given.
+and into buckets where these are asked for.
+
+Of what the root owns, the trainable parameters of a large module, as an embedding and a head are,
+have a unit of their own: a head's gradient is there first and an embedding's last, and one unit
+would keep both until then. Such a unit is still gathered and released with the root, since code may
+use its weights without calling its module.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..arguments import lacks_forward
+from ..config import UnitSizes
 from ..messages import listed
 from ..optim import replaced_params
 from ..precision import MixedPrecisionPolicy, resolve_dtypes
@@ -33,11 +39,12 @@ _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(eq=False, slots=True)
 class ParamEntry:
     """One parameter: its first name, and every (module, attribute) that holds it. `caches`: the
-    lists and dictionaries of modules that do so too, and where.
+    lists and dictionaries of modules that do so too, and where. `param` is the plain one until its
+    unit is attached, which frees it, then the sharded one.
     """
 
     name: str
-    param: nn.Parameter
+    param: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     caches: list[tuple[Any, Any]] = field(default_factory=list)
 
@@ -51,11 +58,20 @@ class GroupPlan:
     units: list[list[ParamEntry]]
     is_root: bool
 
+    def unit_name(self, members: Sequence[ParamEntry]) -> str:
+        """The name of the unit of `members`: its module's, or, of several units of the root, that
+        of the module inside it that holds them all.
+        """
+        holders = {entry.name.rpartition(".")[0] for entry in members}
+        is_apart = self.is_root and len(self.units) > 1 and len(holders) == 1
+        return (holders.pop() if is_apart else self.name) or "(root)"
 
-def collect_params(module: nn.Module) -> list[ParamEntry]:
+
+def collect_params(module: nn.Module, *, takes_meta: bool = False) -> list[ParamEntry]:
     """Every floating-point parameter once, in registration order, with all its places.
 
-    Integer and bool parameters are not sharded.
+    Integer and bool parameters are not sharded. `takes_meta`: what is on the meta device gets its
+    values later.
 
     Raises:
         ValueError: a parameter that is already sharded, on the meta device, lazy, of another dtype
@@ -66,7 +82,7 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
     problems: list[str] = []
     for name, submodule, attribute, param in param_places(module):
         if id(param) not in entries:
-            problem = _problem(param)
+            problem = _problem(param, takes_meta)
             if problem:
                 problems.append(f"'{name}' {problem}")
                 continue
@@ -77,14 +93,14 @@ def collect_params(module: nn.Module) -> list[ParamEntry]:
     problems += [
         f"buffer '{name}' {problem}"
         for name, buffer in named_buffers(module)
-        if (problem := _problem_of_any(buffer))
+        if (problem := _problem_of_any(buffer, takes_meta))
     ]
     if problems:
         raise ValueError("fully_shard cannot take these parameters: " + listed(problems, "; "))
     return list(entries.values())
 
 
-def _problem(param: nn.Parameter) -> str | None:
+def _problem(param: nn.Parameter, takes_meta: bool) -> str | None:
     if isinstance(param, ShardedTensor):
         return "is sharded already: call fully_shard once, on the outermost module"
     if (other := replaced_params.name_of(param)) is not None:
@@ -92,7 +108,7 @@ def _problem(param: nn.Parameter) -> str | None:
             f"was '{other}' of a model that is sharded already, which does not use this tensor any "
             "more: shard one module that holds both models, or give this one a copy"
         )
-    problem = _problem_of_any(param)
+    problem = _problem_of_any(param, takes_meta)
     if problem:
         return problem
     if param.layout is not torch.strided:
@@ -129,14 +145,17 @@ def _problem_of_dtype(param: nn.Parameter) -> str | None:
     return None
 
 
-def _problem_of_any(tensor: Tensor) -> str | None:
+def _problem_of_any(tensor: Tensor, takes_meta: bool) -> str | None:
     """What keeps a parameter or buffer from being taken, other than its dtype."""
     if is_lazy(tensor):
         return "has no shape yet: run one forward of its lazy module first"
     if _is_dtensor(tensor):
         return "is a DTensor: pass a model with plain parameters"
-    if tensor.is_meta:
-        return "is on the meta device: materialise it first (module.to_empty, reset_parameters)"
+    if tensor.is_meta and not takes_meta:
+        return (
+            "is on the meta device: pass init_model_with_meta_device=True, or a function that sets "
+            "what a module has, or materialise it first (module.to_empty, reset_parameters)"
+        )
     # An integer tensor stays as it is, so it may be of any class.
     if tensor.is_floating_point() and (base := _base_with_rules(type(tensor))) is not None:
         return (
@@ -171,10 +190,13 @@ def partition(
     entries: Sequence[ParamEntry],
     classes: tuple[type[nn.Module], ...],
     policy: MixedPrecisionPolicy,
-    bucket_bytes: int | None,
+    sizes: UnitSizes,
 ) -> list[GroupPlan]:
     """The groups of `module`, root first, then unit modules in registration order. Empty ones are
     left out.
+
+    With `classes`, modules with at least `sizes.split_root_bytes` of trainable parameters, of those
+    that the root owns, have a unit of their own.
 
     Raises:
         ValueError: a unit class of which the model has no instance.
@@ -205,15 +227,17 @@ def partition(
                 f"'{plain_name(name)}' of class {type(matches[name]).__name__}, which is never "
                 "called; name the class of its elements"
             )
+    parts = {name: [members] for name, members in owned.items() if members or not name}
+    if classes and sizes.split_root_bytes is not None:
+        parts[""] = _large_modules_apart(owned[""], policy, sizes.split_root_bytes)
     return [
         GroupPlan(
             plain_name(name),
             matches.get(name, module),
-            _split(members, policy, bucket_bytes),
+            [unit for part in members for unit in _split(part, policy, sizes.bucket_bytes)],
             is_root=not name,
         )
-        for name, members in owned.items()
-        if members or not name
+        for name, members in parts.items()
     ]
 
 
@@ -234,6 +258,32 @@ def _owners(module: nn.Module, units: Mapping[int, str]) -> dict[int, set[str]]:
     return owners
 
 
+def _large_modules_apart(
+    members: Sequence[ParamEntry], policy: MixedPrecisionPolicy, least_bytes: int
+) -> list[list[ParamEntry]]:
+    """`members` by the module that holds them first, where that has `least_bytes` of trainable
+    ones; the others together.
+    """
+    trainable_bytes: dict[int, int] = {}
+    for entry in members:
+        if entry.param.requires_grad:
+            holder = id(entry.places[0][0])
+            trainable_bytes[holder] = trainable_bytes.get(holder, 0) + _nbytes(entry, policy)
+    parts: dict[int | None, list[ParamEntry]] = {}
+    for entry in members:
+        holder = id(entry.places[0][0])
+        is_large = trainable_bytes.get(holder, 0) >= least_bytes
+        parts.setdefault(holder if is_large else None, []).append(entry)
+    return list(parts.values())
+
+
+def _nbytes(entry: ParamEntry, policy: MixedPrecisionPolicy) -> int:
+    """Bytes in the compute dtype."""
+    param = entry.param
+    dtypes = resolve_dtypes(policy, param.dtype, trainable=param.requires_grad)
+    return param.numel() * dtypes.compute.itemsize
+
+
 def _split(
     members: Sequence[ParamEntry], policy: MixedPrecisionPolicy, bucket_bytes: int | None
 ) -> list[list[ParamEntry]]:
@@ -241,12 +291,11 @@ def _split(
     for entry in members:
         kinds.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)
     units: list[list[ParamEntry]] = []
-    for (dtype, trainable), entries in kinds.items():
-        itemsize = resolve_dtypes(policy, dtype, trainable=trainable).compute.itemsize
+    for entries in kinds.values():
         bucket: list[ParamEntry] = []
         filled = 0
         for entry in entries:
-            nbytes = entry.param.numel() * itemsize
+            nbytes = _nbytes(entry, policy)
             if bucket and bucket_bytes is not None and filled + nbytes > bucket_bytes:
                 units.append(bucket)
                 bucket, filled = [], 0

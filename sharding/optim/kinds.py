@@ -7,8 +7,10 @@ import inspect
 import torch
 
 from ..arguments import kind_of, require_flag
+from .adamw import AdamW
 
 _ELEMENTWISE = (
+    AdamW,
     torch.optim.Adadelta,
     torch.optim.Adagrad,
     torch.optim.Adam,
@@ -123,4 +125,5 @@ def describe_options(optimizer: torch.optim.Optimizer | None) -> str:
         | {"params": len(group["params"])}
         for group in optimizer.param_groups
     ]
-    return f"{type(optimizer).__qualname__} {groups}"
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__} {groups}"

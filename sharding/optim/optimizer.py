@@ -32,6 +32,7 @@ from ..runtime import Runtime
 from ..tensor.torch_state_dict import teach_torch
 from ..unit import Unit
 from . import replaced_params
+from .compute_shards import lend_copies, take_copies_back
 from .flat_runs import (
     Located,
     Location,
@@ -125,6 +126,7 @@ class _BoundOptimizer:
         self._shown: list[list[Tensor]] = []
         self._shown_state: object = None
         self._inside = False
+        self._lent: list[Unit] = []  # their copies, during a step
         self._is_replaced = False
 
     def hook(self, optimizer: torch.optim.Optimizer) -> None:
@@ -195,6 +197,7 @@ class _BoundOptimizer:
             self.cut()
         self._show(optimizer, self._flat)
         optimizer.state = self._flat_state  # type: ignore[assignment]
+        self._lent = lend_copies(optimizer, self._runs())
         self._inside = True
 
     @uncompiled
@@ -210,6 +213,8 @@ class _BoundOptimizer:
         if runtime is not None:
             # Through `.data` an optimizer can change parameters without a trace in their versions.
             runtime.mark_stale()
+        take_copies_back(optimizer, self._lent)
+        self._lent = []
 
     @staticmethod
     def _show(optimizer: torch.optim.Optimizer, params: list[list[Tensor]]) -> None:

@@ -30,6 +30,7 @@ from .contributions import Contribution
 from .elementwise import dispatch
 from .grad_source import GradSource, HoldsSum
 from .group_parts import GroupParts, Intervals
+from .lent import Lent
 from .without_storage import WithoutStorage
 
 
@@ -50,6 +51,7 @@ class ShardedTensor(WithoutStorage, GroupParts, CheckpointChunks, torch.Tensor):
     _is_guarded: bool = False
     shown_by: Callable[[], HoldsSum | None] | None = None
     """Of a gradient: a weak reference to what it is a view of."""
+    lent = Lent()  # a unit's parameters have one that it looks at
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -141,7 +143,7 @@ class ShardedTensor(WithoutStorage, GroupParts, CheckpointChunks, torch.Tensor):
         """A tensor of the same layout around `local` [interval numel] of any dtype."""
         tensor = ShardedTensor._make(local, self.shape, False)
         tensor.start, tensor.name, tensor.group = self.start, self.name, self.group
-        tensor.intervals = self.intervals
+        tensor.intervals, tensor.lent = self.intervals, self.lent
         return tensor
 
     def _copy(self) -> ShardedTensor:
@@ -190,6 +192,7 @@ class ShardedTensor(WithoutStorage, GroupParts, CheckpointChunks, torch.Tensor):
         self.require_exchanged()
         if self._is_recorded():
             return self._contribution(self.start, self.local.detach)
+        self.lent.out = True
         return self.local
 
     @uncompiled

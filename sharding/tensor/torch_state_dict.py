@@ -4,7 +4,8 @@ They know torch's `DTensor` and `ShardedTensor`, and take any other tensor for a
 they do to those two is done here to ours, with the functions of torch for the rest::
 
     get_model_state_dict and the like, full_state_dict=True    each one gathered over its own group
-    set_model_state_dict and the like, of whole tensors        each one cut to this rank's part
+    set_model_state_dict and the like, of whole tensors        each one cut to this rank's part;
+                                                               those of rank 0 come in pieces
     async_save, and what else stages a state dict              this rank's part copied
 
 The functions that are replaced are private ones of torch 2.11 to 2.14. Where another torch lacks
@@ -22,12 +23,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..modules.uncompiled import uncompiled
 from .group_parts import Intervals
 from .sharded_tensor import ShardedTensor
 
 _Function = Callable[..., Any]
+_PIECE_NUMEL = 2**19
+"""How much of rank 0's whole tensors is on its way at a time."""
 
 
 def part_like(like: Any, value: Any) -> Any:
@@ -99,12 +103,45 @@ def _distributing(distribute: _Function) -> _Function:
 
 def _broadcasting(broadcast: _Function) -> _Function:
     @functools.wraps(broadcast)
-    def broadcast_tensors(full: Any, local: Any, keys: Any, *args: Any, **options: Any) -> Any:
-        likes = {key: local[key] for key in keys if key in local}
-        broadcast(full, local, keys, *args, **options)
-        local.update({key: part_like(like, local[key]) for key, like in likes.items()})
+    def broadcast_tensors(full: Any, local: Any, keys: Any, device: Any, pg: Any = None) -> Any:
+        streamed: list[str] = []
+        whole: list[str] = []
+        for key in keys:
+            like, given = local.get(key), full[key]
+            shape = given.shape if isinstance(given, Tensor) else given.size
+            # What does not fit is for whoever loads to refuse.
+            fits = isinstance(like, ShardedTensor) and like.shape == shape
+            (streamed if fits else whole).append(key)
+        for key in streamed:
+            _stream(full[key], local[key], pg or dist.group.WORLD)
+        if whole:
+            broadcast(full, local, whole, device, pg)
 
     return broadcast_tensors
+
+
+@torch.no_grad()
+def _stream(full: Any, like: ShardedTensor, group: Any) -> None:
+    """Bring `full` of rank 0 straight into `like`, which is then copied to itself: parts beside it
+    would take as much memory as the model again. Elsewhere `full` has its dtype.
+    """
+    types = group._device_types  # what torch asks, too
+    device = like.device if like.device.type in {kind.type for kind in types} else types[0]
+    local = like.local
+    source = full.detach().reshape(-1) if isinstance(full, Tensor) else None
+    # Replicated parameters are gathered anew after a write, so a rank without elements writes too.
+    increment_version(local)
+    piece = torch.empty(min(_PIECE_NUMEL, like.numel()), dtype=full.dtype, device=device)
+    for start in range(0, like.numel(), _PIECE_NUMEL):
+        part = piece[: like.numel() - start]
+        if source is not None:
+            part.copy_(source[start : start + len(part)])
+        dist.broadcast(part.view(torch.uint8), src=0, group=group)
+        first = max(like.start - start, 0)
+        stop = min(like.start + len(local) - start, len(part))
+        if first < stop:
+            offset = start + first - like.start
+            local[offset : offset + stop - first] = part[first:stop].to(local.device)
 
 
 def _allocating(create: _Function) -> _Function:

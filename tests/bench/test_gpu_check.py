@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sidestream.bench import gpu_check, gpu_commands, gpu_kernels, gpu_tests, kernel_table, reports
-from sidestream.bench.gpu_steps import FILE, Result, Step
+from sidestream.bench.gpu_steps import FILE, Budget, Result, Step, side_by_side
 from sidestream.bench.kernel_cases.selection import Selection, select
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ class _Check:
             "beside": [_step("gpu tests"), _step("memcheck", "not run")],
             "timed": _step("gpu tests that take times"),
             "shared": _step("shared"),
-            "trainings": [_step("train 0"), _step("train 3")],
+            "trainings": [_step("train 0"), _step("train 3"), _step("train group")],
             "commands": [_step("step time"), _step("autotune")],
         }
         monkeypatch.setenv("OUT", str(folder))
@@ -70,7 +70,8 @@ def test_a_dry_run_is_labelled_and_told_as_it_goes(check, capsys):
     assert kernels.wrong == ()
     assert steps["kernels"]["values"]["pack_host_us"] > 0.0
     assert list(steps)[:3] == ["gpu tests", "memcheck", "gpu tests that take times"]
-    assert "2 steps not run: memcheck, ZeRO-0 and ZeRO-3 agree" in report["verdict"]
+    compared = "ZeRO-0 and ZeRO-3 agree, one rank and a group of one agree"
+    assert f"3 steps not run: memcheck, {compared}" in report["verdict"]
     printed = capsys.readouterr().out
     places = [printed.index(text) for text in ("gpu tests ", f"  {ours[0]}: ", "\nstep time")]
     assert places == sorted(places)
@@ -229,6 +230,15 @@ def test_levels_that_lead_elsewhere_fail():
     assert agree(trained(2.0, "a"), trained(2.001, "b")).status == "ok"
     assert agree(trained(2.0, "a"), trained(2.2, "b")).status == "failed"
     assert agree(trained(2.0, "a"), Result("failed", "")).status == "not run"
+
+
+@pytest.mark.slow
+def test_a_rank_over_a_group_of_one_trains_as_alone():
+    """The trainings themselves, tiny on a CPU."""
+    _, alone, group, _ = gpu_commands.trainings(dry_run=True)
+    results = side_by_side(Budget(110), [alone, group], lambda _: None)
+    assert [result.status for result in results] == ["ok", "ok"], results
+    assert gpu_commands.same_training(*results).values == {"same_bits": True}
 
 
 def test_a_command_is_told_in_its_own_words():

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from sidestream.bench import gpu_steps
-from sidestream.bench.gpu_steps import FILE, Budget, Result, Step, side_by_side
+from sidestream.bench.gpu_steps import FILE, FOLDER, Budget, Result, Step, side_by_side
 
 HANG = "import time; print('begun', flush=True); time.sleep(100)"
 
@@ -33,6 +33,12 @@ def test_a_command_is_heard_with_what_it_wrote():
     outcome = result.values["outcome"]
     assert (outcome.code, outcome.output, outcome.written) == (3, "why\n", "found")
     assert outcome.tail.startswith("exit 3: why\n")
+
+
+def test_a_variable_may_name_a_place_in_the_folder():
+    code = "import os, sys; assert os.environ['A'] == f'{os.path.dirname(sys.argv[1])}/b'"
+    (result,) = _run(Budget(60), _step(code, FILE, variables={"A": f"{FOLDER}/b"}))
+    assert result.values["outcome"].code == 0
 
 
 @pytest.mark.parametrize(

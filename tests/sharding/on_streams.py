@@ -73,6 +73,8 @@ def sharding(
 
     `holds`: whether gradients live until their event has advanced. Delete the model inside.
     """
+    gather: Any
+    reduce: Any
     gather, reduce = (LoopbackGroup(machine, world_size) for _ in range(2))
     along = (gather, reduce) if world_size > 1 else ()
     groups = one_axis(0, world_size, torch.device("cpu"), *along)

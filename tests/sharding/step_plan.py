@@ -45,13 +45,12 @@ class PlanGroup:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How the runtime is set up. `max_exchanges`: how many may be in flight. `sync`: whether this
-    backward exchanges gradients, or only accumulates them.
+    """How the runtime is set up. `sync`: whether this backward exchanges gradients, or only
+    accumulates them.
     """
 
     frees_params: bool
     prefetch: int
-    max_exchanges: int
     exchange_order: tuple[int, ...]
     sync: bool = True
 
@@ -64,8 +63,7 @@ class _Planner:
     options: PlanOptions
     steps: list[Step] = field(default_factory=list)
     gathered: dict[int, bool] = field(default_factory=dict)
-    in_flight: list[tuple[int, int]] = field(default_factory=list)
-    num_exchanges: int = 0
+    packing: list[int] = field(default_factory=list)
 
     @property
     def frees(self) -> bool:
@@ -102,23 +100,18 @@ class _Planner:
                         self.start_gather(unit)
 
     def exchange(self, unit: int) -> None:
-        if len(self.in_flight) >= self.options.max_exchanges:
-            self.finish_exchange()
-        slot = self.num_exchanges % self.options.max_exchanges
-        self.num_exchanges += 1
+        self.finish_packing()
         kind = Kind.EXCHANGE if self.options.sync else Kind.ACCUMULATE
-        buffers = (
-            [f"buffers {slot}", f"main_grad {unit}"]
-            if self.options.sync
-            else [f"accumulated {unit}"]
-        )
-        self.add(kind, unit, [f"grads {unit}"], buffers)
-        self.in_flight.append((unit, slot))
+        target = f"main_grad {unit}" if self.options.sync else f"accumulated {unit}"
+        # Exchange buffers belong to the lane, which uses and frees them in order.
+        self.add(kind, unit, [f"grads {unit}"], [target, "buffers"])
+        self.packing.append(unit)
 
-    def finish_exchange(self) -> None:
-        unit, slot = self.in_flight.pop(0)
-        # Giving the buffers back counts as a write: what comes after may get their memory.
-        self.add(Kind.FINISH_EXCHANGE, unit, writes=[f"buffers {slot}", f"grads {unit}"])
+    def finish_packing(self) -> None:
+        while self.packing:
+            unit = self.packing.pop()
+            # The gradients are freed, which counts as a write: others may get their memory.
+            self.add(Kind.FINISH_EXCHANGE, unit, writes=[f"grads {unit}"])
 
     def forward(self) -> None:
         units = [unit for group in self.groups for unit in group.units]
@@ -161,8 +154,7 @@ class _Planner:
             spent = self.groups[place].units if self.frees else ()
         for place in roots:
             self.leave(self.groups[place], done, waiting)
-        while self.in_flight:
-            self.finish_exchange()
+        self.finish_packing()
         self.release_all(sorted(self.gathered))
 
     def enter(self, group: PlanGroup, place: int, done: set[int]) -> None:

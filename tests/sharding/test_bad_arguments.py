@@ -35,6 +35,8 @@ OPTIONS: list[tuple[str, Any, type[Exception]]] = [
     *(("reshard_after_forward", value, TypeError) for value in ("no", 8)),
     *(("bucket_mib", value, TypeError) for value in ("1", True, [1], 1j, torch.tensor(1.0))),
     *(("bucket_mib", value, ValueError) for value in (0, -1, math.nan, math.inf)),
+    *(("split_root_mib", value, TypeError) for value in ("1", True)),
+    *(("split_root_mib", value, ValueError) for value in (0, -1, math.nan, math.inf)),
     *(("prefetch", value, TypeError) for value in ("1", True, None)),
     *(("prefetch", value, ValueError) for value in (1.5, -1)),
     *(("zero_dp_strategy", value, ValueError) for value in (3.0, "3", None, torch.tensor([1, 2]))),

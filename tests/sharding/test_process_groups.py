@@ -15,8 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import sidestream as ss
 from sidestream.sharding.communicators import communicator
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.process_groups import DataParallelGroups, data_parallel_groups
+from sidestream.sharding.process_groups import (
+    ONE_RANK_VARIABLE,
+    DataParallelGroups,
+    data_parallel_groups,
+)
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
+from sidestream.tests.sharding import trainer
 
 Mesh = tuple[tuple[int, ...], tuple[str, ...]]
 
@@ -166,9 +171,9 @@ def _of_a_part_first(rank: int, world_size: int) -> dict[str, Any]:
     """Ranks 0 and 1 have a communicator that 2 and 3 lack when all four shard a model."""
     mesh = _mesh((2, 2), ("outer", "shard"))
     part = data_parallel_groups(mesh["shard"], None) if rank < 2 else None
+    crossed = data_parallel_groups(mesh, "outer", "shard")
     both = data_parallel_groups(mesh, "shard", "outer")
     assert part is None or both.axes[0].reduce is part.axes[0].reduce
-    crossed = data_parallel_groups(mesh, "outer", "shard")
     assert crossed.axes[0].reduce is both.axes[1].reduce
     assert [_ranks(axis.reduce) for axis in both.axes] == [
         _ranks(axis.reduce) for axis in reversed(crossed.axes)
@@ -326,3 +331,25 @@ def test_refuses_parameters_elsewhere(bound, devices, message):
         run_on_ranks(_device, 2, "cuda", bound, devices)
     assert all(message in text for text in failed.value.failures.values())
     assert len(failed.value.failures) == 2
+
+
+def _one_rank(rank: int, world_size: int, switch: dict[str, str]) -> trainer.Outcome:
+    job = trainer.Job(
+        zero=3, policy={"param_dtype": torch.bfloat16, "grad_comm_dtype": torch.bfloat16}
+    )
+    with mock.patch.dict("os.environ", switch):
+        return trainer.run(rank, world_size, job)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("gloo", {"gather"}), ("cpu:gloo,cuda:gloo", {"gather", "exchange"})],
+    ids=["peers, of which there are none", "native"],
+)
+def test_one_rank_communicates_with_itself_where_told_to(backend, expected):
+    """As `make gpu-check` does with NCCL, whose gathers and exchanges are native."""
+    (alone,) = run_on_ranks(_one_rank, 1, {}, backend=backend)
+    (over_group,) = run_on_ranks(_one_rank, 1, {ONE_RANK_VARIABLE: "1"}, backend=backend)
+    assert over_group.sha256 == alone.sha256 and over_group.losses == alone.losses
+    assert not {"gather", "exchange"} & alone.calls.keys()
+    assert expected <= over_group.calls.keys()

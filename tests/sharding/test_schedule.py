@@ -7,7 +7,6 @@ import pytest
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.lanes import DeferredLane
 from sidestream.sharding.trace import Kind
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.step_plan import (
@@ -19,18 +18,11 @@ from sidestream.tests.sharding.step_plan import (
 )
 from sidestream.tests.sharding.trainer import Job, build, run_step
 
-IN_FLIGHT = (DeferredLane.max_exchanges, 2)  # a pipelined lane has two
 CASES = {
-    f"zero{zero}, {groups} groups, prefetch {prefetch}, {in_flight} in flight": (
-        zero,
-        groups,
-        prefetch,
-        in_flight,
-    )
+    f"zero{zero}, {groups} groups, prefetch {prefetch}": (zero, groups, prefetch)
     for zero in range(4)
     for groups in (1, 2, 5)
     for prefetch in (0, 1, 2)
-    for in_flight in IN_FLIGHT
 }
 
 
@@ -38,7 +30,6 @@ def make_plan(
     zero: int,
     num_groups: int,
     prefetch: int,
-    in_flight: int,
     *,
     sync: bool = True,
     reshard: bool | None = None,
@@ -52,16 +43,16 @@ def make_plan(
         for index in range(num_groups)
     ]
     order = tuple(reversed(range(num_groups)))
-    return plan_step(groups, PlanOptions(zero == 3, prefetch, in_flight, order, sync))
+    return plan_step(groups, PlanOptions(zero == 3, prefetch, order, sync))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_plan_has_no_hazard(case: tuple[int, int, int, int]) -> None:
+def test_plan_has_no_hazard(case: tuple[int, int, int]) -> None:
     assert find_hazards(make_plan(*case)) == []
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_wait_on_data_is_needed(case: tuple[int, int, int, int]) -> None:
+def test_every_wait_on_data_is_needed(case: tuple[int, int, int]) -> None:
     plan = make_plan(*case)
     waits = [(position, wait) for position, step in enumerate(plan) for wait in step.waits]
     assert waits
@@ -82,7 +73,7 @@ def test_checker_finds_a_read_before_its_write() -> None:
 
 
 def test_zero3_gathers_twice_and_exchanges_once_per_unit() -> None:
-    kinds = [(step.kind, step.unit) for step in make_plan(3, 4, 1, 2)]
+    kinds = [(step.kind, step.unit) for step in make_plan(3, 4, 1)]
     for unit in range(1, 4):
         assert kinds.count((Kind.GATHER, unit)) == 2
         assert kinds.count((Kind.EXCHANGE, unit)) == 1
@@ -131,7 +122,6 @@ def test_runtime_follows_the_plan(case: dict[str, Any], sync: bool) -> None:
             job.zero or 0,
             4,
             job.options.get("prefetch", int(job.options.get("overlap_param_gather", True))),
-            DeferredLane.max_exchanges,
             sync=sync,
             reshard=job.options.get("reshard_after_forward"),
         )

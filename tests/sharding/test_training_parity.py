@@ -36,6 +36,7 @@ def test_equals_one_plain_process_with_the_whole_batch(world_size: int) -> None:
         assert outcomes[0][name].norms == pytest.approx(plain.norms, rel=tolerance)
 
 
+SPLIT = {"split_root_mib": 0.0001}
 VARIANTS = {
     **{f"zero{z}": Job(zero=z) for z in range(4)},
     "no overlap": Job(options={"overlap_grad_reduce": False, "overlap_param_gather": False}),
@@ -46,6 +47,9 @@ VARIANTS = {
     "fine units, zero 0": Job(zero=0, units="fine"),
     "buckets": Job(zero=0, units="whole", options={"bucket_mib": 0.002}),
     "buckets, zero 3": Job(units="block", options={"bucket_mib": 0.001}),
+    "root split": Job(options=SPLIT),
+    "root split, zero 0": Job(zero=0, options=SPLIT),
+    "root split, buckets, zero 1": Job(zero=1, options={"bucket_mib": 0.0003, **SPLIT}),
     "no prefetch": Job(options={"prefetch": 0}),
     "prefetch 2": Job(options={"prefetch": 2}),
     "keep after forward": Job(options={"reshard_after_forward": False}),
@@ -65,7 +69,7 @@ POLICIES = {
 
 # What decides what is added up, and in which order; the other variants decide when.
 SUMS = ["zero0", "zero1", "zero2", "zero3", "whole model", "fine units", "fine units, zero 0"]
-SUMS += ["buckets", "buckets, zero 3"]
+SUMS += ["buckets", "buckets, zero 3", "root split", "root split, zero 0"]
 # Three ranks cut unevenly and round sums by their order. Two do neither, whatever the policy.
 RUNS = [("fp32", 2, SUMS), ("fp32", 3, VARIANTS), ("bf16 compute", 3, VARIANTS)]
 RUNS += [("bf16 wire", 3, SUMS), ("bf16 compute, fp32 wire", 3, SUMS)]

@@ -27,7 +27,8 @@ def test_every_option_can_be_given():
         "--data d --model tiny --steps 9 --batch 4 --seq-len 32 --accumulate 2 --lr 0.5 --clip 0 "
         "--dropout 0.1 --seed 3 --nproc 2 --device cpu --zero 1 --compute bf16 --grad-wire bf16 "
         "--bucket-mib 0.5 --no-overlap --checkpoint c --checkpoint-every 4 --resume --json j "
-        "--kill-at-step 5 --kill-rank 1 --heartbeat-limit-s 9 --keep-checkpoints 2"
+        "--kill-at-step 5 --kill-rank 1 --heartbeat-limit-s 9 --keep-checkpoints 2 "
+        "--dp-outer 2 --outer-strategy optim --ranks-per-node 2"
     )
     options = _parsed(*line.split())
     given = {field.name for field in fields(options)}
@@ -62,6 +63,9 @@ def test_defining_options_exist_and_leave_out_how_it_is_computed():
         ("--heartbeat-limit-s -1", "--heartbeat-limit-s >= 0, got -1"),
         ("--heartbeat-limit-s nan", "--heartbeat-limit-s >= 0, got nan"),
         ("--kill-rank 0", "--kill-at-step beside --kill-rank"),
+        ("--dp-outer 0", "--dp-outer >= 1, got 0"),
+        ("--ranks-per-node 0", "--ranks-per-node >= 1, got 0"),
+        ("--outer-strategy optim", "--dp-outer of at least 2 beside --outer-strategy optim, got 1"),
     ],
     ids=lambda value: value.split(" ")[0].strip("-") if value.startswith("--") else None,
 )

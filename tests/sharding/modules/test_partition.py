@@ -1,9 +1,12 @@
 """Which parameter goes to which unit, and how units are cut into buckets."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from sidestream.sharding.config import UnitSizes
 from sidestream.sharding.modules.partition import GroupPlan, collect_params, partition
 from sidestream.sharding.precision import MixedPrecisionPolicy
 
@@ -18,10 +21,15 @@ class Layer(nn.Module):
 
 
 def plans_of(
-    module: nn.Module, bucket_bytes: int | None = None, param_dtype: torch.dtype | None = None
+    module: nn.Module,
+    bucket_bytes: int | None = None,
+    param_dtype: torch.dtype | None = None,
+    split_root_bytes: int | None = None,
+    classes: tuple[type[nn.Module], ...] = (Layer,),
 ) -> list[GroupPlan]:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
-    return partition(module, collect_params(module), (Layer,), policy, bucket_bytes)
+    sizes = UnitSizes(bucket_bytes, split_root_bytes)
+    return partition(module, collect_params(module), classes, policy, sizes)
 
 
 def names_of(plan: GroupPlan) -> list[list[str]]:
@@ -69,4 +77,62 @@ def test_parameters_go_to_the_nearest_unit_and_shared_ones_to_the_root() -> None
         "": ["outer.inner.values.0", "head.weight"],
         "outer": ["outer.values.0", "outer.plain.weight", "outer.plain.bias"],
         "other": ["other.values.0"],
+    }
+
+
+class Model(nn.Module):
+    """Bytes in FP32: the embedding's 160, the norm's 32, the head's 160 and 40."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.layer = Layer(4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 10)
+
+
+def root_of(module: nn.Module, **options: Any) -> dict[str, list[str]]:
+    """The root's units: their parameters by their names."""
+    root = plans_of(module, **options)[0]
+    return {root.unit_name(unit): [entry.name for entry in unit] for unit in root.units}
+
+
+ROOT = ["embedding.weight", "norm.weight", "norm.bias", "head.weight", "head.bias"]
+APART = {"embedding": ROOT[:1], "norm": ROOT[1:3], "head": ROOT[3:]}
+SPLITS: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {
+    "none": ({}, {"(root)": ROOT}),
+    "all larger": ({"split_root_bytes": 201}, {"(root)": ROOT}),
+    "one": ({"split_root_bytes": 200}, {"(root)": ROOT[:3], "head": ROOT[3:]}),
+    "all but what is small": ({"split_root_bytes": 160}, APART),
+    "in the compute dtype": (
+        {"split_root_bytes": 100, "param_dtype": torch.bfloat16},
+        {"(root)": ROOT[:3], "head": ROOT[3:]},
+    ),
+    "no unit classes": (
+        {"split_root_bytes": 1, "classes": ()},
+        {"(root)": [ROOT[0], "layer.values.0", *ROOT[1:]]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), SPLITS.values(), ids=SPLITS)
+def test_large_modules_of_the_root_have_units_of_their_own(
+    options: dict[str, Any], expected: dict[str, list[str]]
+) -> None:
+    assert root_of(Model(), **options) == expected
+
+
+def test_a_tied_weight_is_in_one_unit_and_what_is_frozen_does_not_count() -> None:
+    tied = Model()
+    tied.head.weight = tied.embedding.weight
+    assert root_of(tied, split_root_bytes=160) == {
+        "embedding": ["embedding.weight"],
+        "(root)": ["norm.weight", "norm.bias", "head.bias"],
+    }
+    frozen = Model()
+    frozen.embedding.weight.requires_grad_(False)
+    frozen.norm.requires_grad_(False)
+    assert root_of(frozen, split_root_bytes=100) == {
+        "(root)": ["embedding.weight", "norm.weight", "norm.bias"],
+        "head": ["head.weight", "head.bias"],
     }

@@ -75,6 +75,10 @@ def fused_adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, fused=True)
 
 
+def our_adamw(params: Any) -> torch.optim.Optimizer:
+    return ss.AdamW(params, lr=0.01)
+
+
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -301,7 +305,9 @@ def scaled(rank: int, world_size: int, make: Any) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("make", [sgd, adamw, fused_adamw], ids=["SGD", "AdamW", "fused AdamW"])
+@pytest.mark.parametrize(
+    "make", [sgd, adamw, fused_adamw, our_adamw], ids=["SGD", "AdamW", "fused AdamW", "ours"]
+)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int, make: Any) -> None:
     ranks = run_on_ranks(scaled, world_size, make)
