@@ -21,10 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import sidestream as ss
 from sidestream.sharding import monitor
 from sidestream.sharding.errors import CommunicationError
+from sidestream.sharding.explanation import explain_runtime
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.in_flight import WorkLog, host_waits, noted, noting
 from sidestream.sharding.monitor import MONITOR, Monitor, Watched, dump_flight_record, find_late
+from sidestream.sharding.runtime import Runtime
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.fake_streams import Machine, Stream
+from sidestream.tests.sharding.on_streams import run
 from sidestream.tests.sharding.trainer import Job, build, run_step
 
 LIMIT_S = 10.0
@@ -130,6 +134,35 @@ def test_what_waits_is_told_once() -> None:
         watched.logs[0].begin("gather of unit 'b'").event = Event()
         ours.look()
         assert len(texts) == 2 and "unit 'b'" in texts[1]
+
+
+class SlowClock(dict[Any, Any]):
+    """An event of a fake stream, which comes when all are told to."""
+
+    have_come = False
+
+    def query(self) -> bool:
+        return self.have_come
+
+
+def test_what_streams_were_given_is_in_flight_until_its_event_has_come() -> None:
+    def find(runtime: Runtime) -> tuple[list[str], str, str]:
+        works = [work.what for lane in runtime.lanes for work in lane.log.in_flight()]
+        hung = str(explain_runtime(runtime))
+        SlowClock.have_come = True
+        return works, hung, str(explain_runtime(runtime))
+
+    slow = mock.patch.object(Stream, "record_event", lambda stream: SlowClock(stream.clock))
+    with slow, mock.patch.object(SlowClock, "have_come", False):
+        works, hung, ended = run(Machine(), Job(zero=3), find=find)
+    blocks = [f"unit 'blocks.{index}'" for index in range(3)]
+    assert {work for work in works if work.startswith("gather of")} == {
+        f"gather of {unit}" for unit in ("unit '(root)'", *blocks)
+    }
+    # Two steps of one backward each; nothing has ended.
+    assert works.count("gradient exchange of unit 'blocks.1'") == 2
+    assert "in flight: gather of unit 'blocks.1' for " in hung
+    assert "in flight: nothing" in ended
 
 
 def test_a_work_that_could_not_be_started_is_not_in_flight() -> None:
