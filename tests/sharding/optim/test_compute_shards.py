@@ -305,9 +305,16 @@ def write_between(rank: int, world_size: int, folder: str) -> None:
         job = Job(rank, world_size, zero)
         job.train(0)
         ss.save_checkpoint(f"{folder}/{zero}", job.model, job.optimizer)
-        job.train(1)
-        ss.load_checkpoint(f"{folder}/{zero}", job.model, job.optimizer)
-        job.check(f"ZeRO-{zero}, a checkpoint")
+        ss.save_safetensors(f"{folder}/{zero}-safetensors", job.model)
+        saved = full_params(job.model)
+        for load in (
+            lambda job, zero: ss.load_checkpoint(f"{folder}/{zero}", job.model, job.optimizer),
+            lambda job, zero: ss.load_safetensors(f"{folder}/{zero}-safetensors", job.model),
+        ):
+            job.train(1)
+            load(job, zero)
+            assert torch.equal(full_params(job.model)["head.weight"], saved["head.weight"])
+            job.check(f"ZeRO-{zero}, loaded")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
