@@ -127,6 +127,12 @@ def test_bits_do_not_depend_on_when_streams_run(job: Job, side_first: bool, lane
     assert same(expected, run(Late(side_first=side_first), job, lanes))
 
 
+@pytest.mark.parametrize("job", ON_TWO_AXES.values(), ids=ON_TWO_AXES)
+def test_bits_on_two_axes_do_not_depend_on_when_streams_run(job: Job) -> None:
+    expected = run(Machine(), job, SERIAL, sizes=(2, 2))
+    assert same(expected, run(Late(side_first=False), job, sizes=(2, 2)))
+
+
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_no_wait_can_be_left_out(wait: Wait) -> None:
     machine = Racing()
