@@ -38,7 +38,7 @@ LANES: dict[str, Lanes] = {
 SERIAL: Lanes = lambda _: (SerialLane(), SerialLane())  # noqa: E731
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Never asks for a value, so that a step's end is still enqueued when the next one begins."""
     return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=False)
 
@@ -81,7 +81,12 @@ def _groups(machine: Machine, sizes: Sequence[int]) -> tuple[DataParallelGroups,
 
 @contextlib.contextmanager
 def sharding(
-    machine: Machine, lanes: Lanes, sizes: Sequence[int] = (2,), *, holds: bool = True
+    machine: Machine,
+    lanes: Lanes,
+    sizes: Sequence[int] = (2,),
+    *,
+    holds: bool = True,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
 ) -> Iterator[Along]:
     """A model made inside has `lanes`, and axes of `sizes` along which all ranks are alike; their
     groups for gathers and for reductions come back.
@@ -102,7 +107,7 @@ def sharding(
         ),
         mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
         mock.patch.multiple(dist, get_backend=lambda _: "nccl", get_rank=lambda _: 0),
-        mock.patch.object(trainer, "make_optimizer", make_optimizer),
+        mock.patch.object(trainer, "make_optimizer", optimizer),
         hold_until_advance(machine) if holds else contextlib.nullcontext(),
     ):
         yield along
@@ -120,6 +125,7 @@ def run(
     *,
     sizes: Sequence[int] = (2,),
     holds: bool = True,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     prepare: Callable[[Runtime], object] = lambda _: None,
     find: Callable[[Runtime], T] = mains_of,  # type: ignore[assignment]
 ) -> T:
@@ -127,19 +133,19 @@ def run(
 
     `prepare` is called before the first step.
     """
-    with sharding(machine, lanes, sizes, holds=holds):
-        model, optimizer = trainer.build(job)
+    with sharding(machine, lanes, sizes, holds=holds, optimizer=optimizer):
+        model, stepper = trainer.build(job)
         prepare(runtime_of(model))
         with machine:
             for step in range(2):
                 with torch.no_grad():
                     model(trainer.batch(step, rank=0, world_size=2))
-                trainer.run_step(model, optimizer, job, step, 0, 2)
+                trainer.run_step(model, stepper, job, step, 0, 2)
                 if job.clip is not None:
                     ss.clip_grad_norm_(model, job.clip)
-                optimizer.step()
-                optimizer.zero_grad()
+                stepper.step()
+                stepper.zero_grad()
         machine.synchronize()
         found = find(runtime_of(model))
-        del model, optimizer  # while there are streams
+        del model, stepper  # while there are streams
         return found

@@ -11,8 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import sidestream as ss
 from sidestream.buffers import BufferPool
 from sidestream.sharding.lanes import _StreamEvent, make_lane
 from sidestream.sharding.runtime import Runtime
@@ -149,6 +150,26 @@ def test_memory_is_freed_once_its_owner_knows_of_the_compute(zero: int) -> None:
     lanes = ("memory of stream 1 is", "memory of stream 2 is")
     assert machine.early_frees
     assert all(found.startswith(lanes) and "on stream 0" in found for found in machine.early_frees)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_a_step_of_our_adamw_casts_is_ordered(zero: int) -> None:
+    job = Job(zero=zero, policy={"param_dtype": torch.bfloat16})
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return ss.AdamW(model.parameters(), lr=0.5)
+
+    def leave_out_the_wait_for_compute(runtime: Runtime) -> None:
+        free_at_once(runtime)
+        machine.streams[1].wait_stream = lambda *_: {}
+
+    machine = Racing()
+    run(machine, job, optimizer=adamw)
+    assert set(machine.hazards) == set()
+    machine = Racing()
+    run(machine, job, optimizer=adamw, prepare=leave_out_the_wait_for_compute)
+    # At ZeRO-0 nothing is left for the lane to do after a step.
+    assert bool(machine.hazards) == (zero > 0)
 
 
 def test_a_stage_that_frees_waits_for_the_other_stream_of_its_lane() -> None:
