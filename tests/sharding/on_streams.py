@@ -19,11 +19,11 @@ import sidestream as ss
 from sidestream.sharding import build, runtime
 from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.grad_packing import GradientPacker, Gradients
 from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
 from sidestream.sharding.process_groups import Axis, DataParallelGroups
 from sidestream.sharding.runtime import Runtime
 from sidestream.sharding.use_watch import NoWatch
+from sidestream.sharding.wire import GradientPacker, Gradients
 from sidestream.tests.sharding import trainer
 from sidestream.tests.sharding.fake_streams import LoopbackGroup, Machine
 from sidestream.tests.sharding.trainer import Job
