@@ -128,6 +128,12 @@ def test_bits_do_not_depend_on_when_streams_run(job: Job, side_first: bool, lane
     assert same(expected, run(Late(side_first=side_first), job, lanes))
 
 
+@pytest.mark.parametrize("name", ["HSDP", "HSDP, zero2", "HSDP, zero0", "HFSDP"])
+def test_bits_on_two_axes_do_not_depend_on_when_streams_run(name: str) -> None:
+    expected = run(Machine(), ON_TWO_AXES[name], SERIAL, sizes=(2, 2))
+    assert same(expected, run(Late(side_first=False), ON_TWO_AXES[name], sizes=(2, 2)))
+
+
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_no_wait_can_be_left_out(wait: Wait) -> None:
     machine = Racing()
