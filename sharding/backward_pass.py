@@ -87,7 +87,7 @@ class BackwardPass:
             self._launch_in_order()
         else:
             for unit in self.units:
-                if unit.needs_reduction and unit.spec.index not in self.ready:
+                if unit.reduction.is_needed and unit.spec.index not in self.ready:
                     self._launch(unit)
         self._publish()
 
@@ -95,7 +95,7 @@ class BackwardPass:
         """Those with gradients that came after their exchange, as when a parameter is used in
         several reentrant checkpoints.
         """
-        return [unit for unit in self.units if unit.holds_grads]
+        return [unit for unit in self.units if unit.reduction.holds_grads]
 
     def exchange_late(self, late: Sequence[Unit]) -> None:
         """Reduce what is left of `late`, as `finish` does."""
@@ -127,7 +127,7 @@ class BackwardPass:
             self._launch_in_order()
 
     def _is_ready(self, unit: Unit) -> bool:
-        return self.is_over or unit.spec.index in self.ready or not unit.needs_reduction
+        return self.is_over or unit.spec.index in self.ready or not unit.reduction.is_needed
 
     def _launch_in_order(self) -> None:
         # One order on every rank, whichever gradients exist: otherwise exchanges would pair up
@@ -137,7 +137,7 @@ class BackwardPass:
             unit = self.units[self.order[self.next_in_order]]
             if not self._is_ready(unit):
                 return
-            if unit.needs_reduction:
+            if unit.reduction.is_needed:
                 self._launch(unit)
             self.next_in_order += 1
 
@@ -145,7 +145,7 @@ class BackwardPass:
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled
             self._finish_packing()
             self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
-            start = functools.partial(unit.reduce, self.lane, sync=self.sync)
+            start = functools.partial(unit.reduction.start, self.lane, sync=self.sync)
             # A lane without overlap waits where it starts.
             exchange = self.watch.wait("exchange", unit.reduction.name, start)
             self._packing = unit, exchange
@@ -168,7 +168,7 @@ class BackwardPass:
 
     def spend(self, group: UnitGroup) -> None:
         """Note which units of `group` nothing needs any more, once another module's turn comes."""
-        trained = [unit for unit in group.units if unit.needs_reduction]
+        trained = [unit for unit in group.units if unit.reduction.is_needed]
         spent = [unit for unit in trained if unit.spec.index in self.ready]
         if group.has_frozen and len(spent) == len(trained) and not group.open_inputs:
             spent = group.units

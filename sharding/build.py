@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,11 +45,10 @@ def build_runtime(
     """
     device = collectives.groups.device
     pool = BufferPool(device)
-    owner = _Owner()
     maker = _UnitMaker(plans, collectives, pool, config)
     if initialisation is not None:
         maker.initialise(initialisation)
-    units = iter(maker.make(owner))
+    units = iter(maker.make())
     ancestors = _ancestors(plans)
     groups = [
         UnitGroup(
@@ -71,7 +68,6 @@ def build_runtime(
     )
     pool.streams = LaneStreams(lanes)
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
-    owner.runtime = weakref.ref(runtime)
     let_rnns_be(module)
     _watch_data(module, plans, groups)
     _share_buffers(module, collectives)
@@ -156,7 +152,7 @@ class _UnitMaker:
             self._fill(*places[id(param)], whole)
         initialisation.finish(self._collectives)
 
-    def make(self, owner: _Owner) -> list[Unit]:
+    def make(self) -> list[Unit]:
         """Fill what has values already, and attach all units."""
         waiting = (
             entry.param
@@ -173,7 +169,7 @@ class _UnitMaker:
                 if entry not in self._filled:
                     staging.restart()
                     self._fill(number, index, self._from_rank_0(entry.param, staging))
-            _attach(self._unit(number), members, owner)
+            _attach(self._unit(number), members)
         return [self._units[number] for number in range(len(self._members))]
 
     def _unit(self, number: int) -> Unit:
@@ -223,27 +219,7 @@ def _unit_spec(
     )
 
 
-class _Owner:
-    """What units call in backward: the runtime, once there is one."""
-
-    runtime: weakref.ref[Runtime]
-
-    def _current(self) -> Runtime:
-        current = self.runtime()
-        assert current is not None
-        return current
-
-    def on_ready(self, index: int) -> None:
-        """All gradients of unit `index` are there."""
-        current = self._current()
-        current.unit_ready(current.units[index])
-
-    def on_contribution(self) -> None:
-        """A parameter that a loss used directly gets its gradient."""
-        self._current().enter_backward()
-
-
-def _attach(unit: Unit, members: list[ParamEntry], owner: _Owner) -> None:
+def _attach(unit: Unit, members: list[ParamEntry]) -> None:
     """Put the parameters of `unit` into the modules in the place of the plain ones."""
     slots = tuple(
         ParamSlot(parameters, attribute, index)
@@ -254,8 +230,7 @@ def _attach(unit: Unit, members: list[ParamEntry], owner: _Owner) -> None:
         )
     )
     trainable = [entry.param.requires_grad for entry in members]
-    ready = functools.partial(owner.on_ready, unit.spec.index)
-    unit.attach(trainable, slots, ready, owner.on_contribution)
+    unit.attach(trainable, slots)
     for entry, sharded, full in zip(members, unit.faces.sharded, unit.faces.full, strict=True):
         # Marks that people leave on parameters, such as `no_decay`, stay readable.
         for name, value in vars(entry.param).items():

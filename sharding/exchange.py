@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from ..buffers import BufferPool, Hop, Movement, Placement
 from ..buffers.placed_buffer import cut
 from .collectives import Collectives, Pending
-from .grad_packing import GradientPacker, Gradients
+from .grad_watch import GradientWatch
 from .lanes import Event, Lane
 from .optimizer_view import OptimizerView, Shown
 from .unit_spec import UnitSpec
-from .wire import FlatSource, PlainWire, Source, Wire
+from .wire import FlatSource, GradientPacker, Gradients, PlainWire, Source, Wire
 
 
 class Reduction:
@@ -50,18 +50,41 @@ class Reduction:
         self.sums = [hop for hop in hops if hop.movement is Movement.SUM]
         self.gathers = [hop for hop in hops if hop.movement is Movement.GATHER]
         self.own = self.sums[-1].own_span if self.sums else (0, layout.numel)
-        self.packer = GradientPacker(layout, spec.dtypes.compute, pool)
+        self._packer = GradientPacker(layout, spec.dtypes.compute, pool)
         self.name = f"gradient exchange of unit '{spec.name}'"
 
-    def start(self, params: Sequence[nn.Parameter], lane: Lane, *, sync: bool) -> Exchange:
-        """Start to reduce the gradients of `params`, which lose them, and what was accumulated; or
-        (not `sync`) to add them to what was, without communication.
+    def attach(self, params: Sequence[nn.Parameter]) -> None:
+        """Reduce the gradients of `params`, which `watch` sees come."""
+        self._params = params
+        self.watch = GradientWatch(params)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any parameter is trainable."""
+        return bool(self.watch.trainable)
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether a parameter has a gradient that no exchange has taken."""
+        return any(param.grad is not None for param in self.watch.trainable)
+
+    def drop(self) -> None:
+        """Forget gradients that were not reduced, after a step that failed."""
+        self.watch.rearm()
+        self._packer.take(self._params)
+        self.view.drop_sum()
+
+    def start(self, lane: Lane, *, sync: bool) -> Exchange:
+        """Start to reduce this backward's gradients, which the parameters lose, and what was
+        accumulated; or (not `sync`) to add them to what was, without communication.
 
         Raises:
             RuntimeError: the visible gradients of that sum were changed in place.
         """
+        self.watch.rearm()
+        self.view.free_cleared()  # not written anew: somebody may hold them
         shown = self.view.begin()
-        exchange = Exchange(self, self.packer.take(params), shown)
+        exchange = Exchange(self, self._packer.take(self._params), shown)
         if sync:
             exchange.submit(lane, self.name, exchange.stages())
         else:

@@ -134,7 +134,7 @@ def _doing(runtime: Runtime) -> str:
     backward = runtime._backward
     how = "" if runtime.sync else ", under no_sync"
     if backward is not None:
-        total = sum(unit.needs_reduction for unit in runtime.units)
+        total = sum(unit.reduction.is_needed for unit in runtime.units)
         return f"in a backward, {len(backward.ready)} of {total} units have their gradients{how}"
     inside = [group for group in runtime.groups if group.open_calls]
     if inside:

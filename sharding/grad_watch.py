@@ -21,9 +21,10 @@ class GradientWatch:
     Whoever takes the gradients away must `rearm` the watch for the next backward.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], on_complete: Callable[[], None]) -> None:
+    on_complete: Callable[[], None]
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
-        self._on_complete = on_complete
         self._hooked: set[int] = set()
         self.follow_requires_grad()
 
@@ -64,4 +65,4 @@ class GradientWatch:
             place += 1
         if self._awaited < place:
             self._awaited = place
-            self._on_complete()
+            self.on_complete()

@@ -62,6 +62,8 @@ class OptimizerView:
         self._pool = pool
         self.waiting: Tensor | None = None
         self.runs: list[FlatRun] = []
+        self.on_freed: Callable[[], None] = lambda: None
+        """Called when the memory of the gradients was freed."""
 
     @property
     def main_grad(self) -> Tensor | None:
@@ -146,6 +148,7 @@ class OptimizerView:
             return False
         self.drop_sum()
         self.grad.forget()
+        self.on_freed()
         return True
 
     # ---- runs

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 class ParamGradients:
     """The `GradSource` of a unit's parameters."""
 
-    def __init__(self, unit: Unit, on_contribution: Callable[[], None]) -> None:
-        """`unit`: a weak proxy, since the unit holds this. `on_contribution`: see `graph_leaf`."""
+    on_contribution: Callable[[], None]
+    """See `graph_leaf`."""
+
+    def __init__(self, unit: Unit) -> None:
+        """`unit`: a weak proxy, since the unit holds this."""
         self._unit = unit
-        self._on_contribution = on_contribution
         self._indices: dict[int, int] = {}
         self._views: dict[int, ShardedTensor] = {}
 
@@ -59,7 +61,7 @@ class ParamGradients:
         if value is not None:
             value.require_exchanged()
             local = value.local.clone()  # it may be a view of what is cleared for it
-            self._unit.free_cleared_grads()  # others may be too, which are to be put back next
+            gradients.free_cleared()  # others may be too, which are to be put back next
             with gradients.editing():
                 gradients.show_tensor(index)
                 self._view(index).local.copy_(local)
@@ -77,7 +79,7 @@ class ParamGradients:
         """
         full = self._unit.faces.full[self._indices[id(parameter)]]
         full.requires_grad_(parameter.requires_grad)
-        return full, self._on_contribution
+        return full, self.on_contribution
 
     def graph_leaves(self, parameter: ShardedTensor) -> list[nn.Parameter]:
         """All that stands for `parameter` in graphs: whole parameters that were lent, too."""

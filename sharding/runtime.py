@@ -55,7 +55,7 @@ class Runtime:
         self.sync = True
         self.lanes = self._gather_lane, self._reduce_lane = lanes
         self._backward: BackwardPass | None = None
-        self._options = options
+        self.options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
         frees = any(unit.frees_parameters for unit in self.units)
         self._watch = make_watch(collectives, frees_parameters=frees)
@@ -68,6 +68,9 @@ class Runtime:
         # A graph of gradients reads the gathered parameters until a backward has run through it.
         self._keeps_gathered = False
         self._exchange_order = ExchangeOrder(len(self.units), collectives)
+        callbacks = weakref.WeakMethod(self.unit_ready), weakref.WeakMethod(self.enter_backward)
+        for unit in self.units:
+            unit.connect(*callbacks)
 
     def __del__(self) -> None:
         # After an exception something may be in flight: it uses memory that goes now, and gloo
@@ -82,14 +85,9 @@ class Runtime:
             self.pool.streams.catch_up()
 
     @property
-    def strategy(self) -> str:
-        """The name of the ZeRO level, and of what is done along the outer axis."""
-        return self._options.strategy
-
-    @property
     def prefetch(self) -> int:
         """How many units ahead are gathered."""
-        options = self._options
+        options = self.options
         # Where the ranks agree on every gather, none is ahead.
         goes_ahead = options.overlap_param_gather and not options.ranks_may_differ
         return options.prefetch if goes_ahead else 0
@@ -110,7 +108,7 @@ class Runtime:
         if not self._root.open_calls:
             for group in self.groups:
                 group.open_calls = 0  # an exception left them open
-        if any([unit.free_cleared_grads() for unit in self.units]):
+        if any([unit.gradients.free_cleared() for unit in self.units]):
             self.pool.trim()
         # Replicated parameters stay: all gathers can be on their way at once. In the order of
         # registration, since ranks may have used the units in different orders, or not at all.
@@ -135,7 +133,7 @@ class Runtime:
             self.finish_gather(unit)
             unit.show_full()
             self.trace.add(Kind.FORWARD, unit.spec.index)
-        group.has_frozen = not all(unit.needs_reduction for unit in group.units)
+        group.has_frozen = not all(unit.reduction.is_needed for unit in group.units)
 
     def post_forward(self, group: UnitGroup, output: object) -> None:
         """The module of `group` has run, or an exception ended it, perhaps before `pre_forward`."""
@@ -195,9 +193,9 @@ class Runtime:
             # A checkpoint inside the module reads its parameters anew.
             unit.faces.show_full()
 
-    def unit_ready(self, unit: Unit) -> None:
-        """All trainable parameters of `unit` have their gradients."""
-        backward = self.enter_backward()
+    def unit_ready(self, index: int) -> None:
+        """All trainable parameters of unit `index` have their gradients."""
+        backward, unit = self.enter_backward(), self.units[index]
         backward.unit_ready(unit)
         backward.spend(self._group_of[id(unit)])
         self._retire(backward.take_spent())
@@ -320,7 +318,7 @@ class Runtime:
                 backward.finish_exchanges()
         finally:
             for unit in self.units:
-                unit.drop_grads()
+                unit.reduction.drop()
         self._end_backward()
 
     def mark_stale(self) -> None:

@@ -164,7 +164,7 @@ def summary(module: nn.Module) -> Summary:
     at_rest = sum(row.bytes_at_rest for row in rows)
     peaks = _peaks(runtime, rows)
     return Summary(
-        strategy=runtime.strategy,
+        strategy=runtime.options.strategy,
         axes={c.axis.name: c.size for c in runtime.collectives.channels},
         units=rows,
         bytes_at_rest=at_rest,
@@ -182,7 +182,7 @@ def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
     uses = 2 if buffers.frees and group.reshard_after_forward else 1
     sent = buffers.sent_bytes(uses)
     is_gathered = bool(sent)
-    if unit.needs_reduction:
+    if unit.reduction.is_needed:
         sent += unit.reduction.sent_bytes()
     return UnitSummary(
         name=spec.name,
@@ -193,10 +193,10 @@ def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
         wire_dtype=spec.wires[0].dtype,
         main_bytes=buffers.main.nbytes,
         compute_bytes_at_rest=buffers.rest_bytes,
-        grad_bytes=unit.gradients.grad.nbytes if unit.needs_reduction else 0,
+        grad_bytes=unit.gradients.grad.nbytes if unit.reduction.is_needed else 0,
         gathered_bytes=buffers.gathered.nbytes if buffers.frees else 0,
         gathers_per_step=uses if is_gathered else 0,
-        exchanges_per_step=int(unit.needs_reduction),
+        exchanges_per_step=int(unit.reduction.is_needed),
         sent_bytes=sent.total(),
         sent_bytes_by_axis=dict(sent),
     )
@@ -215,7 +215,7 @@ def _peaks(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> StreamBytes:
 
 
 def _unit_bytes(unit: Unit, group: UnitGroup, row: UnitSummary) -> UnitBytes:
-    reduces = unit.needs_reduction
+    reduces = unit.reduction.is_needed
     return UnitBytes(
         group=group.index,
         stays=group.is_root or not group.reshard_after_forward,

@@ -11,9 +11,11 @@ unit's life cycle.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +23,7 @@ from torch import Tensor, nn
 from ..buffers import BufferPool, PlacedBuffer, Placement, spans
 from .bits import with_changes
 from .collectives import Collectives
-from .exchange import Exchange, Reduction
-from .grad_watch import GradientWatch
+from .exchange import Reduction
 from .lanes import DONE, Event, Lane
 from .messages import listed
 from .optimizer_view import FlatRun, OptimizerView
@@ -82,31 +83,39 @@ class Unit:
         self,
         requires_grad: Sequence[bool],
         slots: Sequence[ParamSlot],
-        on_ready: Callable[[], None],
-        on_contribution: Callable[[], None],
     ) -> None:
-        """Make the two faces of every parameter and put the sharded ones into the modules.
-
-        `on_ready` is called in backward once all trainable parameters have their gradients,
-        `on_contribution` when that of a parameter which a loss used directly comes.
-        """
+        """Make the two faces of every parameter and put the sharded ones into the modules."""
         full = [
             nn.Parameter(view, requires_grad=trainable)
             for view, trainable in zip(self.buffers.views, requires_grad, strict=True)
         ]
-        self._param_gradients = ParamGradients(weakref.proxy(self), on_contribution)
+        self._param_gradients = ParamGradients(weakref.proxy(self))
         source = weakref.proxy(self._param_gradients)
         sharded = [
             self.sharded_view(self.main, index, requires_grad=trainable, grad_source=source)
             for index, trainable in enumerate(requires_grad)
         ]
         self._param_gradients.own(sharded)
+        self.gradients.on_freed = self._param_gradients.forget_views
         for tensor in sharded:
             tensor.lent = self._lent
         # What is written to a shared buffer has reached the main parameters.
         self.faces = ParamFaces(full, sharded, slots, counts_writes=not self.buffers.shares)
-        self._watch = GradientWatch(full, on_ready)
+        self.reduction.attach(full)
         self.gradients.runs = [self.make_run(tuple(self.spec.layout.order))]
+
+    def connect(
+        self,
+        on_ready: weakref.WeakMethod[Any],
+        on_contribution: weakref.WeakMethod[Any],
+    ) -> None:
+        """Have these called in backward: the first with the unit's index, once all trainable
+        parameters have their gradients, the other when that of a parameter which a loss used
+        directly comes.
+        """
+        ready = functools.partial(_call, on_ready, self.spec.index)
+        self.reduction.watch.on_complete = ready
+        self._param_gradients.on_contribution = functools.partial(_call, on_contribution)
 
     def sharded_view(
         self,
@@ -208,7 +217,7 @@ class Unit:
         for run in self.gradients.runs:
             run.param.requires_grad_(sharded[run.indices[0]].requires_grad)
         self.faces.follow_requires_grad()
-        self._watch.follow_requires_grad()
+        self.reduction.watch.follow_requires_grad()
 
     # ---- gather and release
 
@@ -328,38 +337,11 @@ class Unit:
         start, stop = self.main_span
         self.main.copy_(with_changes(self.main, flat[start:stop]))
 
-    # ---- gradients
 
-    @property
-    def needs_reduction(self) -> bool:
-        """Whether any parameter is trainable."""
-        return bool(self._watch.trainable)
-
-    @property
-    def holds_grads(self) -> bool:
-        """Whether a parameter has a gradient that no exchange has taken."""
-        return any(param.grad is not None for param in self._watch.trainable)
-
-    def reduce(self, lane: Lane, *, sync: bool) -> Exchange:
-        """Start to reduce this backward's gradients over the ranks, or (not `sync`) to add them up
-        locally.
-        """
-        self._watch.rearm()
-        self.free_cleared_grads()  # not written anew: somebody may hold them
-        return self.reduction.start(self.faces.full, lane, sync=sync)
-
-    def drop_grads(self) -> None:
-        """Forget gradients that were not reduced, after a step that failed."""
-        self._watch.rearm()
-        self.reduction.packer.take(self.faces.full)
-        self.gradients.drop_sum()
-
-    def free_cleared_grads(self) -> bool:
-        """Free the memory of reduced gradients that were cleared; whether there was any."""
-        freed = self.gradients.free_cleared()
-        if freed:
-            self._param_gradients.forget_views()
-        return freed
+def _call(method: weakref.WeakMethod[Any], *arguments: int) -> None:
+    target = method()
+    assert target is not None, "a backward outlived its model"
+    target(*arguments)
 
 
 def _not_freed(spec: UnitSpec) -> RuntimeError:

@@ -84,7 +84,7 @@ def takes_its_own_dtype(rank: int, world_size: int, kind: str) -> None:
         for name, param in model.named_parameters():
             assert param.dtype == (frozen_dtype if "base" in name else trained_dtype), name
         frozen = [row for row in planned.units if row.grad_bytes == 0]
-        layouts = [u.spec.layout for u in runtime_of(model).units if not u.needs_reduction]
+        layouts = [u.spec.layout for u in runtime_of(model).units if not u.reduction.is_needed]
         assert len(frozen) == len(layouts) == 2
         for row, layout in zip(frozen, layouts, strict=True):
             numel = layout.numel if zero == 0 else layout.shard_numel

@@ -16,7 +16,8 @@ class Watched:
     def __init__(self) -> None:
         self.params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
         self.calls: list[list[bool]] = []
-        self.watch = GradientWatch(self.params, self.complete)
+        self.watch = GradientWatch(self.params)
+        self.watch.on_complete = self.complete
 
     def complete(self) -> None:
         self.calls.append([param.grad is not None for param in self.params])

@@ -381,3 +381,18 @@ def test_one_rank_communicates_with_itself_where_told_to(backend, expected):
     assert over_group.sha256 == alone.sha256 and over_group.losses == alone.losses
     assert not {"gather", "exchange"} & alone.calls.keys()
     assert expected <= over_group.calls.keys()
+
+
+def test_a_group_that_we_make_is_bound_to_its_gpu():
+    """So that NCCL connects the ranks then, and not when they first communicate."""
+    made = []
+    with (
+        GPU,
+        mock.patch.dict("os.environ", RANK="3", WORLD_SIZE="8", LOCAL_RANK="3"),
+        mock.patch.object(torch.cuda, "set_device", lambda index: made.append(index)),
+        mock.patch.object(dist, "init_process_group", lambda *args, **kw: made.append((args, kw))),
+        mock.patch.object(dist, "get_rank", side_effect=InterruptedError),
+        pytest.raises(InterruptedError),
+    ):
+        data_parallel_groups(None, None)
+    assert made == [3, (("nccl",), {"device_id": torch.device("cuda:3")})]

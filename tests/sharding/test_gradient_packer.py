@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sidestream.buffers import BufferPool, flat_layout
-from sidestream.sharding.grad_packing import LARGE_GAP_NUMEL, GradientPacker
+from sidestream.sharding.wire import LARGE_GAP_NUMEL, GradientPacker
 
 CPU = torch.device("cpu")
 SHAPES = [(5, 3), (130,), (7,)]
