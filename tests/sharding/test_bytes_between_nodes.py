@@ -40,7 +40,7 @@ def summary_on(
         over_two |= {"outer_dp_sharding_strategy": outer, "device_mesh": mock.Mock(DeviceMesh)}
     with (
         mock.patch.object(entry, "data_parallel_groups", lambda *_, **__: groups),
-        mock.patch.object(entry, "check_ranks_agree"),
+        mock.patch.multiple(entry, check_ranks_agree=mock.Mock(), MONITOR=mock.Mock()),
         mock.patch.multiple(Collectives, broadcast=mock.Mock(), gather_objects=mock.Mock()),
         mock.patch.multiple(dist, get_backend=lambda _: "nccl", get_rank=lambda _: 0),
     ):
