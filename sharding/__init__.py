@@ -2,8 +2,15 @@
 
 from .checkpoint import full_state_dict, load_checkpoint, remove_old_checkpoints, save_checkpoint
 from .entries import gathered, register_forward_method
-from .errors import CommunicationError
-from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, is_sharded, no_sync
+from .errors import CommunicationError, DivergentUseError
+from .fully_shard import (
+    explain,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    is_sharded,
+    no_sync,
+)
 from .optim.adamw import AdamW
 from .optim.grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
@@ -16,10 +23,12 @@ from .wire import Wire
 __all__ = [
     "AdamW",
     "CommunicationError",
+    "DivergentUseError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
     "Wire",
     "clip_grad_norm_",
+    "explain",
     "full_state_dict",
     "fully_shard",
     "fully_shard_model",

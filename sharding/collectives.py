@@ -30,12 +30,12 @@ from torch.distributed.distributed_c10d import (
 from ..buffers import Grid, Hop, Placements, redistribute
 from .communicators import gather_objects
 from .errors import communication_error
+from .in_flight import noted
 from .process_groups import Axis, DataParallelGroups
 from .ranges import ranged
+from .uses import Uses
 
 T = TypeVar("T")
-_GATHER_TAG, _EXCHANGE_TAG = 0x51DE, 0x51DF
-"""Keep our sends apart from the user's own on the same group; gloo matches peer and tag."""
 
 
 # A method of the group: the functions around it cost as much host time again.
@@ -61,7 +61,7 @@ _SUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
 
 def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor, what: str) -> Pending:
     """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
-    return Pending(getattr(group, _ALL_GATHER)(flat, source, _GATHER), what)
+    return Pending(getattr(group, _ALL_GATHER)(flat, source, _GATHER), what, group)
 
 
 def start_all_to_all(
@@ -70,19 +70,19 @@ def start_all_to_all(
     """Start the backend's all-to-all: part r of `sent` [world * n] goes to rank r, into `received`
     [world * n] comes every rank's part for this one.
     """
-    return Pending(group.alltoall_base(received, sent, [], [], _EXCHANGE), what)
+    return Pending(group.alltoall_base(received, sent, [], [], _EXCHANGE), what, group)
 
 
 def start_reduce_scatter(group: dist.ProcessGroup, own: Tensor, flat: Tensor, what: str) -> Pending:
     """Start the backend's sum of every rank's `flat` [world * n], of which this rank's part comes
     into `own` [n].
     """
-    return Pending(getattr(group, _REDUCE_SCATTER)(own, flat, _SUM), what)
+    return Pending(getattr(group, _REDUCE_SCATTER)(own, flat, _SUM), what, group)
 
 
 @dataclass(slots=True)
 class Pending:
-    """A started operation. `wait` blocks the host on CPU and the current stream on CUDA.
+    """A started operation of `group`. `wait` blocks the host on CPU and the current stream on CUDA.
 
     `work`: None where the operation is a part of the stream that was current when it started.
 
@@ -92,13 +92,15 @@ class Pending:
 
     work: dist.Work | None
     what: str
+    group: dist.ProcessGroup | None = None
 
     def wait(self) -> None:
         """Wait for the operation to end."""
-        if self.work is None:
+        work = self.work
+        if work is None:
             return
         try:
-            ranged("wait", self.what, self.work.wait)
+            noted(self.what, self.group, lambda: ranged("wait", self.what, work.wait))
         except RuntimeError as error:
             raise communication_error(self.what, error) from error
 
@@ -137,11 +139,12 @@ class Channel:
     `rank` and `size` are those along the axis.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic, uses: Uses) -> None:
         self.axis = axis
         self.rank = axis.rank
         self.size = axis.size
         self._traffic = traffic
+        self._uses = uses
         self._point_to_point = (
             axis.size > 1
             and axis.gather is not None
@@ -153,6 +156,11 @@ class Channel:
     def _count(self, kind: str, nbytes: int) -> None:
         self._traffic.count(kind, self.axis.name, nbytes)
 
+    @property
+    def tags_messages(self) -> bool:
+        """Whether what belongs to one unit can never be taken for another's."""
+        return self._point_to_point or self.size == 1
+
     def gather(
         self, flat: Tensor, slices: Sequence[Tensor], source: Tensor, what: str
     ) -> list[Pending]:
@@ -161,14 +169,16 @@ class Channel:
         `source` may be this rank's own slice. Nothing may write `source` or read `flat` before the
         waits.
         """
-        return self._gather(self.axis.gather, "gather", flat, slices, source, what)
+        tag = self._uses.gathers.note(what)
+        return self._gather(self.axis.gather, "gather", flat, slices, source, what, tag=tag)
 
     def gather_reduced(self, flat: Tensor, slices: Sequence[Tensor], what: str) -> list[Pending]:
         """Start an in-place all-gather of this rank's slice of `flat`, on the reducing
         communicator.
         """
         source = slices[self.rank]
-        return self._gather(self.axis.reduce, "gather_reduced", flat, slices, source, what)
+        tag = self._uses.exchanges.note(what)
+        return self._gather(self.axis.reduce, "gather_reduced", flat, slices, source, what, tag=tag)
 
     def _gather(
         self,
@@ -178,6 +188,8 @@ class Channel:
         slices: Sequence[Tensor],
         source: Tensor,
         what: str,
+        *,
+        tag: int,
     ) -> list[Pending]:
         assert group is not None, "a gather needs a process group"
         own, peers = slices[self.rank], self._peers
@@ -186,7 +198,7 @@ class Channel:
             if not self._point_to_point:
                 return [start_all_gather(group, flat, source, what)]
             incoming = [slices[peer] for peer in peers]
-            pending = self._swap(group, incoming, [source] * len(peers), _GATHER_TAG, what)
+            pending = self._swap(group, incoming, [source] * len(peers), tag, what)
         except RuntimeError as error:
             raise communication_error(what, error) from error
         if source is not own:
@@ -204,11 +216,11 @@ class Channel:
         """Start a receive from and a send to every peer, in the order of their ranks."""
         # Receives first: a send has to find its receive posted, or gloo stages it.
         pending = [
-            Pending(group.recv([part], peer, tag), f"{what} from rank {peer}")
+            Pending(group.recv([part], peer, tag), f"{what} from rank {peer}", group)
             for part, peer in zip(incoming, self._peers, strict=True)
         ]
         pending += [
-            Pending(group.send([part], peer, tag), f"{what} to rank {peer}")
+            Pending(group.send([part], peer, tag), f"{what} to rank {peer}", group)
             for part, peer in zip(outgoing, self._peers, strict=True)
         ]
         return pending
@@ -226,6 +238,7 @@ class Channel:
         """
         group = self.axis.reduce
         assert group is not None, "an exchange needs a process group"
+        tag = self._uses.exchanges.note(what)
         numel = sent.numel() // self.size
         self._count("exchange", len(self._peers) * numel * sent.itemsize)
         try:
@@ -233,7 +246,7 @@ class Channel:
                 return [start_all_to_all(group, received, sent, what)]
             parts = sent.split(numel)
             outgoing = [parts[peer] for peer in self._peers]
-            return self._swap(group, received.split(numel), outgoing, _EXCHANGE_TAG, what)
+            return self._swap(group, received.split(numel), outgoing, tag, what)
         except RuntimeError as error:
             raise communication_error(what, error) from error
 
@@ -243,6 +256,7 @@ class Channel:
         """
         group = self.axis.reduce
         assert group is not None, "a reduce-scatter needs a process group"
+        self._uses.exchanges.note(what)
         self._count("reduce_scatter", len(self._peers) * received.nbytes)
         try:
             return [start_reduce_scatter(group, received, sent, what)]
@@ -258,7 +272,10 @@ class Collectives:
         self.rank = groups.rank
         self.world_size = groups.world_size
         self.traffic = Traffic()
-        self.channels = [Channel(axis, groups.device, self.traffic) for axis in groups.axes]
+        self.uses = Uses()
+        self.channels = [
+            Channel(axis, groups.device, self.traffic, self.uses) for axis in groups.axes
+        ]
         self.grid = Grid(
             tuple(axis.size for axis in groups.axes), tuple(axis.rank for axis in groups.axes)
         )
@@ -279,7 +296,7 @@ class Collectives:
         self.traffic.count("broadcast", "all", tensor.nbytes if self.rank == 0 else 0)
         work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
         assert work is not None
-        Pending(work, what).wait()
+        Pending(work, what, group).wait()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
         """Reduce a small `tensor` over all ranks in place; blocks. For order-free reductions."""
@@ -289,7 +306,7 @@ class Collectives:
         self.traffic.count("all_reduce", "all", tensor.nbytes)
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
         assert work is not None
-        Pending(work, what).wait()
+        Pending(work, what, group).wait()
 
     def all_equal(self, values: Tensor, what: str) -> bool:
         """Whether every rank passes the same int64 `values`."""
