@@ -121,8 +121,8 @@ def _broadcasting(broadcast: _Function) -> _Function:
 
 @torch.no_grad()
 def _stream(full: Any, like: ShardedTensor, group: Any) -> None:
-    """Bring `full` of rank 0 straight into `like`, which whoever loads then copies to itself, so that
-    its version grows on all ranks: parts beside it would take as much memory as the model again.
+    """Bring `full` of rank 0 straight into `like`. Whoever loads copies that to itself then, so
+    its version grows on all ranks; parts beside it would take as much memory as the model again.
     Elsewhere `full` has the dtype alone.
     """
     types = group._device_types  # what torch asks, too
