@@ -127,15 +127,14 @@ def fully_shard(
         elementwise: vouch that an optimizer class unknown to sidestream updates each element by
             itself.
         init_model_with_meta_device: how parameters and buffers on the meta device get their values,
-            with at most a unit's at a time in memory. True: `reset_parameters` or
-            `_reset_parameters` of each module that has some, and of modules around them whose
-            constructor calls it, children first: with one seed the same bits as where modules are
-            made one after the other, each resetting itself at the end of its constructor. A
-            function: it is called with each module in that order and sets what the module has, as
-            `module.apply(function)` does. Inside a unit, and in a module without units, it may set
-            what children have too; one that calls `fully_shard` without units has no bound. All
-            that is on the meta device must be set. What is there already keeps its values, and what
-            has some on rank 0 takes those, so that other ranks may have it on the meta device.
+            whole and with few of them in memory at a time; all must be set. True: by
+            `reset_parameters` or `_reset_parameters` of each module that has some, and of modules
+            around them whose constructor calls it, children first. With one seed these are the
+            bits of constructors that end with it; of tied parameters the first module's count. A
+            function: it is called with each module in that order, as by `module.apply`, and sets
+            what is the module's own, or also its children's where these are in the same unit.
+            Without `fsdp_unit_modules` it has the whole model in memory at once. What has values
+            on rank 0 keeps these, and may be on the meta device elsewhere.
 
     Returns:
         (module, optimizer), the objects passed in.

@@ -191,7 +191,9 @@ class Initialisation:
     def _take(self, old: Tensor) -> Tensor:
         """What stood in the place of `old`; anything of its shape after a failure."""
         shown = self._shown.pop(id(old), None)
-        return torch.empty_like(old, device=self._device) if shown is None else shown.detach()
+        if shown is None:
+            return torch.empty_like(old, device=self._device)
+        return shown.detach().to(self._device)
 
     def _run(self, number: int, stage: Stage) -> None:
         slots = [*self._slots_of(stage)]

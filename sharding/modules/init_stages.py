@@ -8,7 +8,7 @@ constructors of modules end, which is the one in which they draw random numbers:
     True           the outermost module that is reset, with all inside it     `reset_parameters` or
                                                                               `_reset_parameters`
     a function     a unit, or the outermost module that has none inside,      the function, with
-                   with all inside it; else a module's own tensors            every module
+                   with all inside it; around these a module's own tensors    every module
 """
 
 from __future__ import annotations

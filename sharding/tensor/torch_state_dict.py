@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ..modules.uncompiled import uncompiled
 from .group_parts import Intervals
@@ -122,15 +121,14 @@ def _broadcasting(broadcast: _Function) -> _Function:
 
 @torch.no_grad()
 def _stream(full: Any, like: ShardedTensor, group: Any) -> None:
-    """Bring `full` of rank 0 straight into `like`, which is then copied to itself: parts beside it
-    would take as much memory as the model again. Elsewhere `full` has its dtype.
+    """Bring `full` of rank 0 straight into `like`. Whoever loads copies that to itself then, so
+    its version grows on all ranks; parts beside it would take as much memory as the model again.
+    Elsewhere `full` has the dtype alone.
     """
     types = group._device_types  # what torch asks, too
     device = like.device if like.device.type in {kind.type for kind in types} else types[0]
     local = like.local
     source = full.detach().reshape(-1) if isinstance(full, Tensor) else None
-    # Replicated parameters are gathered anew after a write, so a rank without elements writes too.
-    increment_version(local)
     piece = torch.empty(min(_PIECE_NUMEL, like.numel()), dtype=full.dtype, device=device)
     for start in range(0, like.numel(), _PIECE_NUMEL):
         part = piece[: like.numel() - start]
