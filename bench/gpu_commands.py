@@ -94,7 +94,10 @@ def trainings(*, dry_run: bool) -> list[Step]:
 def _trained(_: str, found: Mapping[str, Any]) -> Result:
     first, last = found["loss_first"], found["loss_last"]
     learnt = math.isfinite(last) and last < first
-    return Result(OK if learnt else FAILED, f"loss {first:.3f} -> {last:.3f}", found)
+    detail = f"loss {first:.3f} -> {last:.3f}; peak {found['peak_mib']:.0f} MiB"
+    if found["reserved_mib"] is not None:
+        detail += f", {found['reserved_mib']:.0f} reserved"
+    return Result(OK if learnt else FAILED, detail, found)
 
 
 def same_training(first: Result, second: Result) -> Result:

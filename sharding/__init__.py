@@ -3,7 +3,14 @@
 from .checkpoint import full_state_dict, load_checkpoint, remove_old_checkpoints, save_checkpoint
 from .entries import gathered, register_forward_method
 from .errors import CommunicationError, DivergentUseError
-from .fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer, is_sharded, no_sync
+from .fully_shard import (
+    explain,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    is_sharded,
+    no_sync,
+)
 from .optim.adamw import AdamW
 from .optim.grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
@@ -21,6 +28,7 @@ __all__ = [
     "ShardedTensor",
     "Wire",
     "clip_grad_norm_",
+    "explain",
     "full_state_dict",
     "fully_shard",
     "fully_shard_model",

@@ -50,8 +50,9 @@ class BackwardPass:
     current: UnitGroup | None = None
     # Indices of units whose gradients are complete, in the order in which they became so.
     ready: dict[int, None] = field(default_factory=dict)
+    # How far the exchanges have come in `order`.
+    next_in_order: int = 0
     _spent: dict[int, tuple[UnitGroup, Unit]] = field(default_factory=dict)
-    _next_in_order: int = 0
     # The exchange that still holds gradients, and all that were started and not shown yet.
     _packing: tuple[Unit, Exchange] | None = None
     _in_flight: list[tuple[Unit, Exchange]] = field(default_factory=list)
@@ -115,7 +116,7 @@ class BackwardPass:
 
     def count_ready(self) -> int:
         """How many of `order`, from the first on, this rank is ready to exchange."""
-        place = self._next_in_order
+        place = self.next_in_order
         while place < len(self.order) and self._is_ready(self.units[self.order[place]]):
             place += 1
         return place
@@ -132,13 +133,13 @@ class BackwardPass:
         # One order on every rank, whichever gradients exist: otherwise exchanges would pair up
         # wrongly.
         stop = min(self.allowed_exchanges, len(self.order))
-        while self._next_in_order < stop:
-            unit = self.units[self.order[self._next_in_order]]
+        while self.next_in_order < stop:
+            unit = self.units[self.order[self.next_in_order]]
             if not self._is_ready(unit):
                 return
             if unit.needs_reduction:
                 self._launch(unit)
-            self._next_in_order += 1
+            self.next_in_order += 1
 
     def _launch(self, unit: Unit) -> None:
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled

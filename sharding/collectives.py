@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import (
 from ..buffers import Grid, Hop, Placements, redistribute
 from .communicators import gather_objects
 from .errors import communication_error
+from .in_flight import noted
 from .process_groups import Axis, DataParallelGroups
 from .ranges import ranged
 from .uses import Uses
@@ -60,7 +61,7 @@ _SUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
 
 def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor, what: str) -> Pending:
     """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
-    return Pending(getattr(group, _ALL_GATHER)(flat, source, _GATHER), what)
+    return Pending(getattr(group, _ALL_GATHER)(flat, source, _GATHER), what, group)
 
 
 def start_all_to_all(
@@ -69,19 +70,19 @@ def start_all_to_all(
     """Start the backend's all-to-all: part r of `sent` [world * n] goes to rank r, into `received`
     [world * n] comes every rank's part for this one.
     """
-    return Pending(group.alltoall_base(received, sent, [], [], _EXCHANGE), what)
+    return Pending(group.alltoall_base(received, sent, [], [], _EXCHANGE), what, group)
 
 
 def start_reduce_scatter(group: dist.ProcessGroup, own: Tensor, flat: Tensor, what: str) -> Pending:
     """Start the backend's sum of every rank's `flat` [world * n], of which this rank's part comes
     into `own` [n].
     """
-    return Pending(getattr(group, _REDUCE_SCATTER)(own, flat, _SUM), what)
+    return Pending(getattr(group, _REDUCE_SCATTER)(own, flat, _SUM), what, group)
 
 
 @dataclass(slots=True)
 class Pending:
-    """A started operation. `wait` blocks the host on CPU and the current stream on CUDA.
+    """A started operation of `group`. `wait` blocks the host on CPU and the current stream on CUDA.
 
     `work`: None where the operation is a part of the stream that was current when it started.
 
@@ -91,13 +92,15 @@ class Pending:
 
     work: dist.Work | None
     what: str
+    group: dist.ProcessGroup | None = None
 
     def wait(self) -> None:
         """Wait for the operation to end."""
-        if self.work is None:
+        work = self.work
+        if work is None:
             return
         try:
-            ranged("wait", self.what, self.work.wait)
+            noted(self.what, self.group, lambda: ranged("wait", self.what, work.wait))
         except RuntimeError as error:
             raise communication_error(self.what, error) from error
 
@@ -213,11 +216,11 @@ class Channel:
         """Start a receive from and a send to every peer, in the order of their ranks."""
         # Receives first: a send has to find its receive posted, or gloo stages it.
         pending = [
-            Pending(group.recv([part], peer, tag), f"{what} from rank {peer}")
+            Pending(group.recv([part], peer, tag), f"{what} from rank {peer}", group)
             for part, peer in zip(incoming, self._peers, strict=True)
         ]
         pending += [
-            Pending(group.send([part], peer, tag), f"{what} to rank {peer}")
+            Pending(group.send([part], peer, tag), f"{what} to rank {peer}", group)
             for part, peer in zip(outgoing, self._peers, strict=True)
         ]
         return pending
@@ -293,7 +296,7 @@ class Collectives:
         self.traffic.count("broadcast", "all", tensor.nbytes if self.rank == 0 else 0)
         work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
         assert work is not None
-        Pending(work, what).wait()
+        Pending(work, what, group).wait()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
         """Reduce a small `tensor` over all ranks in place; blocks. For order-free reductions."""
@@ -303,7 +306,7 @@ class Collectives:
         self.traffic.count("all_reduce", "all", tensor.nbytes)
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
         assert work is not None
-        Pending(work, what).wait()
+        Pending(work, what, group).wait()
 
     def all_equal(self, values: Tensor, what: str) -> bool:
         """Whether every rank passes the same int64 `values`."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from .in_flight import noting
+
 
 class CommunicationError(RuntimeError):
     """A collective failed; the message names it, the unit it served and the ranks it waited for."""
@@ -32,7 +34,8 @@ def communicating(what: str) -> Iterator[None]:
         CommunicationError: a collective inside failed, for example because a peer died.
     """
     try:
-        yield
+        with noting(what):
+            yield
     except RuntimeError as error:
         # A backend and a store raise these classes themselves; subclasses have other causes.
         if type(error) not in _RAISED_BY_BACKENDS:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -20,6 +21,7 @@ from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
 from .config import SPLIT_ROOT_MIB, ShardConfig, resolve_config
+from .explanation import Explanation, explain_runtime
 from .initialisation import plan_initialisation
 from .mesh_axes import require_mesh
 from .modules.cached_params import find_cached_params
@@ -35,6 +37,7 @@ from .modules.rank_dependent_writes import refuse_rank_dependent_writes
 from .modules.tree_watch import watches_of
 from .modules.uncompiled import without_compile
 from .modules.unit_classes import UnitClass, resolve_unit_classes
+from .monitor import MONITOR
 from .optim.flat_runs import Located, Location, locate_params, sharded_locations
 from .optim.kinds import check_elementwise, describe_options
 from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
@@ -61,7 +64,7 @@ def fully_shard(
     fsdp_unit_modules: Iterable[UnitClass] | None = None,
     zero_dp_strategy: int | str = 3,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
-    overlap_grad_reduce: bool = True,
+    overlap_grad_reduce: bool | str = True,
     overlap_param_gather: bool = True,
     reshard_after_forward: bool | None = None,
     bucket_mib: float | None = None,
@@ -105,7 +108,9 @@ def fully_shard(
             is one unit, and nothing overlaps.
         zero_dp_strategy: 0 'no_shard', 1 'optim', 2 'optim_grads', 3 'optim_grads_params'.
         mixed_precision_policy: dtypes of compute, main parameters, gradients and wire.
-        overlap_grad_reduce: exchange gradients beside backward.
+        overlap_grad_reduce: exchange gradients beside backward. "pipelined": on a GPU an exchange
+            also starts while the one before is being summed, for a second pair of buffers; worth it
+            where exchanges take longer than backward.
         overlap_param_gather: gather parameters beside compute.
         reshard_after_forward: free gathered parameters after forward (ZeRO-3 only). None: units
             do; the root, which backward needs first, does not.
@@ -204,9 +209,11 @@ def _build(
     check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
     initialisation = plan_initialisation(root, plans, collectives, config.initialiser)
     _note_missing_units(config, groups)
+    _note_connections(config, groups)
     runtime = build_runtime(root, plans, collectives, config, initialisation)
     follow_sharded_inputs()
     _RUNTIMES[root] = runtime
+    MONITOR.watch(runtime)
     watch_all_steps()
     return runtime
 
@@ -231,6 +238,23 @@ def _note_missing_units(config: ShardConfig, groups: DataParallelGroups) -> None
             "fully_shard: fsdp_unit_modules is None, so the whole module is one unit; pass the "
             "class of its blocks to overlap communication with compute"
         )
+
+
+def _note_connections(config: ShardConfig, groups: DataParallelGroups) -> None:
+    """Tell of a variable that has kernels of several streams follow each other."""
+    overlaps = config.overlap_grad_reduce or config.runtime.overlap_param_gather
+    serialised = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    tells = groups.world_size > 1 and groups.rank == 0
+    if tells and overlaps and serialised and _has_streams(groups.device):
+        _logger.warning(
+            "fully_shard: CUDA_DEVICE_MAX_CONNECTIONS is 1, so gathers and exchanges wait for all "
+            "compute that was enqueued before them, and hardly overlap; unset it, or pass "
+            "overlap_grad_reduce=False and overlap_param_gather=False if you want that"
+        )
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def fully_shard_model(module: nn.Module, **options: object) -> nn.Module:
@@ -295,6 +319,18 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         runtime.sync = before
+
+
+def explain(module: nn.Module) -> Explanation:
+    """What a sharded module is doing on this rank: the states of its units, what is in flight since
+    when, what it waits for, whose gradients have not come. `print` it.
+
+    For somebody who asks why nothing happens: no collective, and from any thread.
+
+    Raises:
+        ValueError: `module` is not the one passed to `fully_shard`.
+    """
+    return explain_runtime(runtime_of(module))
 
 
 def runtimes() -> list[tuple[nn.Module, Runtime]]:

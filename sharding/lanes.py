@@ -33,6 +33,7 @@ import torch
 
 from ..buffers import Streams
 from .collectives import Pending
+from .in_flight import Started, WorkLog
 from .ranges import ranged
 
 Stage = Callable[[], Sequence[Pending]]
@@ -60,6 +61,7 @@ class Lane(Protocol):
 
     max_exchanges: int
     """Exchanges whose buffers may be alive at once; `prefetch` says how far gathers go ahead."""
+    log: WorkLog
     streams: tuple[torch.cuda.Stream, ...]
     """Those that own memory which its stages allocate; none on a CPU."""
 
@@ -72,24 +74,25 @@ class Lane(Protocol):
 class _Staged:
     """Stages that run in the caller."""
 
-    __slots__ = ("_pending", "_stages", "_what")
+    __slots__ = ("_pending", "_stages", "_started")
 
-    def __init__(self, what: str, stages: Sequence[Stage]) -> None:
+    def __init__(self, started: Started, stages: Sequence[Stage]) -> None:
         """Run stages until one has operations under way."""
-        self._what = what
+        self._started = started
         self._stages = list(stages)
         self._pending: Sequence[Pending] = ()
         while self._stages and not self._pending:
-            self._pending = ranged("start", what, self._stages.pop(0))
+            self._pending = ranged("start", started.what, self._stages.pop(0))
 
     def advance(self) -> None:
         while self._stages:
             self._finish_pending()
-            self._pending = ranged("complete", self._what, self._stages.pop(0))
+            self._pending = ranged("complete", self._started.what, self._stages.pop(0))
 
     def wait(self) -> None:
         self.advance()
         self._finish_pending()
+        self._started.ended = True
 
     def abandon(self, deadline: float) -> None:
         for operation in self._pending:
@@ -98,6 +101,7 @@ class _Staged:
             with contextlib.suppress(Exception):
                 operation.wait_at_most(rest)
         self._pending = ()
+        self._started.ended = True
 
     def _finish_pending(self) -> None:
         for operation in self._pending:
@@ -105,7 +109,7 @@ class _Staged:
         self._pending = ()
 
 
-DONE = _Staged("nothing", ())
+DONE = _Staged(Started("nothing", 0.0, ended=True), ())
 """An event that has already happened."""
 
 
@@ -119,9 +123,17 @@ class DeferredLane:
     max_exchanges = 1
     streams: tuple[torch.cuda.Stream, ...] = ()
 
+    def __init__(self) -> None:
+        self.log = WorkLog()
+
     def submit(self, what: str, *stages: Stage) -> Event:
         """Run the first stage now."""
-        return _Staged(what, stages)
+        started = self.log.begin(what)
+        try:
+            return _Staged(started, stages)
+        except BaseException:
+            started.ended = True
+            raise
 
 
 class SerialLane(DeferredLane):
@@ -129,7 +141,7 @@ class SerialLane(DeferredLane):
 
     def submit(self, what: str, *stages: Stage) -> Event:
         """Run all of the work now."""
-        _Staged(what, stages).wait()
+        super().submit(what, *stages).wait()
         return DONE
 
 
@@ -170,22 +182,31 @@ class StreamLane:
             torch.cuda.Stream(device, priority=-1) for _ in range(self.max_exchanges)
         )
         self._turns = itertools.cycle(self.streams)
+        self.log = WorkLog(on_gpu=True)
 
     def submit(self, what: str, *stages: Stage) -> Event:
         """Enqueue the stages after all that the current stream holds."""
         stream = next(self._turns)
         stream.wait_stream(torch.cuda.current_stream(self._device))
+        started = self.log.begin(what)
         with torch.cuda.stream(stream):
-            _Staged(what, stages[:1]).wait()
-            first_stage = last_stage = stream.record_event()
-            if len(stages) > 1:
-                _Staged(what, stages[1:]).wait()
-                last_stage = stream.record_event()
+            try:
+                _Staged(started, stages[:1]).wait()
+                first_stage = last_stage = stream.record_event()
+                if len(stages) > 1:
+                    _Staged(started, stages[1:]).wait()
+                    last_stage = stream.record_event()
+            except BaseException:
+                started.event = stream.record_event()
+                raise
+        started.event = last_stage
         return _StreamEvent(first_stage, last_stage, self._device)
 
 
 def make_lane(device: torch.device, overlap: bool | str) -> Lane:
-    """A lane for gathers or for reductions. `overlap`: "pipelined" is more than True, on CUDA."""
+    """A lane for gathers or for reductions. `overlap`: False, True, or "pipelined", which is True
+    on a CPU.
+    """
     if not overlap:
         return SerialLane()
     if device.type != "cuda":

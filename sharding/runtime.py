@@ -53,7 +53,7 @@ class Runtime:
         self.pool = pool
         self.trace = Trace()
         self.sync = True
-        self._gather_lane, self._reduce_lane = lanes
+        self.lanes = self._gather_lane, self._reduce_lane = lanes
         self._backward: BackwardPass | None = None
         self._options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from .fully_shard import runtime_of
+from .memory import Depth, StreamBytes, UnitBytes, stream_bytes
 from .modules.tree_watch import watches_of
+from .process_groups import DataParallelGroups
 from .runtime import Runtime
 from .unit import Unit
 from .use_order import UnitGroup
@@ -50,13 +52,21 @@ class UnitSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`print` it for a table; read the fields to plan. `axes`: how many ranks along each."""
+    """`print` it for a table; read the fields to plan. `axes`: how many ranks along each.
+
+    `peak_bytes` has parameters, reduced gradients and buffers. Beside it lie activations, optimizer
+    state, `stream_peaks.unpacked` of gradients that were not packed yet, and on a GPU what each of
+    `num_communicators` takes, outside torch's allocator.
+    """
 
     strategy: str
     axes: Mapping[str, int]
     units: tuple[UnitSummary, ...]
     bytes_at_rest: int
     peak_bytes: int
+    stream_peaks: StreamBytes
+    num_communicators: int
+    on_gpu: bool
     sent_bytes_per_step: int
     sent_bytes_by_axis: Mapping[str, int]
 
@@ -113,7 +123,20 @@ class Summary:
             f"state), at most {_mib(self.peak_bytes)} with buffers (under no_sync a full gradient "
             f"more), {_mib(self.sent_bytes_per_step)} sent per step" + (by_axis and f": {by_axis}")
         )
+        lines.append(self._beside())
         return "\n".join(lines)
+
+    def _beside(self) -> str:
+        peaks = self.stream_peaks
+        text = f"beside that at most {_mib(peaks.unpacked)} of gradients before they are packed"
+        if not self.on_gpu:
+            return text
+        return (
+            f"{text}; by streams, which do not share what they freed: compute "
+            f"{_mib(peaks.compute)} with these, gathers {_mib(peaks.gather)}, exchanges "
+            f"{_mib(peaks.reduce)}; and what {self.num_communicators} communicators take outside "
+            "torch's allocator"
+        )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -139,12 +162,16 @@ def summary(module: nn.Module) -> Summary:
         watch.check()
     rows = tuple(_row(unit, group) for group in runtime.groups for unit in group.units)
     at_rest = sum(row.bytes_at_rest for row in rows)
+    peaks = _peaks(runtime, rows)
     return Summary(
         strategy=runtime.strategy,
         axes={c.axis.name: c.size for c in runtime.collectives.channels},
         units=rows,
         bytes_at_rest=at_rest,
-        peak_bytes=at_rest + _transient_bytes(runtime, rows),
+        peak_bytes=peaks.total - peaks.unpacked,
+        stream_peaks=peaks,
+        num_communicators=_num_communicators(runtime.collectives.groups),
+        on_gpu=runtime.pool.device.type == "cuda",
         sent_bytes_per_step=sum(row.sent_bytes for row in rows),
         sent_bytes_by_axis=dict(sum((Counter(row.sent_bytes_by_axis) for row in rows), Counter())),
     )
@@ -175,23 +202,33 @@ def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
     )
 
 
-def _transient_bytes(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> int:
-    """The most that gathered parameters and exchange buffers take at once, under plain use of every
-    unit.
+def _peaks(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> StreamBytes:
+    # A CPU's pack has ended when the next unit's gradients come; a GPU's holds them until then.
+    unpacked = 2 if runtime.pool.device.type == "cuda" else 1
+    depth = Depth(runtime.prefetch, runtime.max_exchanges, unpacked)
+    units = [
+        _unit_bytes(unit, group, rows[unit.spec.index])
+        for group in runtime.groups
+        for unit in group.units
+    ]
+    return stream_bytes(units, depth)
 
-    Gathered: what stays from forward to backward, and the largest others, as many as the prefetch
-    reaches. Exchanging: the largest, as many as may be in flight, each with what it sends and
-    receives.
-    """
-    gathered, kept = [], 0
-    for group in runtime.groups:
-        nbytes = sum(rows[unit.spec.index].gathered_bytes for unit in group.units)
-        if group.is_root or not group.reshard_after_forward:
-            kept += nbytes
-        else:
-            gathered.append(nbytes)
-    ahead = runtime.prefetch + 1
-    reduced = [unit.reduction.peak_bytes() for unit in runtime.units if unit.needs_reduction]
-    buffers = sorted(reduced, reverse=True)
-    exchanging = sum(buffers[: runtime.max_exchanges])
-    return kept + sum(sorted(gathered, reverse=True)[:ahead]) + exchanging
+
+def _unit_bytes(unit: Unit, group: UnitGroup, row: UnitSummary) -> UnitBytes:
+    reduces = unit.needs_reduction
+    return UnitBytes(
+        group=group.index,
+        stays=group.is_root or not group.reshard_after_forward,
+        is_last=group.is_root,
+        at_rest=row.main_bytes + row.compute_bytes_at_rest,
+        gathered=row.gathered_bytes,
+        reduced=row.grad_bytes,
+        exchanging=unit.reduction.peak_bytes() if reduces else 0,
+        unpacked=row.numel * row.compute_dtype.itemsize if reduces else 0,
+    )
+
+
+def _num_communicators(groups: DataParallelGroups) -> int:
+    """How many communicators the model uses, each of which has buffers of its own."""
+    used = [groups.group, *(g for axis in groups.axes for g in (axis.gather, axis.reduce))]
+    return len({id(group) for group in used if group is not None})

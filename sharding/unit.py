@@ -174,6 +174,7 @@ class Unit:
             if self.faces.may_be_written():
                 self.adopt_writes()
                 # Every rank wrote the same to its gathered copy, which is what the backward reads.
+                self.buffers.keep_gathered()
                 self._stale, self._gathered_version = False, self.main._version
             self.faces.show_sharded()
 

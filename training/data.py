@@ -130,6 +130,15 @@ def held_out_batch(corpus: Corpus, share: Share, *, seq_len: int) -> Tensor:
     return _windows(corpus.held_out, starts[share.rank * size : (share.rank + 1) * size], seq_len)
 
 
+def sent_to(device: torch.device, tokens: Tensor) -> Tensor:
+    """Return `tokens` on `device`, enqueued: from memory that is not pinned the host would wait for
+    all that the GPU was given before.
+    """
+    if device.type != "cuda":
+        return tokens.to(device)
+    return tokens.pin_memory().to(device, non_blocking=True)
+
+
 def mix_seed(*numbers: int) -> int:
     """Fold numbers into one 63-bit seed, every bit depending on every number (the splitmix64
     finaliser, Steele 2014).

@@ -36,9 +36,18 @@ EXIT_FAILURE = 1
 
 @dataclass(slots=True)
 class Whereabouts:
-    """What this rank is doing, in words that go on "rank 1 has stopped": set on its way."""
+    """What this rank is doing, in words that go on "rank 1 has stopped": set on its way.
+
+    `explanation` makes more words, once there is a model.
+    """
 
     doing: str = STARTING
+    explanation: Callable[[], object] | None = None
+
+    def told(self, rank: int) -> str:
+        """All that is known."""
+        said = f"rank {rank} is {self.doing}"
+        return said if self.explanation is None else f"{said}\n{self.explanation()}"
 
 
 @dataclass(slots=True)

@@ -1,8 +1,18 @@
-"""Records the losses and times of a run's steps and passes them on to whoever shows them."""
+"""Records the losses and times of a run's steps and passes them on to whoever shows them.
+
+    clock          a step ends when              its loss
+    HostClock      the host has called it (CPU)  is read when the next step has ended
+    StreamClock    the GPU has run it            is copied to pinned memory, read after an event
+
+The host enqueues steps ahead of a GPU: who reads a loss at once drains the GPU each step.
+"""
 
 import math
 import statistics
 import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +21,92 @@ from .progress import Reporter
 from .result import peak_memory_mib
 
 
+class Clock(Protocol):
+    """Marks moments in what a device is given to do; a mark is its own clock's."""
+
+    def mark(self) -> Any:
+        """The moment after all that was enqueued so far."""
+
+    def has_passed(self, mark: Any) -> bool:
+        """Whether `mark` is over; does not wait."""
+
+    def wait(self, mark: Any) -> None:
+        """Return once `mark` is over."""
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """Seconds between two marks that are over."""
+
+    def on_host(self, value: Tensor) -> Tensor:
+        """A scalar's copy on the host, readable once a later mark is over."""
+
+
+class HostClock:
+    """Of a CPU, where what was called has been done."""
+
+    def mark(self) -> float:
+        """Seconds of the host's clock."""
+        return time.perf_counter()
+
+    def has_passed(self, mark: float) -> bool:
+        """It always has."""
+        return True
+
+    def wait(self, mark: float) -> None:
+        """Nothing to wait for."""
+
+    def seconds(self, first: float, last: float) -> float:
+        """Seconds between two marks."""
+        return last - first
+
+    def on_host(self, value: Tensor) -> Tensor:
+        """The scalar itself."""
+        return value
+
+
+class StreamClock:
+    """Of a GPU's current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        """An event in the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        """Whether the stream has come by the event."""
+        return mark.query()
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Block the host until the stream comes by the event."""
+        mark.synchronize()
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """The GPU's seconds between two events."""
+        return first.elapsed_time(last) / 1000
+
+    def on_host(self, value: Tensor) -> Tensor:
+        """A copy in memory that torch pins, since it does not block."""
+        return value.to("cpu", non_blocking=True, copy=True)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of steps on `device`."""
+    return StreamClock() if device.type == "cuda" else HostClock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that was enqueued: its number, its loss on the host, its first and last moment."""
+
+    number: int
+    loss: Tensor
+    start: Any
+    end: Any
+
+
 class Recorder:
-    """Losses and times of the steps so far; reads a loss one step late, so that a GPU is never
-    waited for.
+    """Losses and times of the steps so far. Shows a step after a later one was recorded and once
+    the device has done it, and never makes the host wait but in `flush`.
     """
 
     def __init__(self, reporter: Reporter, device: torch.device, tokens_per_step: int) -> None:
@@ -21,37 +114,43 @@ class Recorder:
         self.loss_first: float | None = None
         self.loss_last = math.nan
         self._device = device
+        self._clock = clock_of(device)
         self._tokens_per_step = tokens_per_step
         self._step_s: list[float] = []
-        self._pending: tuple[int, Tensor] | None = None
-        self._started = time.perf_counter()
+        self._pending: deque[_Step] = deque()
+        self._started = self._clock.mark()
 
     def restart_clock(self) -> None:
         """Leave what happened since the last step out of the next one's time."""
-        self._started = time.perf_counter()
+        self._started = self._clock.mark()
 
-    def finish_step(self, step: int, loss: Tensor) -> None:
-        """Record one step, whose loss may still be on its way, and show the one before it."""
-        self.flush()
-        now = time.perf_counter()
-        self._step_s.append(now - self._started)
-        self._started = now
-        self._pending = (step, loss)
+    def finish_step(self, number: int, loss: Tensor) -> None:
+        """Record one step, which may still be on its way, and show those before it that are not."""
+        on_host = self._clock.on_host(loss)
+        end = self._clock.mark()
+        while self._pending and self._clock.has_passed(self._pending[0].end):
+            self._show_next()
+        self._pending.append(_Step(number, on_host, self._started, end))
+        self._started = end
 
     def flush(self) -> None:
-        """Read and show the loss that is still pending."""
-        if self._pending is None:
-            return
-        step, loss = self._pending
-        self._pending = None
-        self.loss_last = float(loss.item())
+        """Wait for the steps that are still on their way, and show them."""
+        while self._pending:
+            self._clock.wait(self._pending[0].end)
+            self._show_next()
+
+    def _show_next(self) -> None:
+        step = self._pending.popleft()
+        self._step_s.append(self._clock.seconds(step.start, step.end))
+        self.loss_last = float(step.loss.item())
         if self.loss_first is None:
             self.loss_first = self.loss_last
-        self.reporter.step(step, self.loss_last, self.tokens_per_s, peak_memory_mib(self._device))
+        peak_mib = peak_memory_mib(self._device)
+        self.reporter.step(step.number, self.loss_last, self.tokens_per_s, peak_mib)
 
     @property
     def step_ms_median(self) -> float:
-        """Median time of a step in milliseconds."""
+        """Median time of a step that was shown, in milliseconds."""
         return 1000 * statistics.median(self._step_s)
 
     @property

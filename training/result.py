@@ -26,7 +26,8 @@ class RunResult:
     Losses are means over the ranks in nats per byte; `loss_first` is that of step 1, also in a
     resumed run. Times cover the steps of this process: `tokens_per_s` is the tokens of a step over
     the median step. `peak_mib` is the largest of the ranks': memory allocated on the GPU, else
-    resident memory.
+    resident memory. `reserved_mib`, on a GPU, is what the allocator took for it: memory that one
+    stream has freed is not another's.
     """
 
     loss_first: float
@@ -35,6 +36,7 @@ class RunResult:
     tokens_per_s: float
     step_ms_median: float
     peak_mib: float
+    reserved_mib: float | None
     params_sha256: str
     world: int
     zero: int
@@ -71,6 +73,11 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
             # Not tensor.numpy(): NumPy is not one of our requirements.
             digest.update((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
     return digest.hexdigest()
+
+
+def reserved_memory_mib(device: torch.device) -> float | None:
+    """Return the most memory that torch's allocator had reserved on the GPU; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) / MIB if device.type == "cuda" else None
 
 
 def peak_memory_mib(device: torch.device) -> float:

@@ -5,10 +5,12 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..sharding import CommunicationError
+from .asking import answering
 from .boards import Board, FolderBoard, board_of_store
 from .errors import OptionsError, UsageError
 from .heartbeat import Heart, Silence, Whereabouts
@@ -80,7 +82,10 @@ def _start_ranks(options: TrainOptions, arguments: list[str]) -> int:
     choose_device(options.device, num_ranks)
     plan = plan_run(options, num_ranks)
     if num_ranks == 1:
-        _hand_back(train(plan, Place()), options)
+        whereabouts = Whereabouts()
+        with answering(partial(whereabouts.told, 0)):
+            result = train(plan, Place(), whereabouts)
+        _hand_back(result, options)
         return 0
     command = [sys.executable, "-c", RANK_PROGRAM, *arguments]
     limit_s = options.heartbeat_limit_s
@@ -111,7 +116,8 @@ def _train_as_rank(options: TrainOptions, place: Place) -> int:
 
     try:
         plan = plan_run(options, place.world_size)
-        result = train(plan, place, whereabouts, heart.leave)
+        with answering(partial(whereabouts.told, place.rank)):
+            result = train(plan, place, whereabouts, heart.leave)
     except Exception as error:
         if isinstance(error, UsageError):
             heart.give_up(str(error))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from reprlib import repr as short
 
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from ..sharding import (
     MixedPrecisionPolicy,
     clip_grad_norm_,
+    explain,
     full_state_dict,
     fully_shard,
     load_checkpoint,
@@ -31,7 +33,7 @@ from ..sharding import (
     summary,
 )
 from . import checkpoints
-from .data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed
+from .data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed, sent_to
 from .errors import CheckpointError
 from .heartbeat import Whereabouts
 from .model import VOCAB_SIZE, Block, build_model, model_config
@@ -49,7 +51,7 @@ from .ranks import (
     wait_for_all,
 )
 from .recorder import Recorder
-from .result import RunResult, peak_memory_mib, sha256_of
+from .result import RunResult, peak_memory_mib, reserved_memory_mib, sha256_of
 from .step_file import SavedRun
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -134,6 +136,7 @@ def train(
         ) as reporter,
     ):
         run = _build(plan, place, device)
+        whereabouts.explanation = partial(explain, run.module)
         _introduce(run, reporter, choice.reason)
         recorder = Recorder(reporter, device, options.batch * options.seq_len)
         if plan.resume_from is not None:
@@ -223,7 +226,8 @@ def _train_step(run: Run, step: int) -> Tensor:
             step=step,
             microbatch=microbatch,
             seq_len=options.seq_len,
-        ).to(run.device)
+        )
+        tokens = sent_to(run.device, tokens)
         is_last = microbatch == options.accumulate - 1
         with nullcontext() if is_last else no_sync(run.module):
             loss = _loss(run.module, tokens) / options.accumulate
@@ -304,6 +308,9 @@ def _sum_up(run: Run, recorder: Recorder) -> RunResult:
     assert recorder.loss_first is not None, "at least one step was run"
     wire_bytes = summary(run.module).sent_bytes_per_step
     peak_mib = max_over_ranks(peak_memory_mib(run.device), "peak memory", run.device)
+    reserved_mib = reserved_memory_mib(run.device)
+    if reserved_mib is not None:
+        reserved_mib = round(max_over_ranks(reserved_mib, "reserved memory", run.device), 1)
     return RunResult(
         loss_first=recorder.loss_first,
         loss_last=recorder.loss_last,
@@ -311,6 +318,7 @@ def _sum_up(run: Run, recorder: Recorder) -> RunResult:
         tokens_per_s=round(recorder.tokens_per_s, 1),
         step_ms_median=round(recorder.step_ms_median, 3),
         peak_mib=round(peak_mib, 1),
+        reserved_mib=reserved_mib,
         params_sha256=_fingerprint(run),
         world=run.place.world_size,
         zero=options.zero,

@@ -209,9 +209,16 @@ def test_a_case_of_every_op_comes_first():
 )
 def test_a_loss_that_does_not_fall_fails(last, status):
     (step, *_) = gpu_commands.trainings(dry_run=True)
-    written = json.dumps({"loss_first": 5.5, "loss_last": last})
-    outcome = gpu_commands.Outcome(0, "", 1.0, written)
+    written = {"loss_first": 5.5, "loss_last": last, "peak_mib": 80.0, "reserved_mib": None}
+    outcome = gpu_commands.Outcome(0, "", 1.0, json.dumps(written))
     assert step.judge([outcome]).status == status
+
+
+def test_what_the_allocator_reserved_stands_beside_the_peak():
+    (step, *_) = gpu_commands.trainings(dry_run=True)
+    written = {"loss_first": 5.5, "loss_last": 2.0, "peak_mib": 80.0, "reserved_mib": 96.0}
+    told = step.judge([gpu_commands.Outcome(0, "", 1.0, json.dumps(written))])
+    assert told.detail == "loss 5.500 -> 2.000; peak 80 MiB, 96 reserved"
 
 
 def test_levels_that_lead_elsewhere_fail():

@@ -182,6 +182,8 @@ class LoopbackGroup:
     every rank holds what this one holds.
     """
 
+    _device_types = ()  # nothing that has a time limit
+
     def __init__(self, machine: Machine, world_size: int) -> None:
         self._machine = machine
         self.world_size = world_size

@@ -15,6 +15,7 @@ RESULT = RunResult(
     tokens_per_s=1000.0,
     step_ms_median=10.0,
     peak_mib=300.0,
+    reserved_mib=None,
     params_sha256="00ff",
     world=2,
     zero=3,

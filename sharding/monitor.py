@@ -1,0 +1,179 @@
+"""Says which unit's collective waits for whom while there is still time: once, before the group's
+time limit passes and the backend raises, or NCCL's watchdog ends the process.
+
+A thread looks now and then at what `in_flight` has noted. It refers to models weakly and asks no
+event of a GPU before something has been under way for `SUSPECT_SHARE` of the limit: somebody may be
+recording a graph, which such a question would spoil.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
+
+from .explanation import Lasting, explain_runtime, lasting, ranks_of
+from .in_flight import Waiting, WorkLog, copy_of, host_waits
+from .runtime import Runtime
+
+_logger = logging.getLogger("sidestream")
+SUSPECT_SHARE = 0.8
+"""Of a group's time limit: what has waited for so long is told."""
+_LOOKS_PER_LIMIT = 25
+_LEAST_S, _MOST_S = 0.02, 10.0
+# What torch's own dumps of its record begin with; the rank follows.
+_DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What has waited for most of the time limit of its group. `key` tells it from others."""
+
+    key: Hashable
+    what: Lasting
+    limit_s: float
+
+
+def time_limit_s(group: dist.ProcessGroup | None) -> float | None:
+    """Seconds after which the backend of `group` gives a collective up; None if it does not say."""
+    if group is None or not group._device_types:
+        return None
+    try:
+        options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    except RuntimeError:  # destroyed
+        return None
+    limit = getattr(options, "_timeout", None)
+    return None if limit is None else limit.total_seconds()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Watched:
+    """What is looked at of one model, with no reference to it: its end is never the thread's
+    matter.
+    """
+
+    runtime: weakref.ref[Runtime]
+    group: weakref.ref[dist.ProcessGroup]
+    logs: tuple[WorkLog, ...]
+
+    @property
+    def limit_s(self) -> float | None:
+        """The time limit of its collectives."""
+        return time_limit_s(self.group())
+
+
+def find_late(watched: Iterable[Watched], waits: Iterable[Waiting], now_s: float) -> list[Late]:
+    """What has been under way for too long: the host's waits, and the oldest work of each stream of
+    the models.
+    """
+    limits = {one: limit for one in watched if (limit := one.limit_s) is not None}
+    late = []
+    for wait in waits:
+        limit_s = time_limit_s(wait.group) or min(limits.values(), default=None)
+        if limit_s is not None and now_s - wait.since_s >= SUSPECT_SHARE * limit_s:
+            late.append(Late((wait.thread, wait.since_s), lasting(wait, now_s), limit_s))
+    for one, limit_s in limits.items():
+        for log in one.logs:
+            # gloo's limit counts from the wait, which is above.
+            works = log.in_flight(now_s - SUSPECT_SHARE * limit_s) if log.on_gpu else []
+            for work in works[:1]:
+                what = Lasting(work.what, now_s - work.since_s, ranks_of(one.group()))
+                late.append(Late((id(log), work.since_s), what, limit_s))
+    return late
+
+
+class Monitor:
+    """A thread that runs as long as one of the models which it watches lives."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, Watched] = {}
+        self._told: set[Hashable] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, runtime: Runtime) -> None:
+        """Watch a model until it goes, if its process group has a time limit."""
+        group = runtime.collectives.groups.group
+        if group is None or time_limit_s(group) is None:
+            return
+        key = id(runtime)
+        logs = tuple(lane.log for lane in runtime.lanes)
+        with self._changed:
+            gone = weakref.ref(runtime, lambda _: self._forget(key))
+            self._watched[key] = Watched(gone, weakref.ref(group), logs)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _forget(self, key: int) -> None:
+        # Wherever a model goes, in this thread too: no lock.
+        self._watched.pop(key, None)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait(_interval_s(self._watched.values()))
+                if not self._watched:
+                    self._thread = None
+                    return
+            self.look()
+
+    def look(self) -> None:
+        """Tell what waits for too long now, unless it was told before."""
+        watched = copy_of(self._watched.values())
+        late = find_late(watched, host_waits(), time.monotonic())
+        new = [one for one in late if one.key not in self._told]
+        self._told = {one.key for one in late}
+        if new:
+            _logger.warning("%s", _report(new, watched))
+
+
+MONITOR = Monitor()
+"""That of this process."""
+
+
+def _interval_s(watched: Iterable[Watched]) -> float:
+    limits = [limit for one in copy_of(watched) if (limit := one.limit_s) is not None]
+    return min(max(min(limits, default=0.0) / _LOOKS_PER_LIMIT, _LEAST_S), _MOST_S)
+
+
+def _report(late: Sequence[Late], watched: Sequence[Watched]) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    lines = [
+        f"rank {rank}: {one.what}, and fails after {one.limit_s:g} s; look for the rank that waits "
+        "for something else, or tells nothing"
+        for one in late
+    ]
+    if (path := dump_flight_record(os.environ, rank)) is not None:
+        lines.append(f"torch's flight record: {path}")
+    for one in watched:
+        if (runtime := one.runtime()) is not None:
+            lines.append(str(explain_runtime(runtime)))
+    return "\n".join(lines)
+
+
+def dump_flight_record(environ: Mapping[str, str], rank: int) -> Path | None:
+    """Write torch's record of collectives to where the environment says that dumps go; None where
+    it does not, or there is no record.
+    """
+    prefix = next((environ[name] for name in _DUMP_VARIABLES if environ.get(name)), None)
+    dump = next((found for name in _DUMPS if (found := getattr(_c10d, name, None))), None)
+    if prefix is None or dump is None:
+        return None
+    path = Path(f"{prefix}{rank}")
+    try:
+        path.write_bytes(dump())
+    except (OSError, RuntimeError) as error:
+        _logger.warning("torch's flight record was not written to %s: %s", path, error)
+        return None
+    return path
