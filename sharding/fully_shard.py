@@ -121,9 +121,9 @@ def fully_shard(
             weight is one. They stay gathered with the root, so whoever uses their weights without
             calling them finds them. None: the root is one unit. No bit depends on it.
         prefetch: how many units ahead of the one in use are gathered (ZeRO-3).
-        ranks_may_differ: ranks may use other units than the others, or in another order, within a
-            step (experts, dropped layers). Costs a small message before each gather, and gathers
-            are not ahead of their use; only ZeRO-3 needs it.
+        ranks_may_differ: ranks may use other units than the others, in another order or more often
+            (experts, dropped layers). Costs ZeRO-3 a small message before each gather, and no
+            gather is ahead of its use. Without it ranks that differ get a `DivergentUseError`.
         elementwise: vouch that an optimizer class unknown to sidestream updates each element by
             itself.
         init_model_with_meta_device: how parameters and buffers on the meta device get their values,

@@ -30,7 +30,7 @@ from .trace import Kind, Trace
 from .turns import make_turns
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
-from .use_watch import make_watch
+from .use_watch import NoWatch, Watch, make_watch
 from .uses import END_OF_BACKWARD, END_OF_FORWARD
 
 _ABANDONED_S = 5.0  # among the living, what is in flight takes milliseconds
@@ -58,6 +58,7 @@ class Runtime:
         self.options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
         frees = any(unit.frees_parameters for unit in self.units)
+        self._watch: Watch = NoWatch()  # `__del__` asks it, whatever is raised here
         self._watch = make_watch(collectives, frees_parameters=frees)
         self._turns = make_turns(groups, collectives, self._watch, options.ranks_may_differ)
         self._use_order = UseOrder(groups, self.prefetch)

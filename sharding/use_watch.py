@@ -87,12 +87,12 @@ class NoWatch:
 class UseWatch:
     """Of one model on this rank."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        """A collective where messages have no tags."""
+    def __init__(self, collectives: Collectives, store: dist.Store) -> None:
+        """A collective where messages have no tags. `store`: that of the group."""
         group = collectives.groups.group
         assert group is not None
         number = next(_NUMBERS.setdefault(group, itertools.count()))
-        self._store = dist.PrefixStore(f"sidestream_uses/{number}", _world.pg_map[group][1])
+        self._store = dist.PrefixStore(f"sidestream_uses/{number}", store)
         self._groups = [g for axis in collectives.groups.axes for g in (axis.gather, axis.reduce)]
         self._collectives = collectives
         self._uses = collectives.uses
@@ -379,6 +379,7 @@ def make_watch(collectives: Collectives, *, frees_parameters: bool) -> UseWatch 
     group = collectives.groups.group
     if not frees_parameters or group is None or collectives.world_size == 1:
         return NoWatch()
-    if dist.get_backend(group) == "fake":  # ranks that are not there say nothing
+    known = _world.pg_map.get(group)  # a stand-in has no store, and ranks of "fake" say nothing
+    if known is None or known[0] == "fake":
         return NoWatch()
-    return UseWatch(collectives)
+    return UseWatch(collectives, known[1])

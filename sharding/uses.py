@@ -19,9 +19,9 @@ from .messages import listed
 
 END_OF_FORWARD, END_OF_BACKWARD = "end of the forward", "end of the backward"
 """Stand in the record of gathers, behind those of the forward or backward."""
-_KEPT = 512
-_TAG_SPACE, _TAG_STEP = 0x4000_0000, 9973  # gloo's tags are 31 bits
-_MASK = (1 << 62) - 1
+_KEPT, _IN_RING = 512, 511
+_TAG_SPACE, _IN_TAG_SPACE, _TAG_STEP = 0x4000_0000, 0x3FFF_FFFF, 9973  # gloo's tags are 31 bits
+_MASK = 2**62 - 1
 
 Record = tuple[int, list[str]]
 """The number of a use, and the names of all from there on."""
@@ -45,21 +45,21 @@ class UseRecord:
         if code is None:
             code = self._codes[what] = zlib.crc32(what.encode())
         number = self.count
-        self._last[number % _KEPT] = what
-        self.fingerprint = (self.fingerprint * 1_000_003 + code) & _MASK
+        self._last[number & _IN_RING] = what
+        self.fingerprint = hash((self.fingerprint, code)) & _MASK  # that of integers has no salt
         self.count = number + 1
-        return _TAG_SPACE | ((number * _TAG_STEP + code) & (_TAG_SPACE - 1))
+        return _TAG_SPACE | (number * _TAG_STEP + code) & _IN_TAG_SPACE
 
     def note_end(self, what: str) -> None:
         """A forward or backward is over, if it had any use."""
-        if self.count and self._last[(self.count - 1) % _KEPT] not in _ENDS:
+        if self.count and self._last[(self.count - 1) & _IN_RING] not in _ENDS:
             self.note(what)
 
     def latest(self, most: int = _KEPT // 2) -> Record:
         """The last `most` uses at most. Also for another thread, while this one goes on."""
         count = self.count
         start = max(count - most, 0)  # half of what is kept: what is noted meanwhile is not in it
-        return start, [self._last[number % _KEPT] for number in range(start, count)]
+        return start, [self._last[number & _IN_RING] for number in range(start, count)]
 
     def number_of(self, what: str) -> int:
         """The number of the latest use that is called so, or of the next, if none is."""

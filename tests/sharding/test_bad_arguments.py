@@ -31,6 +31,7 @@ FLAGS = ["no", 0, None]
 OPTIONS: list[tuple[str, Any, type[Exception]]] = [
     *(("overlap_grad_reduce", value, TypeError) for value in (*FLAGS, "Pipelined")),
     *(("overlap_param_gather", value, TypeError) for value in FLAGS),
+    *(("ranks_may_differ", value, TypeError) for value in FLAGS),
     *(("elementwise", value, TypeError) for value in FLAGS),
     *(("reshard_after_forward", value, TypeError) for value in ("no", 8)),
     *(("bucket_mib", value, TypeError) for value in ("1", True, [1], 1j, torch.tensor(1.0))),

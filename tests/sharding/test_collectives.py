@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from sidestream.sharding.collectives import Channel, Traffic
+from sidestream.sharding.uses import Uses
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.axes import one_axis
 
@@ -11,7 +12,7 @@ from sidestream.tests.sharding.axes import one_axis
 def _channel(rank, world_size, device_type):
     device, traffic = torch.device(device_type), Traffic()
     (axis,) = one_axis(rank, world_size, device, dist.group.WORLD).axes
-    return Channel(axis, device, traffic), traffic
+    return Channel(axis, device, traffic, Uses()), traffic
 
 
 def _gather(rank, world_size, device_type):
