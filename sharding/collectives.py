@@ -32,7 +32,6 @@ from .communicators import gather_objects
 from .errors import communication_error
 from .in_flight import noted
 from .process_groups import Axis, DataParallelGroups
-from .ranges import ranged
 
 T = TypeVar("T")
 _GATHER_TAG, _EXCHANGE_TAG = 0x51DE, 0x51DF
@@ -97,11 +96,10 @@ class Pending:
 
     def wait(self) -> None:
         """Wait for the operation to end."""
-        work = self.work
-        if work is None:
+        if self.work is None:
             return
         try:
-            noted(self.what, self.group, lambda: ranged("wait", self.what, work.wait))
+            noted(self.what, self.group, self.work.wait)
         except RuntimeError as error:
             raise communication_error(self.what, error) from error
 
