@@ -3,6 +3,7 @@
 from .sharding import (
     AdamW,
     CommunicationError,
+    DivergentUseError,
     MixedPrecisionPolicy,
     ShardedTensor,
     Wire,
@@ -26,6 +27,7 @@ from .sharding import (
 __all__ = [
     "AdamW",
     "CommunicationError",
+    "DivergentUseError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
     "Wire",

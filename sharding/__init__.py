@@ -2,7 +2,7 @@
 
 from .checkpoint import full_state_dict, load_checkpoint, remove_old_checkpoints, save_checkpoint
 from .entries import gathered, register_forward_method
-from .errors import CommunicationError
+from .errors import CommunicationError, DivergentUseError
 from .fully_shard import (
     explain,
     fully_shard,
@@ -23,6 +23,7 @@ from .wire import Wire
 __all__ = [
     "AdamW",
     "CommunicationError",
+    "DivergentUseError",
     "MixedPrecisionPolicy",
     "ShardedTensor",
     "Wire",

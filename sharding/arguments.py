@@ -45,14 +45,14 @@ def require_forward(module: nn.Module) -> None:
         )
 
 
-def require_flag(name: str, value: object) -> None:
+def require_flag(name: str, value: object, expected: str = "True or False") -> None:
     """Refuse what is no bool: any text would count as true.
 
     Raises:
         TypeError: it is something else.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r}; pass one of them")
+        raise TypeError(f"{name}: expected {expected}, got {value!r}; pass one of them")
 
 
 def require_number(name: str, value: object, expected: str, fits: Callable[[Any], bool]) -> None:

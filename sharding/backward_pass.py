@@ -9,6 +9,7 @@ does not lie beyond that module.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from .exchange import Exchange
 from .lanes import Lane
+from .modules.uncompiled import uncompiled
 from .trace import Kind, Trace
 from .unit import Unit
 from .use_order import UnitGroup
+from .use_watch import Watch
 
 
 @dataclass(eq=False, slots=True)
@@ -36,9 +39,14 @@ class BackwardPass:
     order: Sequence[int]
     lane: Lane
     trace: Trace
+    watch: Watch
     sync: bool
     callback: weakref.ref[Callable[[], None]]
     creates_graph: bool
+    allowed_exchanges: int
+    """How many of `order` may start: all, or those for which all ranks have said to be ready."""
+    is_over: bool = False
+    """Whether the engine is done: no gradient will come."""
     current: UnitGroup | None = None
     # Indices of units whose gradients are complete, in the order in which they became so.
     ready: dict[int, None] = field(default_factory=dict)
@@ -73,15 +81,24 @@ class BackwardPass:
 
     def finish(self) -> None:
         """The engine is done: reduce what is left, and show all gradients to the optimizer."""
+        self.is_over = True
+        self.allowed_exchanges = len(self.order)
         if self.sync:
-            self._launch_in_order(all_of_them=True)
+            self._launch_in_order()
         else:
             for unit in self.units:
                 if unit.needs_reduction and unit.spec.index not in self.ready:
                     self._launch(unit)
         self._publish()
-        # A parameter in several reentrant checkpoints gets gradients after its unit's exchange.
-        late = [unit for unit in self.units if unit.holds_grads]
+
+    def late_units(self) -> list[Unit]:
+        """Those with gradients that came after their exchange, as when a parameter is used in
+        several reentrant checkpoints.
+        """
+        return [unit for unit in self.units if unit.holds_grads]
+
+    def exchange_late(self, late: Sequence[Unit]) -> None:
+        """Reduce what is left of `late`, as `finish` does."""
         for unit in late:
             self._launch(unit)
         self._publish()
@@ -89,22 +106,38 @@ class BackwardPass:
     def finish_exchanges(self) -> None:
         """Order the following compute after all exchanges so far."""
         self._finish_packing()
-        for _, exchange in self._in_flight:
-            exchange.event.wait()
+        for unit, exchange in self._in_flight:
+            self.watch.wait("exchange", unit.reduction.name, exchange.event.wait)
 
     def abandon(self, deadline: float) -> None:
         """Nobody asks for the exchanges: see `Event.abandon`."""
         for _, exchange in self._in_flight:
             exchange.event.abandon(deadline)
 
-    def _launch_in_order(self, *, all_of_them: bool = False) -> None:
+    def count_ready(self) -> int:
+        """How many of `order`, from the first on, this rank is ready to exchange."""
+        place = self.next_in_order
+        while place < len(self.order) and self._is_ready(self.units[self.order[place]]):
+            place += 1
+        return place
+
+    def launch_allowed(self) -> None:
+        """Start the exchanges for which all ranks are ready."""
+        if self.sync:
+            self._launch_in_order()
+
+    def _is_ready(self, unit: Unit) -> bool:
+        return self.is_over or unit.spec.index in self.ready or not unit.needs_reduction
+
+    def _launch_in_order(self) -> None:
         # One order on every rank, whichever gradients exist: otherwise exchanges would pair up
         # wrongly.
-        while self.next_in_order < len(self.order):
+        stop = min(self.allowed_exchanges, len(self.order))
+        while self.next_in_order < stop:
             unit = self.units[self.order[self.next_in_order]]
+            if not self._is_ready(unit):
+                return
             if unit.needs_reduction:
-                if not all_of_them and unit.spec.index not in self.ready:
-                    return
                 self._launch(unit)
             self.next_in_order += 1
 
@@ -112,14 +145,17 @@ class BackwardPass:
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled
             self._finish_packing()
             self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
-            self._packing = unit, unit.reduce(self.lane, sync=self.sync)
+            start = functools.partial(unit.reduce, self.lane, sync=self.sync)
+            # A lane without overlap waits where it starts.
+            exchange = self.watch.wait("exchange", unit.reduction.name, start)
+            self._packing = unit, exchange
             self._in_flight.append(self._packing)
 
     def _finish_packing(self) -> None:
         if self._packing is not None:
             unit, exchange = self._packing
             self._packing = None
-            exchange.finish()
+            self.watch.wait("exchange", unit.reduction.name, exchange.finish)
             self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
 
     def _publish(self) -> None:
@@ -157,3 +193,16 @@ class BackwardPass:
                     del self._spent[index]
                     taken.append(unit)
         return taken
+
+
+@uncompiled
+def engine_let_go(
+    show_sharded: Callable[[], Callable[[weakref.ref[Callable[[], None]]], None] | None],
+    callback: weakref.ref[Callable[[], None]],
+) -> None:
+    """A backward is over. If an exception ended it, most waits for the next use, but whoever
+    catches that sees sharded parameters, say to clear gradients. `show_sharded`: weak.
+    """
+    alive = show_sharded()
+    if alive is not None:
+        alive(callback)

@@ -32,10 +32,9 @@ from .communicators import gather_objects
 from .errors import communication_error
 from .in_flight import noted
 from .process_groups import Axis, DataParallelGroups
+from .uses import Uses
 
 T = TypeVar("T")
-_GATHER_TAG, _EXCHANGE_TAG = 0x51DE, 0x51DF
-"""Keep our sends apart from the user's own on the same group; gloo matches peer and tag."""
 
 
 # A method of the group: the functions around it cost as much host time again.
@@ -138,11 +137,12 @@ class Channel:
     `rank` and `size` are those along the axis.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic, uses: Uses) -> None:
         self.axis = axis
         self.rank = axis.rank
         self.size = axis.size
         self._traffic = traffic
+        self._uses = uses
         self._point_to_point = (
             axis.size > 1
             and axis.gather is not None
@@ -154,6 +154,11 @@ class Channel:
     def _count(self, kind: str, nbytes: int) -> None:
         self._traffic.count(kind, self.axis.name, nbytes)
 
+    @property
+    def tags_messages(self) -> bool:
+        """Whether what belongs to one unit can never be taken for another's."""
+        return self._point_to_point or self.size == 1
+
     def gather(
         self, flat: Tensor, slices: Sequence[Tensor], source: Tensor, what: str
     ) -> list[Pending]:
@@ -162,14 +167,16 @@ class Channel:
         `source` may be this rank's own slice. Nothing may write `source` or read `flat` before the
         waits.
         """
-        return self._gather(self.axis.gather, "gather", flat, slices, source, what)
+        tag = self._uses.gathers.note(what)
+        return self._gather(self.axis.gather, "gather", flat, slices, source, what, tag=tag)
 
     def gather_reduced(self, flat: Tensor, slices: Sequence[Tensor], what: str) -> list[Pending]:
         """Start an in-place all-gather of this rank's slice of `flat`, on the reducing
         communicator.
         """
         source = slices[self.rank]
-        return self._gather(self.axis.reduce, "gather_reduced", flat, slices, source, what)
+        tag = self._uses.exchanges.note(what)
+        return self._gather(self.axis.reduce, "gather_reduced", flat, slices, source, what, tag=tag)
 
     def _gather(
         self,
@@ -179,6 +186,8 @@ class Channel:
         slices: Sequence[Tensor],
         source: Tensor,
         what: str,
+        *,
+        tag: int,
     ) -> list[Pending]:
         assert group is not None, "a gather needs a process group"
         own, peers = slices[self.rank], self._peers
@@ -187,7 +196,7 @@ class Channel:
             if not self._point_to_point:
                 return [start_all_gather(group, flat, source, what)]
             incoming = [slices[peer] for peer in peers]
-            pending = self._swap(group, incoming, [source] * len(peers), _GATHER_TAG, what)
+            pending = self._swap(group, incoming, [source] * len(peers), tag, what)
         except RuntimeError as error:
             raise communication_error(what, error) from error
         if source is not own:
@@ -227,6 +236,7 @@ class Channel:
         """
         group = self.axis.reduce
         assert group is not None, "an exchange needs a process group"
+        tag = self._uses.exchanges.note(what)
         numel = sent.numel() // self.size
         self._count("exchange", len(self._peers) * numel * sent.itemsize)
         try:
@@ -234,7 +244,7 @@ class Channel:
                 return [start_all_to_all(group, received, sent, what)]
             parts = sent.split(numel)
             outgoing = [parts[peer] for peer in self._peers]
-            return self._swap(group, received.split(numel), outgoing, _EXCHANGE_TAG, what)
+            return self._swap(group, received.split(numel), outgoing, tag, what)
         except RuntimeError as error:
             raise communication_error(what, error) from error
 
@@ -244,6 +254,7 @@ class Channel:
         """
         group = self.axis.reduce
         assert group is not None, "a reduce-scatter needs a process group"
+        self._uses.exchanges.note(what)
         self._count("reduce_scatter", len(self._peers) * received.nbytes)
         try:
             return [start_reduce_scatter(group, received, sent, what)]
@@ -259,7 +270,10 @@ class Collectives:
         self.rank = groups.rank
         self.world_size = groups.world_size
         self.traffic = Traffic()
-        self.channels = [Channel(axis, groups.device, self.traffic) for axis in groups.axes]
+        self.uses = Uses()
+        self.channels = [
+            Channel(axis, groups.device, self.traffic, self.uses) for axis in groups.axes
+        ]
         self.grid = Grid(
             tuple(axis.size for axis in groups.axes), tuple(axis.rank for axis in groups.axes)
         )

@@ -25,7 +25,7 @@ _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDict
 """By the job's default group, whose end is theirs; by purpose, backend and ranks, the last one
 last.
 """
-_BACKGROUND = "background"
+_BACKGROUND, _HOSTS = "background", "hosts"
 
 
 def communicator(
@@ -33,6 +33,9 @@ def communicator(
 ) -> dist.ProcessGroup:
     """That of `purpose` over `ranks`, which call together when it is made. `like`: what its time
     limit is taken from, and its backend where none is given.
+
+    Raises:
+        CommunicationError: a rank died before it called.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -43,14 +46,15 @@ def communicator(
     # Not every backend tells its time limit.
     options = getattr(like._get_backend(like._device_types[0]), "options", None)
     name = hashlib.sha256(repr((purpose, backend, ranks, len(made))).encode()).hexdigest()
-    with _named(name), _unbound(default) as bound:
+    what = f"making of a communicator ({purpose}) of ranks {list(ranks)}"
+    with communicating(what), _named(name), _unbound(default) as bound:
         group = dist.new_group(
             list(ranks),
             timeout=getattr(options, "_timeout", None),
             backend=backend,
             use_local_synchronization=True,
             group_desc=f"sidestream_{purpose}",
-            device_id=None if purpose == _BACKGROUND else bound,
+            device_id=None if purpose in (_BACKGROUND, _HOSTS) else bound,
         )
     assert isinstance(group, dist.ProcessGroup)
     made.append(group)
@@ -73,7 +77,7 @@ def gather_objects(value: T, group: dist.ProcessGroup, device: torch.device, wha
     return found
 
 
-def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def background_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A gloo group over the ranks of `group` for a thread beside training; made once (a
     collective).
 
@@ -82,9 +86,17 @@ def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     # A group that never gets a member waits for all of them however long it takes, where a
     # collective notices the dead.
-    with communicating("meeting of all ranks before an asynchronous save"):
-        dist.all_gather_object([None] * dist.get_world_size(group), None, group=group)
+    gather_objects(None, group, device, "meeting of all ranks before an asynchronous save")
     return communicator(_BACKGROUND, tuple(dist.get_process_group_ranks(group)), group, "gloo")
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group over the ranks of `group`, for small messages that wait for no device: `group`
+    itself where it is gloo's, else one that is made once (a collective).
+    """
+    if dist.get_backend(group) == "gloo":
+        return group
+    return communicator(_HOSTS, tuple(dist.get_process_group_ranks(group)), group, "gloo")
 
 
 @atexit.register

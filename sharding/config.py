@@ -36,6 +36,7 @@ class RuntimeOptions:
     strategy: str
     prefetch: int
     overlap_param_gather: bool
+    ranks_may_differ: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class ShardConfig:
     classes: tuple[type[nn.Module], ...]
     reshard_after_forward: bool | None
     sizes: UnitSizes
-    overlap_grad_reduce: bool
+    overlap_grad_reduce: bool | str
     initialiser: Initialiser
     divide_factor: float | None
     native: bool
@@ -72,6 +73,7 @@ class ShardConfig:
             "overlap_grad_reduce": self.overlap_grad_reduce,
             "overlap_param_gather": self.runtime.overlap_param_gather,
             "prefetch": self.runtime.prefetch,
+            "ranks_may_differ": self.runtime.ranks_may_differ,
             # Functions are other objects on every rank.
             "init_model_with_meta_device": "a function"
             if callable(self.initialiser)
@@ -101,19 +103,22 @@ def resolve_config(
     outer_strategy: str,
     reduce: str,
     gradient_divide_factor: float | None,
-    overlap_grad_reduce: bool,
+    overlap_grad_reduce: bool | str,
     overlap_param_gather: bool,
     reshard_after_forward: bool | None,
     bucket_mib: float | None,
     split_root_mib: float | None,
     prefetch: int,
+    ranks_may_differ: bool,
     initialiser: Initialiser,
 ) -> ShardConfig:
     """Resolve the options of `fully_shard`; raises what that says about them."""
     if policy is not None:
         require_policy(policy)
-    require_flag("overlap_grad_reduce", overlap_grad_reduce)
+    if overlap_grad_reduce != "pipelined":
+        require_flag("overlap_grad_reduce", overlap_grad_reduce, "True, False or 'pipelined'")
     require_flag("overlap_param_gather", overlap_param_gather)
+    require_flag("ranks_may_differ", ranks_may_differ)
     if reshard_after_forward is not None:
         require_flag("reshard_after_forward", reshard_after_forward)
     if gradient_divide_factor is not None:
@@ -122,7 +127,6 @@ def resolve_config(
             "gradient_divide_factor", gradient_divide_factor, expected, lambda n: 0 < n < math.inf
         )
     level = resolve_strategy(strategy)
-    outer = resolve_outer(level, outer_strategy)
     expected = "a whole number of at least 0"
     require_number(
         "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
@@ -130,7 +134,7 @@ def resolve_config(
     require_initialiser(initialiser)
     return ShardConfig(
         strategy=level,
-        outer=None if outer_dim is None else outer,
+        outer=resolve_outer(level, outer_strategy, outer_dim),
         policy=policy or MixedPrecisionPolicy(),
         classes=classes,
         reshard_after_forward=reshard_after_forward,
@@ -143,6 +147,7 @@ def resolve_config(
             strategy=level.name + (f", outer {outer_strategy}" if outer_dim is not None else ""),
             prefetch=int(prefetch),
             overlap_param_gather=overlap_param_gather,
+            ranks_may_differ=ranks_may_differ,
         ),
     )
 

@@ -14,6 +14,10 @@ class CommunicationError(RuntimeError):
     """A collective failed; the message names it, the unit it served and the ranks it waited for."""
 
 
+class DivergentUseError(RuntimeError):
+    """Ranks used different units of a sharded model; the message names units and ranks."""
+
+
 _RAISED_BY_BACKENDS = (
     RuntimeError,
     dist.DistBackendError,

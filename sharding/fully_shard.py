@@ -64,12 +64,13 @@ def fully_shard(
     fsdp_unit_modules: Iterable[UnitClass] | None = None,
     zero_dp_strategy: int | str = 3,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
-    overlap_grad_reduce: bool = True,
+    overlap_grad_reduce: bool | str = True,
     overlap_param_gather: bool = True,
     reshard_after_forward: bool | None = None,
     bucket_mib: float | None = None,
     split_root_mib: float | None = SPLIT_ROOT_MIB,
     prefetch: int = 1,
+    ranks_may_differ: bool = False,
     elementwise: bool = False,
     init_model_with_meta_device: Initialiser = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
@@ -107,7 +108,9 @@ def fully_shard(
             is one unit, and nothing overlaps.
         zero_dp_strategy: 0 'no_shard', 1 'optim', 2 'optim_grads', 3 'optim_grads_params'.
         mixed_precision_policy: dtypes of compute, main parameters, gradients and wire.
-        overlap_grad_reduce: exchange gradients beside backward.
+        overlap_grad_reduce: exchange gradients beside backward. "pipelined": on a GPU an exchange
+            also starts while the one before is being summed, for a second pair of buffers; worth it
+            where exchanges take longer than backward.
         overlap_param_gather: gather parameters beside compute.
         reshard_after_forward: free gathered parameters after forward (ZeRO-3 only). None: units
             do; the root, which backward needs first, does not.
@@ -118,6 +121,9 @@ def fully_shard(
             weight is one. They stay gathered with the root, so whoever uses their weights without
             calling them finds them. None: the root is one unit. No bit depends on it.
         prefetch: how many units ahead of the one in use are gathered (ZeRO-3).
+        ranks_may_differ: ranks may use other units than the others, or in another order, within a
+            step (experts, dropped layers). Costs a small message before each gather, and gathers
+            are not ahead of their use; only ZeRO-3 needs it.
         elementwise: vouch that an optimizer class unknown to sidestream updates each element by
             itself.
         init_model_with_meta_device: how parameters and buffers on the meta device get their values,
@@ -160,6 +166,7 @@ def fully_shard(
         bucket_mib=bucket_mib,
         split_root_mib=split_root_mib,
         prefetch=prefetch,
+        ranks_may_differ=ranks_may_differ,
         initialiser=init_model_with_meta_device,
     )
     if optimizer is not None:

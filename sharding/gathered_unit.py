@@ -65,6 +65,34 @@ class GradientPath:
         return self._leaves[index]()
 
 
+def _collect(
+    unit: Unit, own: Tensor, held: Placements, collectives: Collectives, what: str
+) -> Tensor:
+    """The whole buffer, of which `own` is what this rank has as `held` says (a collective)."""
+    spec = unit.spec
+    if own.numel() == spec.layout.numel:
+        return own
+    start, stop = collectives.grid.span(spec.layout.numel, held)
+    flat = torch.empty(spec.layout.numel, dtype=own.dtype, device=own.device)
+    flat[start:stop] = own
+    for hop in collectives.hops(spec.layout.numel, held, spec.placements.whole):
+        slices = cut(flat[hop.start : hop.stop], hop.parts)
+        channel = collectives.channels[hop.axis]
+        whole = flat[hop.start : hop.stop]
+        for pending in channel.gather(whole, slices, slices[hop.own], what):
+            pending.wait()
+    return flat
+
+
+@torch.no_grad()
+def take_part_in_gather(unit: Unit, collectives: Collectives) -> None:
+    """Take part in a gather of `unit` that other ranks need, from the main parameters on: into
+    memory of its own, since this rank may be using what it has gathered.
+    """
+    own = unit.main.to(unit.spec.dtypes.compute, copy=True)
+    _collect(unit, own, unit.spec.placements.main, collectives, unit.gather_name)
+
+
 class GatheredUnit:
     """`unit` while its parameters are whole."""
 
@@ -92,21 +120,8 @@ class GatheredUnit:
         return self._collect(own, self.unit.spec.placements.main)
 
     def _collect(self, own: Tensor, held: Placements) -> Tensor:
-        """The whole buffer, of which `own` is what this rank has as `held` says (a collective)."""
-        spec = self.unit.spec
-        if own.numel() == spec.layout.numel:
-            return own
-        start, stop = self._collectives.grid.span(spec.layout.numel, held)
-        flat = torch.empty(spec.layout.numel, dtype=own.dtype, device=own.device)
-        flat[start:stop] = own
-        what = f"gather of the whole parameters of unit '{spec.name}'"
-        for hop in self._collectives.hops(spec.layout.numel, held, spec.placements.whole):
-            slices = cut(flat[hop.start : hop.stop], hop.parts)
-            channel = self._collectives.channels[hop.axis]
-            whole = flat[hop.start : hop.stop]
-            for pending in channel.gather(whole, slices, slices[hop.own], what):
-                pending.wait()
-        return flat
+        what = f"gather of the whole parameters of unit '{self.unit.spec.name}'"
+        return _collect(self.unit, own, held, self._collectives, what)
 
     @torch.no_grad()
     def faults(self, write: bool) -> list[int]:

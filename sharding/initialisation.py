@@ -104,7 +104,8 @@ class _Guard(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        for position, argument in enumerate(func._schema.arguments):
+        schema = getattr(func, "_schema", None)  # operators of higher order have none
+        for position, argument in enumerate(schema.arguments if schema else ()):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[position] if position < len(args) else kwargs.get(argument.name)
                 for value in given if isinstance(given, (list, tuple)) else (given,):

@@ -204,7 +204,9 @@ class StreamLane:
 
 
 def make_lane(device: torch.device, overlap: bool | str) -> Lane:
-    """A lane for gathers or for reductions. `overlap`: "pipelined" is more than True, on CUDA."""
+    """A lane for gathers or for reductions. `overlap`: False, True, or "pipelined", which is True
+    on a CPU.
+    """
     if not overlap:
         return SerialLane()
     if device.type != "cuda":

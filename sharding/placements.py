@@ -87,19 +87,29 @@ def resolve_strategy(strategy: int | str) -> Strategy:
     )
 
 
-def resolve_outer(strategy: Strategy, outer: str) -> Held:
-    """What is held along the outer axis.
+def resolve_outer(strategy: Strategy, outer: str, outer_dim: str | None) -> Held | None:
+    """What is held along `outer_dim` of the mesh; None without one.
 
     Raises:
-        ValueError: an optimizer that is sharded over the outer axis alone.
+        ValueError: unknown name; one that shards without an outer dimension, or over it alone.
     """
+    if not isinstance(outer, str) or outer not in OUTER:
+        raise ValueError(
+            f"outer_dp_sharding_strategy: expected one of {list(OUTER)}, got {outer!r}; pass one "
+            "of them"
+        )
+    if outer_dim is None and OUTER[outer].main is _S:
+        raise ValueError(
+            f"outer_dp_sharding_strategy: expected 'no_shard' without dp_outer_dim, got {outer!r}; "
+            "name the mesh's dimension to shard over, or leave the strategy out"
+        )
     if OUTER[outer].main is _S and strategy.shard.main is _R:
         raise ValueError(
             "outer_dp_sharding_strategy: expected 'no_shard' with zero_dp_strategy "
             f"'{strategy.name}', which keeps the whole optimizer on every rank of the shard axis, "
             f"got {outer!r}; pass zero_dp_strategy 1, 2 or 3 with it"
         )
-    return OUTER[outer]
+    return None if outer_dim is None else OUTER[outer]
 
 
 def unit_placements(strategy: Strategy, outer: Held | None, num_axes: int) -> UnitPlacements:

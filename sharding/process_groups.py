@@ -123,7 +123,7 @@ def data_parallel_groups(
                 f"ranks_per_node: expected a process group whose ranks are split, got none and "
                 f"{ranks_per_node}; start with torchrun or init_process_group, or leave it out"
             )
-        device = _device_of(None, None, devices)
+        device = device_of(None, None, devices)
         return DataParallelGroups(
             0, 1, device, None, (Axis(SHARD_AXIS, 1, 0, None, None),), ((0,),)
         )
@@ -134,7 +134,7 @@ def data_parallel_groups(
         bases: tuple[dist.ProcessGroup, ...] = (dist.group.WORLD,)
     else:
         axes, bases = axes_of_mesh(mesh, shard_dim, outer_dim, own)
-    device = _device_of(mesh, bases[0], devices)
+    device = device_of(bases[0], mesh, devices)
     ranks = tuple(axes.coordinates)
     group = _over(ranks, bases)
     axes = _agree(axes, ranks_per_node, group, device)
@@ -150,11 +150,17 @@ def data_parallel_groups(
     )
 
 
-def _device_of(
-    mesh: DeviceMesh | None, group: dist.ProcessGroup | None, devices: Iterable[torch.device]
+def device_of(
+    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None = None,
+    devices: Iterable[torch.device] = (),
 ) -> torch.device:
-    """What a mesh says stands, over gloo too, by which ranks can share a GPU. Which GPU: the one
-    that the group is bound to, else the parameters', else the current one.
+    """By way of which `group` communicates. What `mesh` says stands, over gloo too, by which ranks
+    can share a GPU. Which GPU: the one that the group is bound to, else that of the model's
+    `devices`, else the current one.
+
+    Raises:
+        ValueError: parameters on several GPUs, or on another than the group's.
     """
     over_gloo = group is not None and dist.get_backend(group) == "gloo"
     kind = mesh.device_type if mesh is not None else "cpu" if over_gloo else "cuda"

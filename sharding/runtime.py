@@ -14,24 +14,26 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.variable import Variable
 
 from ..buffers import BufferPool
-from .backward_pass import BackwardPass
+from .backward_pass import BackwardPass, engine_let_go
 from .collectives import Collectives
 from .config import RuntimeOptions
 from .exchange_order import ExchangeOrder
 from .gathered_unit import agree_on_paths, check_not_gathered
 from .lanes import Lane
-from .modules.structures import tensors_in
+from .lent_outputs import LentOutputs
 from .modules.uncompiled import uncompiled
 from .trace import Kind, Trace
+from .turns import make_turns
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
+from .use_watch import make_watch
+from .uses import END_OF_BACKWARD, END_OF_FORWARD
 
 _ABANDONED_S = 5.0  # among the living, what is in flight takes milliseconds
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Runtime:
@@ -52,17 +54,17 @@ class Runtime:
         self.trace = Trace()
         self.sync = True
         self.lanes = self._gather_lane, self._reduce_lane = lanes
+        self._backward: BackwardPass | None = None
         self._options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
+        frees = any(unit.frees_parameters for unit in self.units)
+        self._watch = make_watch(collectives, frees_parameters=frees)
+        self._turns = make_turns(groups, collectives, self._watch, options.ranks_may_differ)
         self._use_order = UseOrder(groups, self.prefetch)
         self._root = next(group for group in groups if group.is_root)
-        self._backward: BackwardPass | None = None
         self.open_writes = 0
         """Blocks of `gathered(write=True)` that are open."""
-        self._owners = {
-            unit.freed_storage: unit.spec.index for unit in self.units if unit.frees_parameters
-        }
-        self._lent: set[int] = set()
+        self._lent = LentOutputs(self.units)
         # A graph of gradients reads the gathered parameters until a backward has run through it.
         self._keeps_gathered = False
         self._exchange_order = ExchangeOrder(len(self.units), collectives)
@@ -71,7 +73,8 @@ class Runtime:
         # After an exception something may be in flight: it uses memory that goes now, and gloo
         # would match the peers' halves of it with what the next model sends.
         if not sys.is_finalizing():
-            deadline = time.monotonic() + _ABANDONED_S
+            # Ranks that were found to differ wait for each other: nothing more will come.
+            deadline = time.monotonic() + (0 if self._watch.gave_up else _ABANDONED_S)
             if self._backward is not None:
                 self._backward.abandon(deadline)
             for unit in self.units:
@@ -86,7 +89,10 @@ class Runtime:
     @property
     def prefetch(self) -> int:
         """How many units ahead are gathered."""
-        return self._options.prefetch if self._options.overlap_param_gather else 0
+        options = self._options
+        # Where the ranks agree on every gather, none is ahead.
+        goes_ahead = options.overlap_param_gather and not options.ranks_may_differ
+        return options.prefetch if goes_ahead else 0
 
     @property
     def max_exchanges(self) -> int:
@@ -100,7 +106,7 @@ class Runtime:
         if self._runs_backward():
             return
         self._use_order.restart()
-        self._lent.clear()
+        self._lent.lenders.clear()
         if not self._root.open_calls:
             for group in self.groups:
                 group.open_calls = 0  # an exception left them open
@@ -110,23 +116,23 @@ class Runtime:
         # registration, since ranks may have used the units in different orders, or not at all.
         for unit in self.units:
             if not unit.frees_parameters:
-                self._start_gather(unit)
+                self.start_gather(unit)
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
         recompute = self._runs_backward()
         if not recompute:
             group.open_calls += 1  # first, as `post_forward` comes whatever is raised here
-        if recompute:
+            self._turns.forward_begins()
+        else:
             self._begin_backward_of(group)
-        for unit in group.units:
-            self._start_gather(unit)
+        self._turns.take(group, self)
         if not recompute:
             self._use_order.see(group)
             for unit in self._use_order.with_forward[group.index]:
-                self._start_gather(unit)
+                self.start_gather(unit)
         for unit in group.units:
-            self._finish_gather(unit)
+            self.finish_gather(unit)
             unit.show_full()
             self.trace.add(Kind.FORWARD, unit.spec.index)
         group.has_frozen = not all(unit.needs_reduction for unit in group.units)
@@ -141,7 +147,9 @@ class Runtime:
                 return
         for unit in group.units:
             unit.show_sharded()
-        self._note_lent(group, output)
+        if group.is_root:
+            self._lent.lenders.clear()  # those of its own output stay until the next forward
+        self._lent.note(output)
         if not torch.is_grad_enabled():
             if group.is_root:
                 self.rest()
@@ -149,6 +157,9 @@ class Runtime:
                 self._retire(group.units)
         elif group.reshard_after_forward:
             self._retire(group.units)
+        self._turns.forward_ends()
+        if group.is_root:
+            self._watch.ends(END_OF_FORWARD, compares=not torch.is_grad_enabled())
 
     @property
     def root_calls(self) -> int:
@@ -161,24 +172,11 @@ class Runtime:
             return
         self._root.open_calls = root_calls
         if not root_calls:
+            self._turns.forward_failed()
             for group in self.groups:
                 group.open_calls = 0
             for unit in self.units:
                 unit.show_sharded()
-
-    def _note_lent(self, group: UnitGroup, output: object) -> None:
-        """Units whose memory an output is in, such as a slice of a position table, outlive the
-        module's forward; those of the root's output stay until the next forward.
-        """
-        if group.is_root:
-            self._lent.clear()
-        if self._owners:
-            for tensor in tensors_in(output):
-                # Other layouts and subclasses may have no storage; no parameter is one of them.
-                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                    owner = self._owners.get(tensor.untyped_storage()._cdata)
-                    if owner is not None:
-                        self._lent.add(owner)
 
     # ---- backward
 
@@ -188,13 +186,12 @@ class Runtime:
         Unless `certain`: the output is an input of the module, so another module may have made it.
         """
         backward = self._begin_backward_of(group, certain=certain)
-        for unit in group.units:
-            self._start_gather(unit)
+        self._turns.take(group, self)
         for unit in self._use_order.with_backward[group.index]:
             if unit.spec.index not in backward.ready:
-                self._start_gather(unit)
+                self.start_gather(unit)
         for unit in group.units:
-            self._finish_gather(unit)
+            self.finish_gather(unit)
             # A checkpoint inside the module reads its parameters anew.
             unit.faces.show_full()
 
@@ -248,7 +245,7 @@ class Runtime:
             for unit in self.units:
                 unit.follow_requires_grad()
             callback = self._finish_backward
-            runtime = weakref.ref(self)
+            show_sharded = weakref.WeakMethod(self.show_sharded_after)
             creates_graph = torch.is_grad_enabled()
             self._keeps_gathered |= creates_graph
             self._backward = BackwardPass(
@@ -256,10 +253,13 @@ class Runtime:
                 order=self._exchange_order.indices,
                 lane=self._reduce_lane,
                 trace=self.trace,
+                watch=self._watch,
                 sync=self.sync,
-                callback=weakref.ref(callback, functools.partial(_engine_let_go, runtime)),
+                callback=weakref.ref(callback, functools.partial(engine_let_go, show_sharded)),
                 creates_graph=creates_graph,
+                allowed_exchanges=self._turns.allowed_exchanges,
             )
+            self._turns.backward_begins(self._backward)
             Variable._execution_engine.queue_callback(callback)
         assert self._backward is not None
         return self._backward
@@ -274,14 +274,21 @@ class Runtime:
     def _finish_backward(self) -> None:
         backward = self._backward
         assert backward is not None
+        self._turns.backward_ends()
+        self._watch.ends(END_OF_BACKWARD, compares=backward.sync)
         backward.finish()
+        backward.exchange_late(self._turns.agree_on_late(backward.late_units()))
         self._end_backward(keeps_gathered=backward.creates_graph)
         if backward.sync:
-            self._exchange_order.follow(backward.ready)
-            agree_on_paths(self.units, self.collectives)
+            self._watch.agree("agreement at the end of a backward", self._agree, backward)
+
+    def _agree(self, backward: BackwardPass) -> None:
+        self._exchange_order.follow(backward.ready)
+        agree_on_paths(self.units, self.collectives)
 
     def _end_backward(self, *, keeps_gathered: bool = False) -> None:
         self._backward = None
+        self._turns.backward_is_over()
         self._keeps_gathered = keeps_gathered
         for group in self.groups:
             group.open_inputs = 0
@@ -295,7 +302,7 @@ class Runtime:
         """Bring every unit to rest: parameters released, the modules show the sharded ones."""
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
-                self._finish_gather(unit)
+                self.finish_gather(unit)
         self._retire(self.units)
 
     def settle(self) -> None:
@@ -354,23 +361,30 @@ class Runtime:
 
     # ---- gathers
 
-    def _start_gather(self, unit: Unit) -> None:
+    def needs_gather(self, unit: Unit) -> bool:
+        """Whether the full parameters of `unit`, which is about to be used, are not there."""
         # Whole parameters need no gather, but a graph from before them, in backward, does.
         if unit.faces.whole is not None and self._backward is None:
+            return False
+        return unit.state is UnitState.SHARDED or not unit.is_fresh
+
+    def start_gather(self, unit: Unit) -> None:
+        """Start it, if `unit` needs one."""
+        if not self.needs_gather(unit):
             return
         if unit.state is not UnitState.SHARDED:
-            if unit.is_fresh:
-                return
             # Left over from a forward that no backward followed, or that failed.
-            self._finish_gather(unit)
+            self.finish_gather(unit)
             unit.release()
             self.trace.add(Kind.RELEASE, unit.spec.index)
-        if unit.gather(self._gather_lane):
+        # A lane without overlap waits where it starts.
+        if self._watch.wait("gather", unit.gather_name, unit.gather, self._gather_lane):
             self.trace.add(Kind.GATHER, unit.spec.index)
 
-    def _finish_gather(self, unit: Unit) -> None:
+    def finish_gather(self, unit: Unit) -> None:
+        """Order the following compute after a gather of `unit` that is under way."""
         if unit.state is UnitState.GATHERING:
-            unit.finish_gather()
+            self._watch.wait("gather", unit.gather_name, unit.finish_gather)
             self.trace.add(Kind.FINISH_GATHER, unit.spec.index)
 
     def _retire(self, units: Sequence[Unit]) -> None:
@@ -378,19 +392,7 @@ class Runtime:
         for unit in units:
             if unit.faces.shows_full:
                 unit.show_sharded()
-            kept = self._keeps_gathered or unit.spec.index in self._lent
+            kept = self._keeps_gathered or unit.spec.index in self._lent.lenders
             if unit.state is UnitState.GATHERED and not kept:
                 unit.release()
                 self.trace.add(Kind.RELEASE, unit.spec.index)
-
-
-@uncompiled
-def _engine_let_go(
-    runtime: weakref.ref[Runtime], callback: weakref.ref[Callable[[], None]]
-) -> None:
-    """A backward is over. If an exception ended it, most waits for `recover`, but whoever catches
-    that sees sharded parameters, say to clear gradients.
-    """
-    alive = runtime()
-    if alive is not None:
-        alive.show_sharded_after(callback)

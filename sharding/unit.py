@@ -69,7 +69,7 @@ class Unit:
         self._stale = not self.buffers.shares
         self._cast_version: int | None = None  # of `main` when a step wrote its casts too
         self._lent = Lent()
-        self._gather_name = f"gather of unit '{spec.name}'"
+        self.gather_name = f"gather of unit '{spec.name}'"
         self._gather_event: Event = DONE
         grad = PlacedBuffer(pool, spec.layout, grid, placements.main, spec.dtypes.grad)
         self.gradients = OptimizerView(spec.name, grad, pool)
@@ -174,6 +174,7 @@ class Unit:
             if self.faces.may_be_written():
                 self.adopt_writes()
                 # Every rank wrote the same to its gathered copy, which is what the backward reads.
+                self.buffers.keep_gathered()
                 self._stale, self._gathered_version = False, self.main._version
             self.faces.show_sharded()
 
@@ -276,7 +277,7 @@ class Unit:
             return False
         stages = self.buffers.stages(kept_is_fresh=is_fresh, main_is_cast=self._is_cast)
         try:
-            self._gather_event = lane.submit(self._gather_name, *stages)
+            self._gather_event = lane.submit(self.gather_name, *stages)
         except BaseException:
             if self.buffers.frees and not self.buffers.gathered.is_shrunk:
                 self.buffers.gathered.shrink()

@@ -120,6 +120,12 @@ class UnitBuffers:
         is_freed = self.frees and first is self._legs[-1]
         return None if is_freed or first.source.dtype == first.own.dtype else first.own
 
+    @torch.no_grad()
+    def keep_gathered(self) -> None:
+        """Full parameters were written to, on all ranks alike: what is kept of them follows."""
+        for leg in self._legs[1:]:
+            leg.source.copy_(leg.own)
+
     def stages(self, *, kept_is_fresh: bool, main_is_cast: bool = False) -> list[Stage]:
         """What brings the gathered parameters in; `kept_is_fresh`: from those at rest,
         `main_is_cast`: from `main_casts`.

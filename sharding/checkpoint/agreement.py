@@ -6,9 +6,8 @@ import contextlib
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
-from ..errors import CommunicationError, communicating, in_words
+from ..communicators import gather_objects
+from ..errors import CommunicationError, in_words
 from .ranks import Ranks
 
 # A subclass stands before its base.
@@ -63,9 +62,10 @@ class Alike:
         failure = None if error is None else _report(error)
         # Where one rank is interrupted, others may be too, and so be gone: its error stays.
         hides = () if error is None or isinstance(error, Exception) else (RuntimeError,)
-        with contextlib.suppress(*hides), communicating("agreement on the checkpoint"):
-            dist.all_gather_object(
-                reports, (failure, self._told, self._own), group=self._ranks.group
+        own = failure, self._told, self._own
+        with contextlib.suppress(*hides):
+            reports = gather_objects(
+                own, self._ranks.group, self._ranks.device, "agreement on the checkpoint"
             )
         if error is not None:
             return

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
@@ -15,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..communicators import background_group
 from ..entries import runtimes_over
 from ..errors import communicating
+from ..process_groups import device_of
 from .folder import shown
 
 
@@ -22,12 +24,13 @@ from .folder import shown
 class Ranks:
     """The ranks of `group`, by their numbers in the whole job; this one is the `place`-th.
 
-    Without a group it is this process alone.
+    Without a group it is this process alone. `device`: by way of which they communicate.
     """
 
     group: dist.ProcessGroup | None
     numbers: tuple[int, ...]
     place: int
+    device: torch.device
 
     @property
     def number(self) -> int:
@@ -45,7 +48,9 @@ class Ranks:
         Raises:
             CommunicationError: a rank died meanwhile.
         """
-        return self if self.group is None else replace(self, group=background_group(self.group))
+        if self.group is None:
+            return self
+        return replace(self, group=background_group(self.group, self.device))
 
     def __str__(self) -> str:
         return f"rank{'s' if len(self.numbers) > 1 else ''} {in_ranges(self.numbers)}"
@@ -53,7 +58,8 @@ class Ranks:
 
 def this_rank() -> Ranks:
     """This process alone."""
-    return Ranks(None, (dist.get_rank() if dist.is_initialized() else 0,), 0)
+    number = dist.get_rank() if dist.is_initialized() else 0
+    return Ranks(None, (number,), 0, torch.device("cpu"))
 
 
 def ranks_of(module: object) -> Ranks:
@@ -63,10 +69,11 @@ def ranks_of(module: object) -> Ranks:
         ValueError: its parts are sharded over different ranks.
     """
     runtimes = runtimes_over(module) if isinstance(module, nn.Module) else []
-    groups = [runtime.collectives.groups.group for runtime in runtimes]
-    if not groups:
-        groups = [dist.group.WORLD if dist.is_initialized() else None]
-    found = [_ranks_in(group) for group in groups]
+    groups = [runtime.collectives.groups for runtime in runtimes]
+    found = [_ranks_in(one.group, one.device) for one in groups]
+    if not found:
+        world = dist.group.WORLD if dist.is_initialized() else None
+        found = [_ranks_in(world, device_of(world))]
     for ranks in found:
         if ranks.numbers != found[0].numbers:
             raise ValueError(
@@ -77,10 +84,10 @@ def ranks_of(module: object) -> Ranks:
     return found[0]
 
 
-def _ranks_in(group: dist.ProcessGroup | None) -> Ranks:
+def _ranks_in(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
     if group is None:
         return this_rank()
-    return Ranks(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
+    return Ranks(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), device)
 
 
 def claim(target: Path, ranks: Ranks) -> None:

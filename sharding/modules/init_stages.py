@@ -128,17 +128,17 @@ def plan_stages(
         else _by_reset({key for key, lacking in lacks.items() if lacking})
     )
     stages, orphans = [], []
+    done: set[int] = set()  # a module that stands in several places is made once
     for part, is_whole in _cut(module, plan.is_whole, set()):
-        modules = [*_inside_out(part, set())] if is_whole else [part]
-        if not any(lacks[id(other)] for other in modules):
-            continue
+        modules = [*_inside_out(part, done)] if is_whole else [part]
         calls = [
             (names[id(other)], call)
             for other in modules
             if id(other) in inside and (call := plan.call(other)) is not None
         ]
-        stages.append(Stage(tuple(modules), tuple(calls)))
-        if not calls:
+        if calls:
+            stages.append(Stage(tuple(modules), tuple(calls)))
+        elif lacks[id(part)]:
             keys = listed([slot.key for slot in lacks[id(part)]])
             orphans.append(f"'{names[id(part)]}' of class {type(part).__name__} ({keys})")
     if orphans:

@@ -65,11 +65,12 @@ class AdamW(torch.optim.AdamW):
     plain parameters.
 
     On a CPU its bits are those of `torch.optim.AdamW(fused=True)`, on a GPU those that
-    `sidestream.kernels.flat_adamw_` defines, within an ulp a step of torch's. Where a model's
-    parameters stay whole between steps (ZeRO-0 to 2) and are of another dtype than the main ones, a
-    step writes those too, and the next gather has none to cast.
+    `sidestream.kernels.flat_adamw_` defines, within an ulp a step of torch's. Where parameters are
+    kept between steps in another dtype than the main ones (ZeRO-0 to 2, and HFSDP), a step writes
+    those too, and the next gather has none to cast.
 
-    A `torch.amp.GradScaler` may scale the loss; gradients that a step unscales stay as they are.
+    A `torch.amp.GradScaler` may scale the loss; what a step that unscales gradients leaves in them
+    is not defined.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as `torch.optim.AdamW` takes them;
@@ -195,6 +196,8 @@ def _require_dense(groups: Iterable[Mapping[str, Any]]) -> None:
 
 def _apply(updates: Sequence[_Update], group: Mapping[str, Any], scaling: _Scaling) -> None:
     """Step the parameters of one group."""
+    # The operators leave no trace of what they write, which graphs and gathers go by.
+    increment_version([update.param for update in updates])
     torch._foreach_add_([update.step for update in updates], 1)
     places: dict[tuple[torch.device, bool], list[_Update]] = {}
     for update in updates:
@@ -205,8 +208,6 @@ def _apply(updates: Sequence[_Update], group: Mapping[str, Any], scaling: _Scali
         (_step_by_kernel if fits_kernel else _step_by_torch)(here, options, scaled)
         if scaled.found_inf is not None:
             torch._foreach_sub_([update.step for update in here], [scaled.found_inf] * len(here))
-    # The operators leave no trace of what they wrote, which graphs and gathers go by.
-    increment_version([update.param for update in updates])
 
 
 def _on(device: torch.device, value: Any) -> Any:

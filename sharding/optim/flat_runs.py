@@ -51,7 +51,7 @@ def locate_params(
     None for integer parameters, which are not sharded and stay in their group as they are.
 
     Raises:
-        ValueError: a parameter that is not one of the module's.
+        ValueError: a parameter that is not one of the module's, or has state on the meta device.
     """
     located: Located = []
     for number, group in enumerate(optimizer.param_groups):
@@ -66,8 +66,19 @@ def locate_params(
                     f"make it after fully_shard. The module has {len(names)} parameters: "
                     f"{listed(names)}"
                 )
+            _require_values(optimizer.state.get(param, {}), f"['params'][{position}]", number)
             located[-1].append(location)
     return located
+
+
+def _require_values(state: Mapping[str, object], place: str, number: int) -> None:
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise ValueError(
+                f"optimizer: expected state with values, got '{key}' of param_groups[{number}]"
+                f"{place} on the meta device; make the optimizer from module.parameters() after "
+                "fully_shard, and pass it to fully_shard_optimizer"
+            )
 
 
 def sharded_locations(runtime: Runtime) -> dict[int, Location]:

@@ -3,6 +3,7 @@ through for all ranks in one process.
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -143,3 +144,25 @@ def test_memory_is_that_of_the_part() -> None:
     assert own.tolist() == [3.0] * 128 and pool.live_bytes == buffer.nbytes
     with pytest.raises(AssertionError, match="another rank"):
         buffer.part((0, 128))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_whole_tensor_is_written_where_its_elements_lie(sizes: tuple[int, ...]) -> None:
+    shapes = [(7, 60), (3,), (0, 2), ()]
+    layout, pool = flat_layout(shapes, math.prod(sizes)), BufferPool(torch.device("cpu"))
+    values = [
+        torch.randn(shape[::-1]).movedim(0, -1) if shape else torch.tensor(7.0) for shape in shapes
+    ]
+    for held in cuts(len(sizes)):
+        whole = torch.full((layout.numel,), float("nan"))
+        for place in coordinates(sizes):
+            buffer = PlacedBuffer(pool, layout, Grid(sizes, place), held, torch.float32)
+            buffer.hold(torch.full((buffer.numel,), float("nan")))
+            version = buffer.memory._version
+            for index, value in enumerate(values):
+                buffer.write(index, value)
+            assert buffer.memory._version == version
+            whole[buffer.start : buffer.stop] = buffer.memory
+        for segment, value in zip(layout.segments, values, strict=True):
+            assert torch.equal(whole[segment.start : segment.stop].view(segment.shape), value)
+        assert whole.isnan().sum() == layout.padding_numel, "more than the tensors was written"

@@ -5,8 +5,9 @@ carries    compute    gather lane    reduce lane, or its even works (pipelined: 
 """
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -20,13 +21,14 @@ from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.grad_packing import GradientPacker, Gradients
 from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
+from sidestream.sharding.process_groups import Axis, DataParallelGroups
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
-from sidestream.tests.sharding.axes import one_axis
 from sidestream.tests.sharding.fake_streams import LoopbackGroup, Machine
 from sidestream.tests.sharding.trainer import Job
 
 T = TypeVar("T")
+Along = list[tuple[LoopbackGroup, ...]]
 # That of gathers and that of reductions.
 Lanes = Callable[[torch.device], tuple[Lane, Lane]]
 LANES: dict[str, Lanes] = {
@@ -36,7 +38,7 @@ LANES: dict[str, Lanes] = {
 SERIAL: Lanes = lambda _: (SerialLane(), SerialLane())  # noqa: E731
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Never asks for a value, so that a step's end is still enqueued when the next one begins."""
     return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=False)
 
@@ -65,19 +67,33 @@ def _making(lanes: Lanes) -> Iterator[None]:
         yield
 
 
+def _groups(machine: Machine, sizes: Sequence[int]) -> tuple[DataParallelGroups, Along]:
+    along = [tuple(LoopbackGroup(machine, size) for _ in range(2)) for size in sizes]
+    # As everywhere, an axis of one rank has no communicators.
+    axes = tuple(
+        Axis(f"axis {place}", size, 0, *(pair if size > 1 else (None, None)))  # type: ignore[arg-type]
+        for place, (size, pair) in enumerate(zip(sizes, along, strict=True))
+    )
+    places = tuple(itertools.product(*(range(size) for size in sizes)))
+    group: Any = LoopbackGroup(machine, len(places))
+    return DataParallelGroups(0, len(places), torch.device("cpu"), group, axes, places), along
+
+
 @contextlib.contextmanager
 def sharding(
-    machine: Machine, lanes: Lanes, world_size: int = 2, *, holds: bool = True
-) -> Iterator[tuple[LoopbackGroup, LoopbackGroup]]:
-    """A model made inside has `lanes` and groups in which all ranks are alike, which come back.
+    machine: Machine,
+    lanes: Lanes,
+    sizes: Sequence[int] = (2,),
+    *,
+    holds: bool = True,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+) -> Iterator[Along]:
+    """A model made inside has `lanes`, and axes of `sizes` along which all ranks are alike; their
+    groups for gathers and for reductions come back.
 
     `holds`: whether gradients live until their event has advanced. Delete the model inside.
     """
-    gather: Any
-    reduce: Any
-    gather, reduce = (LoopbackGroup(machine, world_size) for _ in range(2))
-    along = (gather, reduce) if world_size > 1 else ()
-    groups = one_axis(0, world_size, torch.device("cpu"), *along)
+    groups, along = _groups(machine, sizes)
 
     def do_nothing(*_: object) -> None:
         """No mock: it would keep the tensors that it was called with."""
@@ -86,13 +102,15 @@ def sharding(
     with (
         machine.installed(),
         _making(lanes),
-        mock.patch.object(entry, "data_parallel_groups", lambda *_, **__: groups),
+        mock.patch.multiple(
+            entry, data_parallel_groups=lambda *_, **__: groups, require_mesh=lambda *_: None
+        ),
         mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
         mock.patch.multiple(dist, get_backend=lambda _: "nccl", get_rank=lambda _: 0),
-        mock.patch.object(trainer, "make_optimizer", make_optimizer),
+        mock.patch.object(trainer, "make_optimizer", optimizer),
         hold_until_advance(machine) if holds else contextlib.nullcontext(),
     ):
-        yield gather, reduce
+        yield along
 
 
 def mains_of(runtime: Runtime) -> list[Tensor]:
@@ -105,8 +123,9 @@ def run(
     job: Job,
     lanes: Lanes = LANES["in order"],
     *,
-    world_size: int = 2,
+    sizes: Sequence[int] = (2,),
     holds: bool = True,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     prepare: Callable[[Runtime], object] = lambda _: None,
     find: Callable[[Runtime], T] = mains_of,  # type: ignore[assignment]
 ) -> T:
@@ -114,19 +133,19 @@ def run(
 
     `prepare` is called before the first step.
     """
-    with sharding(machine, lanes, world_size, holds=holds):
-        model, optimizer = trainer.build(job)
+    with sharding(machine, lanes, sizes, holds=holds, optimizer=optimizer):
+        model, stepper = trainer.build(job)
         prepare(runtime_of(model))
         with machine:
             for step in range(2):
                 with torch.no_grad():
                     model(trainer.batch(step, rank=0, world_size=2))
-                trainer.run_step(model, optimizer, job, step, 0, 2)
+                trainer.run_step(model, stepper, job, step, 0, 2)
                 if job.clip is not None:
                     ss.clip_grad_norm_(model, job.clip)
-                optimizer.step()
-                optimizer.zero_grad()
+                stepper.step()
+                stepper.zero_grad()
         machine.synchronize()
         found = find(runtime_of(model))
-        del model, optimizer  # while there are streams
+        del model, stepper  # while there are streams
         return found

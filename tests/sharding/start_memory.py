@@ -21,6 +21,7 @@ from sidestream.tests.ranks import run_on_ranks
 VOCAB, WIDTH, HIDDEN, LAYERS = 7000, 512, 1376, 12
 UNPOISONED = {"SIDESTREAM_TEST_POISON": "0"}  # filling memory would make it resident
 SAMPLE_S = 0.0005
+SEED, FILES_SEED = 0, 1
 STATE_DICT, SAFETENSORS = "model.pt", "model.safetensors"
 
 
@@ -149,22 +150,27 @@ WAYS: dict[str, Callable[[int, Path], Model]] = {
 }
 
 
+FROM_FILES = ("meta device, state dict mapped by rank 0", "meta device, safetensors")
+
+
 def write_files(folder: Path) -> None:
     """Write what some of the ways read into `folder`."""
-    torch.manual_seed(1)
+    torch.manual_seed(FILES_SEED)
     model = Model()
     torch.save(model.state_dict(), folder / STATE_DICT)
     ss.save_safetensors(folder / SAFETENSORS, model)
 
 
 def peak_of(rank: int, _world_size: int, way: str, folder: str) -> float:
-    """The share of the weights that `way` takes at most on this rank, and that it ends with one
-    model's values.
+    """The share of the weights that `way` takes at most on this rank; what it starts with is
+    checked.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     with Peak() as peak:
         model = WAYS[way](rank, Path(folder))
-    del model
+    torch.manual_seed(FILES_SEED if way in FROM_FILES else SEED)
+    for (name, value), param in zip(Model().named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), value), name
     return peak.nbytes / weights_bytes()
 
 

@@ -29,7 +29,7 @@ def _named(values: list[Any]) -> list[str]:
 
 FLAGS = ["no", 0, None]
 OPTIONS: list[tuple[str, Any, type[Exception]]] = [
-    *(("overlap_grad_reduce", value, TypeError) for value in FLAGS),
+    *(("overlap_grad_reduce", value, TypeError) for value in (*FLAGS, "Pipelined")),
     *(("overlap_param_gather", value, TypeError) for value in FLAGS),
     *(("elementwise", value, TypeError) for value in FLAGS),
     *(("reshard_after_forward", value, TypeError) for value in ("no", 8)),

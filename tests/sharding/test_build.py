@@ -120,8 +120,12 @@ def kinds_beside_compute(rank: int, world_size: int, zero: int, options: dict[st
 
 
 @pytest.mark.parametrize("gathers", [True, False], ids=["gathers beside", "gathers in line"])
-@pytest.mark.parametrize("reduces", [True, False], ids=["reduces beside", "reduces in line"])
-def test_each_option_of_overlap_is_followed(gathers: bool, reduces: bool) -> None:
+@pytest.mark.parametrize(
+    "reduces",
+    [True, False, "pipelined"],
+    ids=["reduces beside", "reduces in line", "reduces pipelined"],
+)
+def test_each_option_of_overlap_is_followed(gathers: bool, reduces: bool | str) -> None:
     options = {"overlap_param_gather": gathers, "overlap_grad_reduce": reduces}
     expected = {"gather"} if gathers else set()
     expected |= {"gradient exchange"} if reduces else set()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import sidestream as ss
 from sidestream.tests.sharding.fake_streams import LoopbackGroup, Machine
 from sidestream.tests.sharding.on_streams import run
 from sidestream.tests.sharding.trainer import Job
@@ -66,3 +67,15 @@ def test_a_unit_takes_so_many_launches(
     for (stream, name), count in machine.launches.items():
         found[stream][name] = count
     assert (found[1], found[2]) == (gathers, reductions)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_after_a_step_of_our_adamw_no_gather_casts(zero: int) -> None:
+    machine = Counting()
+    job = Job(zero=zero, policy={"param_dtype": torch.bfloat16})
+    run(machine, job, optimizer=lambda model: ss.AdamW(model.parameters(), lr=0.5))
+    assert machine.launches[1, CAST] == 4, "those of the first forward alone"
+    assert machine.launches[1, "gather"] == (2 * 4 if zero else 0)
+    machine = Counting()
+    run(machine, job)
+    assert machine.launches[1, CAST] == 2 * 4

@@ -162,14 +162,13 @@ def _refused(match: str, kind: type[Exception] = ValueError) -> Iterator[nn.Modu
         pytest.param(
             {"outer_dp_sharding_strategy": "optim"},
             ValueError,
-            "outer_dp_sharding_strategy: expected 'no_shard' without an outer dimension, got "
-            "'optim'; name the dimension",
+            "outer_dp_sharding_strategy: expected 'no_shard' without dp_outer_dim, got 'optim'",
             id="outer strategy without a dimension",
         ),
         pytest.param(
             {"outer_dp_sharding_strategy": "hybrid"},
             ValueError,
-            "outer_dp_sharding_strategy: expected one of 'no_shard', 'optim', got 'hybrid'; pass",
+            r"outer_dp_sharding_strategy: expected one of \['no_shard', 'optim'\], got 'hybrid'",
             id="unknown outer strategy",
         ),
         pytest.param(

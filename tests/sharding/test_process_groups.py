@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sidestream as ss
-from sidestream.sharding.communicators import communicator
+from sidestream.sharding.communicators import communicator, gather_objects
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.process_groups import (
     ONE_RANK_VARIABLE,
@@ -289,7 +289,10 @@ def _device(
         world.bound_device_id = None if bound is None else torch.device(bound)
         stack.callback(setattr, world, "bound_device_id", None)
         held = [torch.device(device) for device in devices]
-        return str(data_parallel_groups(mesh, None, devices=held).device)
+        device = str(data_parallel_groups(mesh, None, devices=held).device)
+    # A rank that left would close connections that the other has yet to make.
+    dist.barrier()
+    return device
 
 
 @pytest.mark.parametrize(
@@ -306,6 +309,31 @@ def _device(
 )
 def test_the_device_is_the_groups_else_the_parameters(mesh_type, bound, devices, expected):
     assert run_on_ranks(_device, 2, mesh_type, bound, devices) == [expected] * 2
+
+
+def test_objects_travel_by_way_of_the_groups_device():
+    """torch takes the current one, which a program that binds its group may never have set."""
+    entered = []
+
+    class Entered:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append(None)
+
+    group: Any = object()
+    with (
+        mock.patch.object(torch.cuda, "device", Entered),
+        mock.patch.object(dist, "get_world_size", lambda _: 2),
+        mock.patch.object(dist, "all_gather_object", lambda *_, **__: entered.append("objects")),
+    ):
+        gather_objects("value", group, torch.device("cuda:3"), "a meeting")
+        gather_objects("value", group, torch.device("cpu"), "a meeting")
+    assert entered == [torch.device("cuda:3"), "objects", None, "objects"]
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,18 @@
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import sidestream as ss
 from sidestream.buffers import BufferPool
-from sidestream.sharding.lanes import _StreamEvent
+from sidestream.sharding.lanes import _StreamEvent, make_lane
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
 from sidestream.tests.sharding.fake_streams import Late, Machine, Stream
@@ -34,10 +35,23 @@ JOBS = {
     "zero2, bf16 gradients": Job(zero=2, accumulate=2, policy={"main_grads_dtype": torch.bfloat16}),
 }
 LATE_JOBS = ["zero3", "zero2", "zero0", "zero3, no_sync, clip"]
-WORLDS: dict[str, tuple[int, Lanes]] = {
-    "world 1": (1, LANES["in order"]),
-    "world 2": (2, LANES["in order"]),
-    "world 2, pipelined": (2, LANES["pipelined"]),
+WORLDS: dict[str, tuple[tuple[int, ...], Lanes]] = {
+    "world 1": ((1,), LANES["in order"]),
+    "world 2": ((2,), LANES["in order"]),
+    "world 2, pipelined": ((2,), LANES["pipelined"]),
+    "2 nodes of 2": ((2, 2), LANES["in order"]),
+}
+HSDP: dict[str, Any] = {"dp_outer_dim": "outer"}
+ON_TWO_AXES = {
+    "HSDP": Job(zero=3, options=HSDP),
+    "HSDP, zero2": Job(zero=2, accumulate=2, options=HSDP),
+    "HSDP, zero0": Job(zero=0, options=HSDP),
+    "HFSDP": Job(zero=3, options={**HSDP, "outer_dp_sharding_strategy": "optim"}),
+    "HFSDP, bf16": Job(
+        zero=3,
+        options={**HSDP, "outer_dp_sharding_strategy": "optim"},
+        policy={"param_dtype": torch.bfloat16},
+    ),
 }
 SIDES: dict[str, tuple[bool, Lanes]] = {
     "side streams first": (True, LANES["in order"]),
@@ -88,13 +102,23 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("world_size", "lanes"), WORLDS.values(), ids=WORLDS)
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_every_conflict_is_ordered(job: Job, world_size: int, lanes: Lanes) -> None:
+def assert_ordered(job: Job, sizes: Sequence[int], lanes: Lanes) -> None:
     machine = Racing()
-    run(machine, job, lanes, world_size=world_size)
+    run(machine, job, lanes, sizes=sizes)
     assert set(machine.hazards) == set()
     assert set(machine.early_frees) == set()
+
+
+@pytest.mark.parametrize(("sizes", "lanes"), WORLDS.values(), ids=WORLDS)
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_every_conflict_is_ordered(job: Job, sizes: tuple[int, ...], lanes: Lanes) -> None:
+    assert_ordered(job, sizes, lanes)
+
+
+@pytest.mark.parametrize("lanes", LANES.values(), ids=LANES)
+@pytest.mark.parametrize("job", ON_TWO_AXES.values(), ids=ON_TWO_AXES)
+def test_every_conflict_on_two_axes_is_ordered(job: Job, lanes: Lanes) -> None:
+    assert_ordered(job, (2, 2), lanes)
 
 
 @pytest.mark.parametrize(("side_first", "lanes"), SIDES.values(), ids=SIDES)
@@ -120,6 +144,26 @@ def test_memory_is_freed_once_its_owner_knows_of_the_compute(zero: int) -> None:
     lanes = ("memory of stream 1 is", "memory of stream 2 is")
     assert machine.early_frees
     assert all(found.startswith(lanes) and "on stream 0" in found for found in machine.early_frees)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_a_step_of_our_adamw_casts_is_ordered(zero: int) -> None:
+    job = Job(zero=zero, policy={"param_dtype": torch.bfloat16})
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return ss.AdamW(model.parameters(), lr=0.5)
+
+    def leave_out_the_wait_for_compute(runtime: Runtime) -> None:
+        free_at_once(runtime)
+        machine.streams[1].wait_stream = lambda *_: {}
+
+    machine = Racing()
+    run(machine, job, optimizer=adamw)
+    assert set(machine.hazards) == set()
+    machine = Racing()
+    run(machine, job, optimizer=adamw, prepare=leave_out_the_wait_for_compute)
+    # At ZeRO-0 nothing is left for the lane to do after a step.
+    assert bool(machine.hazards) == (zero > 0)
 
 
 def test_a_stage_that_frees_waits_for_the_other_stream_of_its_lane() -> None:
@@ -151,12 +195,18 @@ def test_one_pair_of_exchange_buffers_is_enough() -> None:
     assert pipelined - peak == pair > 0
 
 
+@pytest.mark.parametrize(("overlap", "streams"), [(False, 0), (True, 1), ("pipelined", 2)])
+def test_an_option_says_how_many_streams_reduce(overlap: bool | str, streams: int) -> None:
+    with Machine().installed():
+        assert len(make_lane(torch.device("cuda"), overlap).streams) == streams
+
+
 def test_collectives_run_in_the_stream_that_starts_them() -> None:
-    with sharding(Machine(), LANES["in order"]) as groups:
+    with sharding(Machine(), LANES["in order"]) as along:
         model, _ = trainer.build(Job(zero=3))
         trainer.loss_of(model, trainer.batch(0)).backward()
         del model, _
-    for group in groups:
+    for group in along[0]:
         assert group.options
         assert not any(options.asyncOp for options in group.options)
 

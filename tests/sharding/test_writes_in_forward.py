@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.meshes import WORLD, options_of
 from sidestream.tests.sharding.twins import LEVELS, Twins
 
 SHAPE = (4, 6)
@@ -150,6 +151,19 @@ def in_training_and_evaluation(rank: int, world_size: int, way: type[Writer]) ->
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_writes_last(way: type[Writer], world_size: int) -> None:
     run_on_ranks(in_training_and_evaluation, world_size, way)
+
+
+def on_meshes(rank: int, world_size: int) -> None:
+    """Where parameters at rest are neither the main ones nor all, they are kept besides."""
+    for mesh in ("HSDP", "HFSDP", "HFSDP, shards apart"):
+        for way, recompute in ((InPlace, False), (DataInFunction, True)):
+            torch.manual_seed(0)
+            model = Model(way, recompute=recompute)
+            check(Twins(rank, world_size, model, 3, [Block], **options_of(mesh)))
+
+
+def test_writes_last_on_meshes() -> None:
+    run_on_ranks(on_meshes, WORLD)
 
 
 def written_in_compute_dtype(rank: int, world_size: int) -> None:

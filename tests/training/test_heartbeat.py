@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from sidestream.training.boards import BEAT_BYTES, Beat, FolderBoard, StoreBoard, beat_from
-from sidestream.training.heartbeat import Silence
+from sidestream.training.heartbeat import Heart, Silence, Whereabouts
 from sidestream.training.launcher import launch
 
 # Ranks that beat fast and wait for one another as a training does: in C code, for ever.
@@ -242,3 +242,36 @@ def test_without_our_launcher_a_rank_that_never_came_is_named():
         rank.communicate()
     assert "rank 1 has not heard of rank 0 for 3 s" in told
     assert "waiting up to 20 s for it" in told
+
+
+def test_a_rank_that_failed_says_that_the_store_is_gone_where_it_is(monkeypatch):
+    class Board(FolderBoard):
+        name, is_gone = "the ranks' store at node0:29500", False
+
+        def __init__(self):
+            self.posted = threading.Event()
+
+        def post(self, rank, beat):
+            self.posted.set()
+
+        def beats(self, ranks):
+            if self.is_gone:
+                raise dist.DistNetworkError("Connection was likely closed.")
+            return {}
+
+        def verdict(self):
+            return ""
+
+    monkeypatch.setattr("sidestream.training.heartbeat.BEAT_S", 0.05)
+    board = Board()
+    heart = Heart(1, Whereabouts("in step 7"), lambda: board, [], Silence(20.0, 20.0))
+    heart.start()
+    assert board.posted.wait(10)
+    try:
+        time.sleep(0.2)
+        assert heart.whereabouts_of_others(2) == ""
+        board.is_gone = True
+        told = heart.whereabouts_of_others(2)
+    finally:
+        heart.leave()
+    assert "nothing is known: the ranks' store at node0:29500 does not answer" in told

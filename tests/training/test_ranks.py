@@ -1,4 +1,5 @@
 import os
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from sidestream.training.ranks import (
     Place,
     choose_device,
     default_num_ranks,
+    follow_agent,
     joined_group,
     place_from,
 )
@@ -96,3 +98,13 @@ def test_a_gloo_group_keeps_a_short_flight_record(monkeypatch, tmp_path, before,
     place = Place(init_method=f"file://{tmp_path}/meet")
     with joined_group(place, DeviceChoice("cpu", "gloo", "")):
         assert os.environ.get("TORCH_FR_BUFFER_SIZE") == after
+
+
+def test_a_rank_is_told_once_its_agent_is_gone(monkeypatch):
+    agent, told = [41], threading.Event()
+    monkeypatch.setattr(ranks, "AGENT_POLL_S", 0.01)
+    monkeypatch.setattr(os, "getppid", lambda: agent[0])
+    follow_agent(told.set)
+    assert not told.wait(0.2)
+    agent[0] = 1
+    assert told.wait(5)

@@ -353,12 +353,12 @@ def starts_anew(rank: int, world_size: int, folder: str) -> None:
     """What the end of the program does where a model keeps the group of an earlier job alive."""
     old = dist.group.WORLD
     assert old is not None
-    communicators.background_group(old)
+    communicators.background_group(old, torch.device("cpu"))
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     assert dist.group.WORLD is not None
-    latest = communicators.background_group(dist.group.WORLD)
+    latest = communicators.background_group(dist.group.WORLD, torch.device("cpu"))
     communicators._end_background_groups()
     with pytest.raises(ValueError, match="Invalid process group"):
         dist.destroy_process_group(latest)

@@ -259,3 +259,40 @@ def exchange_with_fsdp2(rank: int, world_size: int, folder: Path) -> None:
 
 def test_fsdp2_on_a_mesh_of_replicas_reads_ours_and_we_read_its(tmp_path: Path) -> None:
     run_on_ranks(exchange_with_fsdp2, WORLD, tmp_path)
+
+
+def save_two_stages_of_replicas(rank: int, world_size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pipe", "shard", "outer"))
+    stage = mesh.get_local_rank("pipe")
+    options = {"device_mesh": mesh, "dp_shard_dim": "shard", "dp_outer_dim": "outer"}
+    for zero, outer in ((0, "no_shard"), (3, "no_shard"), (3, "optim")):
+        placed = {**options, "outer_dp_sharding_strategy": outer}
+        both = train(build(zero, seed=stage, **placed), rank // 2, 2)
+        path = folder / f"{zero} {outer} {stage}"
+        ss.save_checkpoint(path, *both, extra=rank)
+        again = build(zero, seed=9, **placed)
+        assert ss.load_checkpoint(path, *again) == rank
+        check_same(whole(again), whole(both), (zero, outer))
+
+
+def test_two_models_on_meshes_of_their_own(tmp_path: Path) -> None:
+    run_on_ranks(save_two_stages_of_replicas, WORLD, tmp_path)
+
+
+def save_parts_of_one_module(rank: int, world_size: int, folder: Path) -> None:
+    def parts(seed: int) -> nn.ModuleDict:
+        return nn.ModuleDict({mesh: make(mesh, 3, seed)[0] for mesh in ("flat", "HSDP", "HFSDP")})
+
+    module, again = parts(0), parts(1)
+    ss.save_checkpoint(folder / "parts", module)
+    ss.load_checkpoint(folder / "parts", again)
+    ss.save_safetensors(folder / "export", again)
+    expected = ss.full_state_dict(module)
+    check_same(ss.full_state_dict(again), expected, "loaded")
+    third = parts(2)
+    ss.load_safetensors(folder / "export", third)
+    check_same(ss.full_state_dict(third), expected, "imported")
+
+
+def test_a_module_whose_parts_lie_on_several_meshes_of_the_same_ranks(tmp_path: Path) -> None:
+    run_on_ranks(save_parts_of_one_module, WORLD, tmp_path)

@@ -8,10 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.sharding.checkpoint import load as checkpoint_load
+from sidestream.sharding.checkpoint import ranks as checkpoint_ranks
 from sidestream.sharding.checkpoint.opening import open_checkpoint
 from sidestream.sharding.optim import state as optimizer_state
 from sidestream.tests.ranks import run_on_ranks
@@ -146,3 +148,27 @@ def test_a_file_that_is_cut_after_the_checks_is_told_as_half_loaded(tmp_path: Pa
         pytest.raises(OSError, match=r"c: expected .*half loaded: load a checkpoint again"),
     ):
         ss.load_checkpoint(tmp_path / "c", model, optimizer)
+
+
+class Gone:
+    """The job's store once its host is."""
+
+    def compare_set(self, *_: object) -> bytes:
+        raise dist.DistNetworkError("Connection was likely closed.")
+
+
+def saves_without_a_store(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = make(3)
+    path = Path(folder, "saved")
+    with (
+        mock.patch.object(checkpoint_ranks, "_get_default_store", Gone),
+        pytest.raises(ss.CommunicationError, match=r"claim of .*saved in the store of the job"),
+    ):
+        ss.save_checkpoint(path, model, optimizer)
+    assert not path.exists()
+    step(model, optimizer)
+    ss.save_checkpoint(path, model, optimizer)
+
+
+def test_a_store_that_is_gone_is_told_by_all_as_a_failed_communication(tmp_path: Path) -> None:
+    run_on_ranks(saves_without_a_store, 2, str(tmp_path))

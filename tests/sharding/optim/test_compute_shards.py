@@ -2,6 +2,7 @@
 nothing, and whatever else is done to the main parameters still arrives there.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sidestream as ss
@@ -112,6 +114,40 @@ def gathers(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_gather_after_a_step_casts_nothing_where_parameters_stay(world_size: int) -> None:
     run_on_ranks(gathers, world_size)
+
+
+def meshes(rank: int, world_size: int) -> None:
+    """HSDP, and HFSDP, which keeps parameters at rest in compute dtype at ZeRO-3 too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    for outer in ("no_shard", "optim"):
+        for zero in (1, 3):
+            models = []
+            for kind in (torch.optim.AdamW, ss.AdamW):
+                job = Job(
+                    rank,
+                    world_size,
+                    zero,
+                    functools.partial(kind, fused=True),
+                    device_mesh=mesh,
+                    dp_shard_dim="inner",
+                    dp_outer_dim="outer",
+                    outer_dp_sharding_strategy=outer,
+                )
+                job.train(0)
+                stays = kind is ss.AdamW and (zero == 1 or outer == "optim")
+                what = f"{outer}, ZeRO-{zero}, {kind.__module__}"
+                assert casts_of(job.loss) == (0 if stays else 4), what
+                job.train(1)
+                job.check(what)
+                multiply(job)
+                job.check(what)
+                models.append(full_params(job.model))
+            for name, value in models[0].items():
+                assert torch.equal(value, models[1][name]), f"{outer}, ZeRO-{zero}: {name}"
+
+
+def test_meshes_with_an_outer_axis() -> None:
+    run_on_ranks(meshes, 4)
 
 
 # ---- other writes between a step and the next gather
@@ -269,9 +305,16 @@ def write_between(rank: int, world_size: int, folder: str) -> None:
         job = Job(rank, world_size, zero)
         job.train(0)
         ss.save_checkpoint(f"{folder}/{zero}", job.model, job.optimizer)
-        job.train(1)
-        ss.load_checkpoint(f"{folder}/{zero}", job.model, job.optimizer)
-        job.check(f"ZeRO-{zero}, a checkpoint")
+        ss.save_safetensors(f"{folder}/{zero}-safetensors", job.model)
+        saved = full_params(job.model)
+        for load in (
+            lambda job, zero: ss.load_checkpoint(f"{folder}/{zero}", job.model, job.optimizer),
+            lambda job, zero: ss.load_safetensors(f"{folder}/{zero}-safetensors", job.model),
+        ):
+            job.train(1)
+            load(job, zero)
+            assert torch.equal(full_params(job.model)["head.weight"], saved["head.weight"])
+            job.check(f"ZeRO-{zero}, loaded")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

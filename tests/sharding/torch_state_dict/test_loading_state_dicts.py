@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
+from sidestream.sharding.tensor import torch_state_dict
 from sidestream.sharding.tensor.sharded_tensor import ShardedTensor
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.torch_state_dict.models import (
@@ -167,3 +169,25 @@ def _only_first(model: nn.Module) -> Callable[..., Any]:
 
 def test_what_does_not_fit_is_refused_and_nothing_has_changed() -> None:
     assert run_on_ranks(_refused, 2) == [[]] * 2
+
+
+def _stream_in_pieces(rank: int, world: int) -> None:
+    for zero in range(4):
+        source, _ = make_plain(0)
+        source.bfloat16()
+        expected = [param.detach().float() for param in source.parameters()]
+        model, _ = make_sharded(1, zero)
+        state = source.state_dict() if rank == 0 else {}
+        if rank == 0:
+            state["0.weight"] = state["0.weight"].t().contiguous().t()
+        with mock.patch.object(torch_state_dict, "_PIECE_NUMEL", 4):
+            set_model_state_dict(model, state, options=FROM_RANK_0)
+        for param, value in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(param.full_tensor(), value), (zero, param.name)
+        x = torch.ones(2, 3)
+        torch.testing.assert_close(model(x), source.float()(x))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rank_0_sends_whole_tensors_in_pieces(world: int) -> None:
+    run_on_ranks(_stream_in_pieces, world)

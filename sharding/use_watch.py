@@ -1,0 +1,384 @@
+"""Ranks that use different units are told so, and do not wait for each other until the time limit.
+
+    a rank       waits for `PATIENCE_S`: says in the group's store what it used and waits for
+    rank 0       compares what ranks say: different uses under one number are a verdict at once;
+                 waits for each other are one when every rank has confirmed that it still waits
+    each rank    ends its own wait over gloo, and raises the verdict
+
+A thread does so beside the one that waits. A rank that uses no unit for as long answers too, if
+somebody asks. Nothing is sent while nobody waits: the store is not asked before that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import hashlib
+import itertools
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from .collectives import Collectives
+from .communicators import host_group
+from .errors import CommunicationError, DivergentUseError, communicating
+from .uses import RankUses, deadlock, first_difference, standing
+
+T = TypeVar("T")
+_logger = logging.getLogger("sidestream")
+PATIENCE_S = 2.0
+"""A wait of that length is told to the other ranks."""
+WARN_S = 10.0
+"""A wait of that length that nothing explains is told to the user."""
+_GRACE_S = 3.0  # for the other ranks to read the verdict from a store whose host may leave
+_LOOK_S = 0.25
+_SAID, _COMPARED = 32, 256  # of the last uses
+_SPARE_TAG = 0x51DF_0000  # of messages that nobody sends
+_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Watch(Protocol):
+    """Around what waits for other ranks."""
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether ranks were found to wait for each other."""
+
+    def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
+        """`action(*args)`, which may wait for the latest "gather" or "exchange" called `what`."""
+
+    def agree(self, what: str, action: Callable[..., T], *args: Any) -> T:
+        """`action(*args)`, small collectives over all ranks."""
+
+    def ends(self, what: str, *, compares: bool) -> None:
+        """A forward or backward is over: `what` is `END_OF_FORWARD` or `END_OF_BACKWARD`.
+        `compares`: what comes out of it is used now, so that ranks must have agreed.
+        """
+
+
+class NoWatch:
+    """Where ranks cannot wait for different units."""
+
+    gave_up = False
+
+    def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
+        """Just do it."""
+        return action(*args)
+
+    def agree(self, what: str, action: Callable[..., T], *args: Any) -> T:
+        """Just do it."""
+        return action(*args)
+
+    def ends(self, what: str, *, compares: bool) -> None:
+        """Nothing to do."""
+
+
+class UseWatch:
+    """Of one model on this rank."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        """A collective where messages have no tags."""
+        group = collectives.groups.group
+        assert group is not None
+        number = next(_NUMBERS.setdefault(group, itertools.count()))
+        self._store = dist.PrefixStore(f"sidestream_uses/{number}", _world.pg_map[group][1])
+        self._groups = [g for axis in collectives.groups.axes for g in (axis.gather, axis.reduce)]
+        self._collectives = collectives
+        self._uses = collectives.uses
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self._waits: tuple[str, str] | None = None
+        is_tagged = all(channel.tags_messages for channel in collectives.channels)
+        self._host_group = None if is_tagged else host_group(group)
+        # What the thread knows.
+        self._seen: tuple[tuple[str, str] | None, int, int] = (None, 0, 0)
+        self._since_s = time.monotonic()
+        self._has_said = self._has_warned = False
+        self._serial = 0
+        self._candidate = ""
+        self._spare: list[tuple[torch.Tensor, dist.Work]] = []
+        self._verdict: str | None = None
+        self._failed = False
+        self._looked = threading.Event()
+        _THREAD.watch(self)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this rank knows that ranks wait for each other."""
+        return self._verdict is not None
+
+    def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
+        """`action(*args)`.
+
+        Raises:
+            DivergentUseError: ranks wait for each other.
+            CommunicationError: it failed for another reason.
+        """
+        self._waits = (kind, what)
+        try:
+            return action(*args)
+        except CommunicationError as error:
+            self._explain(error)
+        finally:
+            self._waits = None
+
+    def agree(self, what: str, action: Callable[..., T], *args: Any) -> T:
+        """`action(*args)`; raises as `wait` does."""
+        self._uses.agreements += 1
+        return self.wait("agreement", what, action, *args)
+
+    def ends(self, what: str, *, compares: bool) -> None:
+        """Note it; where messages have no tags, compare what all ranks did so far.
+
+        Raises:
+            DivergentUseError: not the same; on all ranks.
+        """
+        self._uses.gathers.note_end(what)
+        if compares and self._host_group is not None:
+            self.agree(f"comparison of the ranks at the {what}", self._compare)
+
+    def _compare(self) -> None:
+        records = (self._uses.gathers, self._uses.exchanges)
+        own = [number for record in records for number in (record.count, record.fingerprint)]
+        values = torch.tensor([own, [-number for number in own]], dtype=torch.int64)
+        with communicating("comparison of what the ranks gathered"):
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._host_group)
+        if bool((values[0] == -values[1]).all()):
+            return
+        said: list[tuple[Any, ...]] = [()] * self._world_size
+        with communicating("comparison of what the ranks gathered"):
+            dist.all_gather_object(said, self._own(None), group=self._host_group)
+        found = first_difference([_of(*one) for one in said])
+        raise _divergent(found or "some gathered more than others")
+
+    def _explain(self, error: CommunicationError) -> NoReturn:
+        """Raise the verdict, if there is one: the first rank to read it left the others."""
+        if self._verdict is None:
+            # The thread asks, since a store whose host is stopped never answers.
+            self._looked.clear()
+            self._failed = True
+            _THREAD.wake()
+            self._looked.wait(_GRACE_S)
+        if self._verdict is None:
+            raise error
+        raise _divergent(self._verdict) from error
+
+    # ---- in the thread
+
+    def look(self) -> None:
+        """Find out whether something is wrong, and what."""
+        if self._failed:
+            self._answer_failed()
+            return
+        waits, now_s = self._waits, time.monotonic()
+        if not self._is_where_it_was(waits):
+            if self._has_said:
+                self._say(None)  # what was said of its wait is no longer true
+            self._seen = (waits, *self._counts())
+            self._since_s, self._has_said, self._has_warned = now_s, False, False
+        if now_s - self._since_s < PATIENCE_S:
+            return
+        if not self._has_said:
+            if waits is None and not self._store.check(["asked"]):
+                return
+            self._say(waits)
+            self._has_said = True
+        if waits is not None:
+            self._store.set("asked", "")
+        self._find_out(waits, now_s - self._since_s)
+
+    def _find_out(self, waits: tuple[str, str] | None, waited_s: float) -> None:
+        if self._rank == 0:
+            self._judge()
+        if self._store.check(["verdict"]):
+            self._take_verdict()
+            if waits is not None:
+                self._end_waits()
+        elif waits is not None:
+            self._confirm()
+            if waited_s > WARN_S and not self._has_warned:
+                self._has_warned = True
+                self._warn(waited_s)
+
+    def _counts(self) -> tuple[int, int]:
+        return self._uses.gathers.count, self._uses.exchanges.count
+
+    def _is_where_it_was(self, waits: tuple[str, str] | None) -> bool:
+        return self._seen[0] is waits and self._seen[1:] == self._counts()
+
+    def _say(self, waits: tuple[str, str] | None) -> None:
+        """Tell the other ranks where this one is."""
+        self._serial += 1
+        text = json.dumps((self._serial, *self._own(waits, _SAID)))
+        self._store.set(f"rank {self._rank}", text)
+
+    def _own(self, waits: tuple[str, str] | None, most: int = _COMPARED) -> tuple[Any, ...]:
+        uses, numbered = self._uses, None
+        if waits is not None:
+            kind, what = waits
+            number = uses.agreements - 1
+            if kind != "agreement":
+                record = uses.gathers if kind == "gather" else uses.exchanges
+                number = record.number_of(what)
+            numbered = kind, number, what
+        return uses.gathers.latest(most), uses.exchanges.latest(most), uses.agreements, numbered
+
+    def _said(self) -> list[str | None]:
+        """What each rank said last."""
+        keys = [f"rank {rank}" for rank in range(self._world_size)]
+        return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+
+    def _judge(self) -> None:
+        said = self._said()
+        uses = [_parsed(text) for text in said]
+        verdict = first_difference(uses)
+        if verdict is None and (reason := deadlock(uses)) is not None:
+            # All said so at one time if all confirm it now: nobody can have gone on between.
+            candidate = hashlib.sha256(repr(said).encode()).hexdigest()
+            self._store.set("candidate", candidate)
+            ranks = range(self._world_size)
+            votes = [f"{candidate} {rank}" for rank in ranks]
+            self._confirm()
+            verdict = reason if self._store.check(votes) else None
+        if verdict is not None:
+            self._store.set("verdict", verdict)
+
+    def _confirm(self) -> None:
+        """Confirm that this rank still waits, to whoever asks whether all do."""
+        if self._store.check(["candidate"]):
+            candidate = self._store.get("candidate").decode()
+            waits = self._waits
+            still = waits is not None and self._has_said and self._is_where_it_was(waits)
+            if still and candidate != self._candidate:
+                self._candidate = candidate
+                self._store.set(f"{candidate} {self._rank}", "")
+
+    def _take_verdict(self) -> None:
+        self._verdict = self._store.get("verdict").decode()
+        self._store.set(f"told {self._rank}", "")
+        if self._rank == 0:
+            # It may be the store's host: the others have to read it first.
+            told = [f"told {rank}" for rank in range(self._world_size)]
+            deadline = time.monotonic() + _GRACE_S
+            while not self._store.check(told) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def _end_waits(self) -> None:
+        """Have the waits of this rank fail: gloo gives a group up when any wait overruns."""
+        for group in (*self._groups, self._host_group, self._collectives.groups.group):
+            if group is not None and dist.get_backend(group) == "gloo":
+                peer = 1 if group.rank() == 0 else 0
+                with contextlib.suppress(RuntimeError):
+                    spare = torch.zeros(1)
+                    work = group.recv([spare], peer, _SPARE_TAG)
+                    self._spare.append((spare, work))  # gloo may write to it until it has noticed
+                    work.wait(datetime.timedelta(milliseconds=1))
+
+    def _answer_failed(self) -> None:
+        self._failed = False
+        with contextlib.suppress(RuntimeError):  # the store's host may be what has failed
+            if self._store.check(["verdict"]):
+                self._take_verdict()
+                self._end_waits()  # what else is under way never ends
+        self._looked.set()
+
+    def _warn(self, waited_s: float) -> None:
+        uses = [_parsed(text) for text in self._said()]
+        _logger.warning(
+            "rank %d of a sharded model has waited %.0f s: %s. A model that one rank runs alone, "
+            "say to validate, waits for ever: run it on all ranks or on none",
+            self._rank,
+            waited_s,
+            standing(uses),
+        )
+
+
+def _parsed(text: str | None) -> RankUses | None:
+    return None if text is None else _of(*json.loads(text)[1:])
+
+
+def _of(gathers: Any, exchanges: Any, agreements: int, waits: Any) -> RankUses:
+    return RankUses(tuple(gathers), tuple(exchanges), agreements, waits and tuple(waits))
+
+
+def _divergent(verdict: str) -> DivergentUseError:
+    return DivergentUseError(
+        f"expected all ranks to use the same units of a ZeRO-3 model in the same order, but "
+        f"{verdict}. Run the same modules on every rank, or pass ranks_may_differ=True to "
+        "fully_shard; start anew, since messages of this process group are left over"
+    )
+
+
+class _Thread:
+    """Looks after the models of this process, as long as there are any."""
+
+    def __init__(self) -> None:
+        self._watches: weakref.WeakSet[UseWatch] = weakref.WeakSet()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_ending = False
+
+    def watch(self, watch: UseWatch) -> None:
+        """Look after `watch` until it goes."""
+        with self._changed:
+            self._watches.add(watch)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="sidestream-uses", daemon=True
+                )
+                self._thread.start()
+
+    def wake(self) -> None:
+        """Look now."""
+        with self._changed:
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Join the thread: one that is inside a store would not survive the interpreter's end."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_GRACE_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait(_LOOK_S)
+                watches = list(self._watches)
+                if self._is_ending or not watches:
+                    self._thread = None
+                    return
+            while watches:
+                watch = watches.pop()
+                try:
+                    watch.look()
+                except RuntimeError as error:  # the store is gone, and with it whom to ask
+                    _logger.debug("the ranks' uses are not watched any more: %s", error)
+                    with self._changed:
+                        self._watches.discard(watch)
+                del watch  # a model may go meanwhile
+
+
+_THREAD = _Thread()
+atexit.register(_THREAD.end)
+
+
+def make_watch(collectives: Collectives, *, frees_parameters: bool) -> UseWatch | NoWatch:
+    """A watch where ranks could wait for different units: at ZeRO-3 (a collective)."""
+    group = collectives.groups.group
+    if not frees_parameters or group is None or collectives.world_size == 1:
+        return NoWatch()
+    if dist.get_backend(group) == "fake":  # ranks that are not there say nothing
+        return NoWatch()
+    return UseWatch(collectives)

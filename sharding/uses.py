@@ -1,0 +1,148 @@
+"""What this rank has gathered and exchanged, by number: what ranks must have in common, and where
+two of them differ.
+
+    number    0                   1                   2
+    rank 0    gather of unit a    gather of unit b    gather of unit d ...
+    rank 1    gather of unit a    gather of unit b    end of forward       <- differs
+
+A number and a name make the tag of a message, so that gloo never takes one unit for another. Where
+messages have no tags, a fingerprint of all of them says whether ranks agree.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .messages import listed
+
+END_OF_FORWARD, END_OF_BACKWARD = "end of the forward", "end of the backward"
+"""Stand in the record of gathers, behind those of the forward or backward."""
+_KEPT = 512
+_TAG_SPACE, _TAG_STEP = 0x4000_0000, 9973  # gloo's tags are 31 bits
+_MASK = (1 << 62) - 1
+
+Record = tuple[int, list[str]]
+"""The number of a use, and the names of all from there on."""
+
+
+class UseRecord:
+    """Names of gathers, or exchanges, in their order. The last ones are kept."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.fingerprint = 0
+        """Of all uses so far, less than 2**62."""
+        self._last = [""] * _KEPT
+        self._codes: dict[str, int] = {}
+
+    def note(self, what: str) -> int:
+        """The next one is `what`. Returns the tag of its messages, which another one does not have
+        under this number.
+        """
+        code = self._codes.get(what)
+        if code is None:
+            code = self._codes[what] = zlib.crc32(what.encode())
+        number = self.count
+        self._last[number % _KEPT] = what
+        self.fingerprint = (self.fingerprint * 1_000_003 + code) & _MASK
+        self.count = number + 1
+        return _TAG_SPACE | ((number * _TAG_STEP + code) & (_TAG_SPACE - 1))
+
+    def note_end(self, what: str) -> None:
+        """A forward or backward is over, if it had any use."""
+        if self.count and self._last[(self.count - 1) % _KEPT] not in _ENDS:
+            self.note(what)
+
+    def latest(self, most: int = _KEPT // 2) -> Record:
+        """The last `most` uses at most. Also for another thread, while this one goes on."""
+        count = self.count
+        start = max(count - most, 0)  # half of what is kept: what is noted meanwhile is not in it
+        return start, [self._last[number % _KEPT] for number in range(start, count)]
+
+    def number_of(self, what: str) -> int:
+        """The number of the latest use that is called so, or of the next, if none is."""
+        start, last = self.latest()
+        places = (start + place for place in reversed(range(len(last))) if last[place] == what)
+        return next(places, start + len(last))
+
+
+_ENDS = (END_OF_FORWARD, END_OF_BACKWARD)
+
+
+@dataclass(slots=True)
+class Uses:
+    """All that ranks do together. `agreements`: small collectives over all of them."""
+
+    gathers: UseRecord = field(default_factory=UseRecord)
+    exchanges: UseRecord = field(default_factory=UseRecord)
+    agreements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankUses:
+    """What one rank says of itself. `waits`: for which kind ("gather", "exchange", "agreement"),
+    which number and what, if it does.
+    """
+
+    gathers: Record
+    exchanges: Record
+    agreements: int
+    waits: tuple[str, int, str] | None
+
+    def begun(self, kind: str) -> int:
+        """How many of `kind` this rank has begun."""
+        if kind == "agreement":
+            return self.agreements
+        start, names = self.gathers if kind == "gather" else self.exchanges
+        return start + len(names)
+
+
+def first_difference(uses: Sequence[RankUses | None]) -> str | None:
+    """Where ranks, of those of which something is known, did not do the same, in words."""
+    for kind in ("gathers", "exchanges"):
+        known = [(rank, getattr(said, kind)) for rank, said in enumerate(uses) if said is not None]
+        start = max((first for _, (first, _) in known), default=0)
+        stop = max((first + len(names) for _, (first, names) in known), default=0)
+        for number in range(start, stop):
+            found: dict[str, int] = {}
+            for rank, (first, names) in known:
+                if number < first + len(names):
+                    found.setdefault(names[number - first], rank)
+            if len(found) > 1:
+                (one, rank), (two, other) = list(found.items())[:2]
+                return f"rank {rank} came to the {one} where rank {other} came to the {two}"
+    return None
+
+
+def deadlock(uses: Sequence[RankUses | None]) -> str | None:
+    """Why no rank can go on, in words: every rank waits for what another has not begun."""
+    texts = []
+    for rank, said in enumerate(uses):
+        if said is None or said.waits is None:
+            return None
+        kind, number, what = said.waits
+        missing = [
+            f"rank {other}"
+            for other, theirs in enumerate(uses)
+            if theirs is not None and theirs.begun(kind) <= number
+        ]
+        if not missing:
+            return None
+        texts.append(f"rank {rank} waits for the {what}, which {listed(missing)} did not begin")
+    return listed(texts, "; ")
+
+
+def standing(uses: Sequence[RankUses | None]) -> str:
+    """Where the ranks stand, in words."""
+    texts = []
+    for rank, said in enumerate(uses):
+        if said is None:
+            text = "says nothing: it computes, or has gone"
+        elif said.waits is None:
+            text = "waits for nothing of this model"
+        else:
+            text = f"waits for the {said.waits[2]}"
+        texts.append(f"rank {rank} {text}")
+    return listed(texts, "; ")
