@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sidestream as ss
-from sidestream.sharding import build
+from sidestream.sharding import build, runtime
 from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.grad_packing import GradientPacker, Gradients
 from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
 from sidestream.sharding.process_groups import Axis, DataParallelGroups
 from sidestream.sharding.runtime import Runtime
+from sidestream.sharding.use_watch import NoWatch
 from sidestream.tests.sharding import trainer
 from sidestream.tests.sharding.fake_streams import LoopbackGroup, Machine
 from sidestream.tests.sharding.trainer import Job
@@ -105,6 +106,7 @@ def sharding(
         mock.patch.multiple(
             entry, data_parallel_groups=lambda *_, **__: groups, require_mesh=lambda *_: None
         ),
+        mock.patch.object(runtime, "make_watch", lambda *_, **__: NoWatch()),
         mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
         mock.patch.multiple(dist, get_backend=lambda _: "nccl", get_rank=lambda _: 0),
         mock.patch.object(trainer, "make_optimizer", optimizer),
