@@ -32,7 +32,6 @@ from .communicators import gather_objects
 from .errors import communication_error
 from .in_flight import noted
 from .process_groups import Axis, DataParallelGroups
-from .ranges import ranged
 from .uses import Uses
 
 T = TypeVar("T")
@@ -96,11 +95,10 @@ class Pending:
 
     def wait(self) -> None:
         """Wait for the operation to end."""
-        work = self.work
-        if work is None:
+        if self.work is None:
             return
         try:
-            noted(self.what, self.group, lambda: ranged("wait", self.what, work.wait))
+            noted(self.what, self.group, self.work.wait)
         except RuntimeError as error:
             raise communication_error(self.what, error) from error
 

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .ranges import ranged
+
 T = TypeVar("T")
 # More than a stream takes before the host has to wait for it.
 _KEPT_WORKS = 1024
@@ -81,12 +83,14 @@ class WorkLog:
 
 
 def noted(what: str, group: dist.ProcessGroup | None, wait: Callable[[], T]) -> T:
-    """`wait()`, in which this thread stands in the collective `what` of `group`."""
+    """`wait()`, in which this thread stands in the collective `what` of `group`; a range of traces
+    too.
+    """
     thread = get_ident()
     around = _WAITS.get(thread)
     _WAITS[thread] = what, time.monotonic(), group
     try:
-        return wait()
+        return ranged("wait", what, wait)
     finally:
         _WAITS[thread] = around
 

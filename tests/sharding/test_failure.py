@@ -44,7 +44,7 @@ def dies_between_steps(rank: int, world_size: int, call: str, path: str) -> None
 
 
 CALLS = {
-    "fully_shard": "meeting of all ranks in fully_shard",
+    "fully_shard": "meeting of all ranks to shard over",
     "full_state_dict": "gather of parameter '",
     "save_checkpoint": "agreement on the checkpoint",
 }
