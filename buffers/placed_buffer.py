@@ -146,24 +146,11 @@ class PlacedBuffer:
         self.layout = layout
         self.dtype = dtype
         self.placements = placements
-        self.start, self.stop = grid.span(layout.numel, placements)
+        self.span = self.start, self.stop = grid.span(layout.numel, placements)
+        self.numel = self.stop - self.start
+        self.nbytes = self.numel * dtype.itemsize
         self.data: Tensor | None = None
         self._pool = pool
-
-    @property
-    def span(self) -> Span:
-        """What it holds of the whole buffer."""
-        return self.start, self.stop
-
-    @property
-    def numel(self) -> int:
-        """Elements of this rank's part."""
-        return self.stop - self.start
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's part."""
-        return self.numel * self.dtype.itemsize
 
     @property
     def memory(self) -> Tensor:
@@ -198,8 +185,7 @@ class PlacedBuffer:
         Raises:
             RuntimeError: torch keeps the memory for good, as `numpy()` has it do.
         """
-        storage = self.memory.untyped_storage()
-        self._pool.shrink(storage, storage.nbytes())
+        self._pool.shrink(self.memory.untyped_storage(), self.nbytes)
 
     def grow(self) -> None:
         """Get memory again, with any contents."""

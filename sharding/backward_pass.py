@@ -9,7 +9,6 @@ does not lie beyond that module.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from .modules.uncompiled import uncompiled
 from .trace import Kind, Trace
 from .unit import Unit
 from .use_order import UnitGroup
-from .use_watch import Watch
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +37,6 @@ class BackwardPass:
     order: Sequence[int]
     lane: Lane
     trace: Trace
-    watch: Watch
     sync: bool
     callback: weakref.ref[Callable[[], None]]
     creates_graph: bool
@@ -106,8 +103,8 @@ class BackwardPass:
     def finish_exchanges(self) -> None:
         """Order the following compute after all exchanges so far."""
         self._finish_packing()
-        for unit, exchange in self._in_flight:
-            self.watch.wait("exchange", unit.reduction.name, exchange.event.wait)
+        for _, exchange in self._in_flight:
+            exchange.event.wait()
 
     def abandon(self, deadline: float) -> None:
         """Nobody asks for the exchanges: see `Event.abandon`."""
@@ -145,17 +142,14 @@ class BackwardPass:
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled
             self._finish_packing()
             self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
-            start = functools.partial(unit.reduction.start, self.lane, sync=self.sync)
-            # A lane without overlap waits where it starts.
-            exchange = self.watch.wait("exchange", unit.reduction.name, start)
-            self._packing = unit, exchange
+            self._packing = unit, unit.reduction.start(self.lane, sync=self.sync)
             self._in_flight.append(self._packing)
 
     def _finish_packing(self) -> None:
         if self._packing is not None:
             unit, exchange = self._packing
             self._packing = None
-            self.watch.wait("exchange", unit.reduction.name, exchange.finish)
+            exchange.finish()
             self.trace.add(Kind.FINISH_EXCHANGE, unit.spec.index)
 
     def _publish(self) -> None:

@@ -12,6 +12,7 @@ sends and receives would take their addresses for the host's. Sums are left to a
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +30,6 @@ from torch.distributed.distributed_c10d import (
 
 from ..buffers import Grid, Hop, Placements, redistribute
 from .communicators import gather_objects
-from .errors import communication_error
 from .in_flight import noted
 from .process_groups import Axis, DataParallelGroups
 from .uses import Uses
@@ -58,25 +58,7 @@ _GATHER.asyncOp = _EXCHANGE.asyncOp = _SUM.asyncOp = False
 _SUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
 
 
-def start_all_gather(group: dist.ProcessGroup, flat: Tensor, source: Tensor, what: str) -> Pending:
-    """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
-    return Pending(getattr(group, _ALL_GATHER)(flat, source, _GATHER), what, group)
-
-
-def start_all_to_all(
-    group: dist.ProcessGroup, received: Tensor, sent: Tensor, what: str
-) -> Pending:
-    """Start the backend's all-to-all: part r of `sent` [world * n] goes to rank r, into `received`
-    [world * n] comes every rank's part for this one.
-    """
-    return Pending(group.alltoall_base(received, sent, [], [], _EXCHANGE), what, group)
-
-
-def start_reduce_scatter(group: dist.ProcessGroup, own: Tensor, flat: Tensor, what: str) -> Pending:
-    """Start the backend's sum of every rank's `flat` [world * n], of which this rank's part comes
-    into `own` [n].
-    """
-    return Pending(getattr(group, _REDUCE_SCATTER)(own, flat, _SUM), what, group)
+_NO_MODELS = Uses()
 
 
 @dataclass(slots=True)
@@ -84,28 +66,39 @@ class Pending:
     """A started operation of `group`. `wait` blocks the host on CPU and the current stream on CUDA.
 
     `work`: None where the operation is a part of the stream that was current when it started.
+    `what`: the use it belongs to, of those in `uses`. `peer`: as in `Waiting`.
 
     Raises:
         CommunicationError: the operation failed, for example because a peer died.
+        DivergentUseError: it failed because ranks use different units.
     """
 
     work: dist.Work | None
     what: str
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup
+    uses: Uses = _NO_MODELS
+    peer: str = ""
 
     def wait(self) -> None:
         """Wait for the operation to end."""
         if self.work is None:
             return
         try:
-            noted(self.what, self.group, self.work.wait)
+            noted(self.what, self.group, self.work.wait, peer=self.peer, owner=self.uses)
         except RuntimeError as error:
-            raise communication_error(self.what, error) from error
+            raise self.uses.failure(self.what + self.peer, error) from error
 
     def wait_at_most(self, limit: datetime.timedelta) -> None:
         """Wait for the operation to end; raises what the backend raises at the limit."""
         if self.work is not None:
             self.work.wait(limit)
+
+
+def start_all_gather(
+    group: dist.ProcessGroup, flat: Tensor, source: Tensor, what: str, uses: Uses = _NO_MODELS
+) -> Pending:
+    """Start the backend's all-gather of every rank's `source` [n] into `flat` [world * n]."""
+    return Pending(getattr(group, _ALL_GATHER)(flat, source, _GATHER), what, group, uses)
 
 
 @dataclass(slots=True)
@@ -150,9 +143,8 @@ class Channel:
             and dist.get_backend(axis.gather) == "gloo"
         )
         self._peers = [rank for rank in range(axis.size) if rank != axis.rank]
-
-    def _count(self, kind: str, nbytes: int) -> None:
-        self._traffic.count(kind, self.axis.name, nbytes)
+        self.received_parts = axis.size - int(self._point_to_point)
+        """How many parts an exchange brings: the axis's, or all but our own."""
 
     @property
     def tags_messages(self) -> bool:
@@ -191,14 +183,14 @@ class Channel:
     ) -> list[Pending]:
         assert group is not None, "a gather needs a process group"
         own, peers = slices[self.rank], self._peers
-        self._count(kind, len(peers) * source.nbytes)
+        self._traffic.count(kind, self.axis.name, len(peers) * source.nbytes)
         try:
             if not self._point_to_point:
-                return [start_all_gather(group, flat, source, what)]
+                return [start_all_gather(group, flat, source, what, self._uses)]
             incoming = [slices[peer] for peer in peers]
             pending = self._swap(group, incoming, [source] * len(peers), tag, what)
         except RuntimeError as error:
-            raise communication_error(what, error) from error
+            raise self._uses.failure(what, error) from error
         if source is not own:
             own.copy_(source)
         return pending
@@ -212,21 +204,23 @@ class Channel:
         what: str,
     ) -> list[Pending]:
         """Start a receive from and a send to every peer, in the order of their ranks."""
-        # Receives first: a send has to find its receive posted, or gloo stages it.
-        pending = [
-            Pending(group.recv([part], peer, tag), f"{what} from rank {peer}", group)
-            for part, peer in zip(incoming, self._peers, strict=True)
-        ]
-        pending += [
-            Pending(group.send([part], peer, tag), f"{what} to rank {peer}", group)
-            for part, peer in zip(outgoing, self._peers, strict=True)
-        ]
+        pending: list[Pending] = []
+        uses = self._uses
+        try:
+            # Receives first: a send has to find its receive posted, or gloo stages it.
+            for part, peer in zip(incoming, self._peers, strict=True):
+                work = group.recv([part], peer, tag)
+                pending.append(Pending(work, what, group, uses, f" from rank {peer}"))
+            for part, peer in zip(outgoing, self._peers, strict=True):
+                work = group.send([part], peer, tag)
+                pending.append(Pending(work, what, group, uses, f" to rank {peer}"))
+        except RuntimeError:
+            # Memory goes now that others may be writing to: have gloo give up what has begun.
+            for begun in pending:
+                with contextlib.suppress(RuntimeError):
+                    begun.wait_at_most(datetime.timedelta(milliseconds=1))
+            raise
         return pending
-
-    @property
-    def received_parts(self) -> int:
-        """How many parts an exchange brings: the axis's, or all but our own."""
-        return self.size - int(self._point_to_point)
 
     def exchange(self, received: Tensor, sent: Tensor, what: str) -> list[Pending]:
         """Start to swap parts: part r of `sent` [size * n] goes to rank r, and into `received`
@@ -238,15 +232,17 @@ class Channel:
         assert group is not None, "an exchange needs a process group"
         tag = self._uses.exchanges.note(what)
         numel = sent.numel() // self.size
-        self._count("exchange", len(self._peers) * numel * sent.itemsize)
+        nbytes = len(self._peers) * numel * sent.itemsize
+        self._traffic.count("exchange", self.axis.name, nbytes)
         try:
             if not self._point_to_point:
-                return [start_all_to_all(group, received, sent, what)]
+                work = group.alltoall_base(received, sent, [], [], _EXCHANGE)
+                return [Pending(work, what, group, self._uses)]
             parts = sent.split(numel)
             outgoing = [parts[peer] for peer in self._peers]
             return self._swap(group, received.split(numel), outgoing, tag, what)
         except RuntimeError as error:
-            raise communication_error(what, error) from error
+            raise self._uses.failure(what, error) from error
 
     def reduce_scatter(self, received: Tensor, sent: Tensor, what: str) -> list[Pending]:
         """Start the backend's own sum: into `received` [n] comes that of all ranks' part of `sent`
@@ -255,11 +251,12 @@ class Channel:
         group = self.axis.reduce
         assert group is not None, "a reduce-scatter needs a process group"
         self._uses.exchanges.note(what)
-        self._count("reduce_scatter", len(self._peers) * received.nbytes)
+        self._traffic.count("reduce_scatter", self.axis.name, len(self._peers) * received.nbytes)
         try:
-            return [start_reduce_scatter(group, received, sent, what)]
+            work = getattr(group, _REDUCE_SCATTER)(received, sent, _SUM)
+            return [Pending(work, what, group, self._uses)]
         except RuntimeError as error:
-            raise communication_error(what, error) from error
+            raise self._uses.failure(what, error) from error
 
 
 class Collectives:
@@ -293,8 +290,7 @@ class Collectives:
             return
         self.traffic.count("broadcast", "all", tensor.nbytes if self.rank == 0 else 0)
         work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
-        assert work is not None
-        Pending(work, what, group).wait()
+        self.agree(work, what, group)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
         """Reduce a small `tensor` over all ranks in place; blocks. For order-free reductions."""
@@ -303,8 +299,12 @@ class Collectives:
             return
         self.traffic.count("all_reduce", "all", tensor.nbytes)
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-        assert work is not None
-        Pending(work, what, group).wait()
+        self.agree(work, what, group)
+
+    def agree(self, work: dist.Work | None, what: str, group: dist.ProcessGroup) -> None:
+        """Wait for a small collective of all ranks, which has been started in `group`."""
+        self.uses.agreements += 1
+        Pending(work, what, group, self.uses).wait()
 
     def all_equal(self, values: Tensor, what: str) -> bool:
         """Whether every rank passes the same int64 `values`."""

@@ -117,7 +117,7 @@ def explain_runtime(runtime: Runtime) -> Explanation:
 
 def lasting(wait: Waiting, now_s: float) -> Lasting:
     """A host's wait, at `now_s`."""
-    return Lasting(wait.what, now_s - wait.since_s, ranks_of(wait.group))
+    return Lasting(wait.what + wait.peer, now_s - wait.since_s, ranks_of(wait.group))
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:

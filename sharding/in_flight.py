@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -23,7 +23,8 @@ from .ranges import ranged
 T = TypeVar("T")
 # More than a stream takes before the host has to wait for it.
 _KEPT_WORKS = 1024
-_WAITS: dict[int, tuple[str, float, dist.ProcessGroup | None] | None] = {}
+_Wait = tuple[str, float, dist.ProcessGroup | None, str, object]
+_WAITS: dict[int, _Wait | None] = {}
 """By thread; None where it waits no more."""
 
 
@@ -34,28 +35,41 @@ class _NotRecorded:
         return False
 
 
-@dataclass(slots=True)
-class Started:
-    """A work that a lane was given, `since_s` (`time.monotonic`). On a GPU `event` is its end."""
+class Work(Protocol):
+    """What a lane was given, `since_s` (`time.monotonic`)."""
 
     what: str
     since_s: float
-    ended: bool = False
-    event: Any = None
 
     def has_ended(self) -> bool:
-        """Whether it is over. Asks a GPU's event, which waits for nothing."""
-        return self.ended if self.event is None else bool(self.event.query())
+        """Whether it is over. Waits for nothing."""
+
+
+@dataclass(slots=True)
+class EnqueuedWork:
+    """A work on a GPU's stream, of which `event` is the end."""
+
+    what: str
+    since_s: float
+    event: Any = _NotRecorded()  # noqa: RUF009 - has no state
+
+    def has_ended(self) -> bool:
+        """Whether it is over. Asks the event, which waits for nothing."""
+        return bool(self.event.query())
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A thread that stands in a collective, `since_s` (`time.monotonic`), of `group` if known."""
+    """A thread that stands in a collective, `since_s` (`time.monotonic`), of `group` if known and
+    for `owner`, if for one model alone. `peer`: " to" or " from" which rank, if one alone.
+    """
 
     thread: int
     what: str
     since_s: float
     group: dist.ProcessGroup | None
+    peer: str
+    owner: object
 
 
 class WorkLog:
@@ -63,16 +77,11 @@ class WorkLog:
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         self.on_gpu = on_gpu
-        self._no_event = _NotRecorded() if on_gpu else None
-        self._works: deque[Started] = deque(maxlen=_KEPT_WORKS)
+        self._works: deque[Work] = deque(maxlen=_KEPT_WORKS)
+        self.add = self._works.append
+        """Note a work that the lane is given now."""
 
-    def begin(self, what: str) -> Started:
-        """Note a work that the lane is given now; to be told of its end."""
-        started = Started(what, time.monotonic(), event=self._no_event)
-        self._works.append(started)
-        return started
-
-    def in_flight(self, begun_before_s: float | None = None) -> list[Started]:
+    def in_flight(self, begun_before_s: float | None = None) -> list[Work]:
         """Those that are not over; only those that were begun before that time, if one is given.
         From any thread.
         """
@@ -82,13 +91,20 @@ class WorkLog:
         return [work for work in works if not work.has_ended()]
 
 
-def noted(what: str, group: dist.ProcessGroup | None, wait: Callable[[], T]) -> T:
+def noted(
+    what: str,
+    group: dist.ProcessGroup | None,
+    wait: Callable[[], T],
+    *,
+    peer: str = "",
+    owner: object = None,
+) -> T:
     """`wait()`, in which this thread stands in the collective `what` of `group`; a range of traces
-    too.
+    too. `owner`: the model that waits, as something that other models have not.
     """
     thread = get_ident()
     around = _WAITS.get(thread)
-    _WAITS[thread] = what, time.monotonic(), group
+    _WAITS[thread] = what, time.monotonic(), group, peer, owner
     try:
         return ranged("wait", what, wait)
     finally:
@@ -100,7 +116,7 @@ def noting(what: str) -> Iterator[None]:
     """Inside, this thread stands in the collective `what`."""
     thread = get_ident()
     around = _WAITS.get(thread)
-    _WAITS[thread] = what, time.monotonic(), None
+    _WAITS[thread] = what, time.monotonic(), None, "", None
     try:
         yield
     finally:

@@ -33,14 +33,18 @@ import torch
 
 from ..buffers import Streams
 from .collectives import Pending
-from .in_flight import Started, WorkLog
+from .in_flight import EnqueuedWork, WorkLog
 from .ranges import ranged
 
 Stage = Callable[[], Sequence[Pending]]
 
 
 class Event(Protocol):
-    """The end of one submitted work."""
+    """The end of one submitted work. `has_failed`: an error ended one of its stages, in `advance`
+    or `wait`, so those after it do not run.
+    """
+
+    has_failed: bool
 
     def advance(self) -> None:
         """Order the caller's following compute after the first stage. What the work has leased may
@@ -74,25 +78,43 @@ class Lane(Protocol):
 class _Staged:
     """Stages that run in the caller."""
 
-    __slots__ = ("_pending", "_stages", "_started")
+    __slots__ = ("_left", "_pending", "_stages", "ended", "has_failed", "since_s", "what")
 
-    def __init__(self, started: Started, stages: Sequence[Stage]) -> None:
-        """Run stages until one has operations under way."""
-        self._started = started
-        self._stages = list(stages)
+    def __init__(self, what: str, stages: Sequence[Stage]) -> None:
+        self.what = what
+        self.since_s = time.monotonic()
+        self.ended = self.has_failed = False
+        self._stages = stages
+        self._left = len(stages)
         self._pending: Sequence[Pending] = ()
-        while self._stages and not self._pending:
-            self._pending = ranged("start", started.what, self._stages.pop(0))
+
+    def has_ended(self) -> bool:
+        return self.ended
+
+    def start(self) -> None:
+        """Run stages until one has operations under way."""
+        while self._left and not self._pending:
+            self._run("start")
 
     def advance(self) -> None:
-        while self._stages:
+        while self._left:
             self._finish_pending()
-            self._pending = ranged("complete", self._started.what, self._stages.pop(0))
+            self._run("complete")
 
     def wait(self) -> None:
-        self.advance()
+        if self._left:
+            self.advance()
         self._finish_pending()
-        self._started.ended = True
+        self.ended = True
+
+    def _run(self, verb: str) -> None:
+        stage = self._stages[-self._left]
+        self._left -= 1
+        try:
+            self._pending = ranged(verb, self.what, stage)
+        except BaseException:
+            self._left, self.ended, self.has_failed = 0, True, True
+            raise
 
     def abandon(self, deadline: float) -> None:
         for operation in self._pending:
@@ -100,8 +122,8 @@ class _Staged:
             rest = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             with contextlib.suppress(Exception):
                 operation.wait_at_most(rest)
-        self._pending = ()
-        self._started.ended = True
+        self._pending, self._left = (), 0
+        self.ended = True
 
     def _finish_pending(self) -> None:
         for operation in self._pending:
@@ -109,7 +131,13 @@ class _Staged:
         self._pending = ()
 
 
-DONE = _Staged(Started("nothing", 0.0, ended=True), ())
+def _run_all(what: str, stages: Sequence[Stage]) -> None:
+    work = _Staged(what, stages)
+    work.start()
+    work.wait()
+
+
+DONE = _Staged("nothing", ())
 """An event that has already happened."""
 
 
@@ -128,12 +156,10 @@ class DeferredLane:
 
     def submit(self, what: str, *stages: Stage) -> Event:
         """Run the first stage now."""
-        started = self.log.begin(what)
-        try:
-            return _Staged(started, stages)
-        except BaseException:
-            started.ended = True
-            raise
+        work = _Staged(what, stages)
+        self.log.add(work)
+        work.start()
+        return work
 
 
 class SerialLane(DeferredLane):
@@ -147,6 +173,7 @@ class SerialLane(DeferredLane):
 
 class _StreamEvent:
     __slots__ = ("_device", "_first_stage", "_last_stage")
+    has_failed = False  # all stages run in `submit`
 
     def __init__(
         self, first_stage: torch.cuda.Event, last_stage: torch.cuda.Event, device: torch.device
@@ -188,18 +215,19 @@ class StreamLane:
         """Enqueue the stages after all that the current stream holds."""
         stream = next(self._turns)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        started = self.log.begin(what)
+        work = EnqueuedWork(what, time.monotonic())
+        self.log.add(work)
         with torch.cuda.stream(stream):
             try:
-                _Staged(started, stages[:1]).wait()
+                _run_all(what, stages[:1])
                 first_stage = last_stage = stream.record_event()
                 if len(stages) > 1:
-                    _Staged(started, stages[1:]).wait()
+                    _run_all(what, stages[1:])
                     last_stage = stream.record_event()
             except BaseException:
-                started.event = stream.record_event()
+                work.event = stream.record_event()
                 raise
-        started.event = last_stage
+        work.event = last_stage
         return _StreamEvent(first_stage, last_stage, self._device)
 
 

@@ -30,7 +30,7 @@ from .trace import Kind, Trace
 from .turns import make_turns
 from .unit import Unit, UnitState
 from .use_order import UnitGroup, UseOrder
-from .use_watch import NoWatch, Watch, make_watch
+from .use_watch import Watch, make_watch
 from .uses import END_OF_BACKWARD, END_OF_FORWARD
 
 _ABANDONED_S = 5.0  # among the living, what is in flight takes milliseconds
@@ -58,9 +58,9 @@ class Runtime:
         self.options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
         frees = any(unit.frees_parameters for unit in self.units)
-        self._watch: Watch = NoWatch()  # `__del__` asks it, whatever is raised here
+        self._watch: Watch | None = None  # `__del__` asks it, whatever is raised here
         self._watch = make_watch(collectives, frees_parameters=frees)
-        self._turns = make_turns(groups, collectives, self._watch, options.ranks_may_differ)
+        self._turns = make_turns(groups, collectives, options.ranks_may_differ)
         self._use_order = UseOrder(groups, self.prefetch)
         self._root = next(group for group in groups if group.is_root)
         self.open_writes = 0
@@ -78,7 +78,8 @@ class Runtime:
         # would match the peers' halves of it with what the next model sends.
         if not sys.is_finalizing():
             # Ranks that were found to differ wait for each other: nothing more will come.
-            deadline = time.monotonic() + (0 if self._watch.gave_up else _ABANDONED_S)
+            gave_up = self._watch is not None and self._watch.gave_up
+            deadline = time.monotonic() + (0 if gave_up else _ABANDONED_S)
             if self._backward is not None:
                 self._backward.abandon(deadline)
             for unit in self.units:
@@ -157,7 +158,7 @@ class Runtime:
         elif group.reshard_after_forward:
             self._retire(group.units)
         self._turns.forward_ends()
-        if group.is_root:
+        if group.is_root and self._watch is not None:
             self._watch.ends(END_OF_FORWARD, compares=not torch.is_grad_enabled())
 
     @property
@@ -252,7 +253,6 @@ class Runtime:
                 order=self._exchange_order.indices,
                 lane=self._reduce_lane,
                 trace=self.trace,
-                watch=self._watch,
                 sync=self.sync,
                 callback=weakref.ref(callback, functools.partial(engine_let_go, show_sharded)),
                 creates_graph=creates_graph,
@@ -274,16 +274,14 @@ class Runtime:
         backward = self._backward
         assert backward is not None
         self._turns.backward_ends()
-        self._watch.ends(END_OF_BACKWARD, compares=backward.sync)
+        if self._watch is not None:
+            self._watch.ends(END_OF_BACKWARD, compares=backward.sync)
         backward.finish()
         backward.exchange_late(self._turns.agree_on_late(backward.late_units()))
         self._end_backward(keeps_gathered=backward.creates_graph)
         if backward.sync:
-            self._watch.agree("agreement at the end of a backward", self._agree, backward)
-
-    def _agree(self, backward: BackwardPass) -> None:
-        self._exchange_order.follow(backward.ready)
-        agree_on_paths(self.units, self.collectives)
+            self._exchange_order.follow(backward.ready)
+            agree_on_paths(self.units, self.collectives)
 
     def _end_backward(self, *, keeps_gathered: bool = False) -> None:
         self._backward = None
@@ -376,14 +374,13 @@ class Runtime:
             self.finish_gather(unit)
             unit.release()
             self.trace.add(Kind.RELEASE, unit.spec.index)
-        # A lane without overlap waits where it starts.
-        if self._watch.wait("gather", unit.gather_name, unit.gather, self._gather_lane):
+        if unit.gather(self._gather_lane):
             self.trace.add(Kind.GATHER, unit.spec.index)
 
     def finish_gather(self, unit: Unit) -> None:
         """Order the following compute after a gather of `unit` that is under way."""
         if unit.state is UnitState.GATHERING:
-            self._watch.wait("gather", unit.gather_name, unit.finish_gather)
+            unit.finish_gather()
             self.trace.add(Kind.FINISH_GATHER, unit.spec.index)
 
     def _retire(self, units: Sequence[Unit]) -> None:

@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 
 from .backward_pass import BackwardPass
-from .collectives import Collectives, Pending
+from .collectives import Collectives
 from .communicators import host_group
 from .gathered_unit import take_part_in_gather
 from .unit import Unit
 from .use_order import UnitGroup
-from .use_watch import Watch
 
 
 class Gathers(Protocol):
@@ -101,18 +100,17 @@ class FreeTurns:
 class _HostAgreement:
     """Small messages between the hosts of all ranks."""
 
-    def __init__(self, collectives: Collectives, watch: Watch) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         """A collective."""
         assert collectives.groups.group is not None
         self._group = host_group(collectives.groups.group)
-        self._watch = watch
+        self._collectives = collectives
 
     def greatest(self, values: list[int], what: str) -> list[int]:
         """For each of `values` the greatest of all ranks'."""
         found = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        self._watch.agree(what, Pending(work, what).wait)
+        self._collectives.agree(work, what, self._group)
         result: list[int] = found.tolist()
         return result
 
@@ -128,10 +126,10 @@ _LATE = "agreement on gradients that came late"
 class AgreedLateTurns(FreeTurns):
     """Parameters that stay need no turns, but some gradients may come late on some ranks alone."""
 
-    def __init__(self, units: Sequence[Unit], collectives: Collectives, watch: Watch) -> None:
+    def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
         """A collective."""
         self._units = units
-        self._agreement = _HostAgreement(collectives, watch)
+        self._agreement = _HostAgreement(collectives)
         self._syncs = True
 
     def backward_begins(self, backward: BackwardPass) -> None:
@@ -156,13 +154,12 @@ class AgreedTurns:
 
     allowed_exchanges = 0
 
-    def __init__(self, groups: Sequence[UnitGroup], collectives: Collectives, watch: Watch) -> None:
+    def __init__(self, groups: Sequence[UnitGroup], collectives: Collectives) -> None:
         """A collective."""
         self._groups = groups
         self._units = [unit for group in groups for unit in group.units]
         self._collectives = collectives
-        self._watch = watch
-        self._agreement = _HostAgreement(collectives, watch)
+        self._agreement = _HostAgreement(collectives)
         # Their number and kind. A backward may run inside a forward, for a gradient in a loss.
         self._phases: list[tuple[int, _Phase]] = []
         self._num_phases = 0
@@ -240,9 +237,7 @@ class AgreedTurns:
         # waits for a step that another rank takes later.
         for unit in turn.units:
             if gathers is None or unit not in needed:
-                self._watch.wait(
-                    "gather", unit.gather_name, take_part_in_gather, unit, self._collectives
-                )
+                take_part_in_gather(unit, self._collectives)
                 continue
             unit.mark_stale()  # others may have none of it, so it comes all the way
             gathers.start_gather(unit)
@@ -294,12 +289,12 @@ class AgreedTurns:
 
 
 def make_turns(
-    groups: Sequence[UnitGroup], collectives: Collectives, watch: Watch, ranks_may_differ: bool
+    groups: Sequence[UnitGroup], collectives: Collectives, ranks_may_differ: bool
 ) -> Turns:
     """How gathers are ordered; a collective if `ranks_may_differ`."""
     if not ranks_may_differ or collectives.world_size == 1:
         return FreeTurns()
     units = [unit for group in groups for unit in group.units]
     if not any(unit.frees_parameters for unit in units):
-        return AgreedLateTurns(units, collectives, watch)
-    return AgreedTurns(groups, collectives, watch)
+        return AgreedLateTurns(units, collectives)
+    return AgreedTurns(groups, collectives)

@@ -288,8 +288,7 @@ class Unit:
         try:
             self._gather_event = lane.submit(self.gather_name, *stages)
         except BaseException:
-            if self.buffers.frees and not self.buffers.gathered.is_shrunk:
-                self.buffers.gathered.shrink()
+            self._lose_gather()
             raise
         self._gathered_version = version
         self._stale, self._cast_version = False, None
@@ -297,10 +296,23 @@ class Unit:
         return True
 
     def finish_gather(self) -> None:
-        """Order the following compute after the gather."""
-        self._gather_event.wait()
+        """Order the following compute after the gather. One that could not go on is begun anew by
+        the next use.
+        """
+        try:
+            self._gather_event.wait()
+        except BaseException:
+            if self._gather_event.has_failed:
+                self._lose_gather()
+            raise
         self._gather_event = DONE
         self._move(UnitState.GATHERING, UnitState.GATHERED)
+
+    def _lose_gather(self) -> None:
+        if self.buffers.frees and not self.buffers.gathered.is_shrunk:
+            self.buffers.gathered.shrink()
+        self.mark_stale()
+        self._gather_event, self.state = DONE, UnitState.SHARDED
 
     def abandon(self, deadline: float) -> None:
         """Nobody asks for the gather: see `Event.abandon`."""

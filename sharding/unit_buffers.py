@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..buffers import BufferPool, FlatBuffer, Hop, PlacedBuffer, Placements
-from .collectives import Collectives, Pending
+from .collectives import Channel, Collectives, Pending
 from .unit_spec import UnitSpec
 
 Stage = Callable[[], Sequence[Pending]]
@@ -32,15 +32,37 @@ Stage = Callable[[], Sequence[Pending]]
 @dataclass(frozen=True, slots=True)
 class _Leg:
     """The way from one buffer into the next: `source` is that buffer, `own` where its elements are
-    in the next, which `hops` complete. `slices`: what each hop moves, as a whole and in parts.
+    in the next, which `hops` complete along `channels`. `slices`: what each hop moves, as a whole
+    and in parts. `freed`: the next buffer, if it has to be grown before.
     """
 
     source: Tensor
     own: Tensor
     hops: Sequence[Hop]
+    channels: Sequence[Channel]
+    what: str
     slices: Sequence[tuple[Tensor, list[Tensor]]]
     in_place: bool
     """Whether `source` is `own` itself, or has another dtype: then `own` is what is sent."""
+    freed: PlacedBuffer | None
+
+    def stages(self, *, is_copied: bool = False) -> list[Stage]:
+        """The way as a work of a lane; `is_copied`: `own` has its elements already."""
+        copies = self.source is not self.own and not is_copied and (self.in_place or not self.hops)
+        more = [functools.partial(self._hop, place) for place in range(1, len(self.hops))]
+        return [functools.partial(self._start, copies), *more]
+
+    def _start(self, copies: bool) -> Sequence[Pending]:
+        if self.freed is not None:
+            self.freed.grow()
+        if copies:
+            self.own.copy_(self.source)
+        return self._hop(0) if self.hops else ()
+
+    def _hop(self, place: int) -> list[Pending]:
+        hop, (flat, slices) = self.hops[place], self.slices[place]
+        source = slices[hop.own] if place or self.in_place else self.source
+        return self.channels[hop.axis].gather(flat, slices, source, self.what)
 
 
 class UnitBuffers:
@@ -48,8 +70,6 @@ class UnitBuffers:
 
     def __init__(self, spec: UnitSpec, collectives: Collectives, pool: BufferPool) -> None:
         """All parameters are zero until `fill`."""
-        self._channels = collectives.channels
-        self._what = f"gather of unit '{spec.name}'"
         layout, dtypes, placements = spec.layout, spec.dtypes, spec.placements
 
         def placed(held: Placements, dtype: torch.dtype) -> PlacedBuffer:
@@ -70,9 +90,15 @@ class UnitBuffers:
             kept.hold(pool.lease(kept.numel, kept.dtype))
             ways.insert(1, (kept, placements.params))
         self._legs = [
-            _leg(source, target, collectives.hops(layout.numel, before, after))
+            self._leg(source, target, collectives, (before, after), f"gather of unit '{spec.name}'")
             for (source, before), (target, after) in itertools.pairwise(ways)
         ]
+        # Made once. They refer to legs and not to this, which they would keep alive.
+        first, *others = self._legs
+        self._from_kept = self._legs[-1].stages()
+        rest = [stage for leg in others for stage in leg.stages()]
+        self._from_main = [*first.stages(), *rest]
+        self._from_casts = [*first.stages(is_copied=True), *rest]
         self.moves = bool(self._legs[-1].hops) or not self.shares
         """Whether the gathered parameters have to be brought up to date with the main ones."""
         if self.frees:
@@ -108,7 +134,7 @@ class UnitBuffers:
             times = gathers if leg is self._legs[-1] else 1
             for hop in leg.hops:
                 nbytes = (hop.parts - 1) * hop.part_numel * leg.own.itemsize
-                sent[self._channels[hop.axis].axis.name] += times * nbytes
+                sent[leg.channels[hop.axis].axis.name] += times * nbytes
         return sent
 
     @property
@@ -130,37 +156,30 @@ class UnitBuffers:
         """What brings the gathered parameters in; `kept_is_fresh`: from those at rest,
         `main_is_cast`: from `main_casts`.
         """
-        legs = self._legs[-1:] if kept_is_fresh else self._legs
-        is_copied = main_is_cast and not kept_is_fresh
-        return [
-            stage
-            for place, leg in enumerate(legs)
-            for stage in self._stages_of(leg, is_copied=is_copied and place == 0)
-        ]
+        if kept_is_fresh:
+            return self._from_kept
+        return self._from_casts if main_is_cast else self._from_main
 
-    def _stages_of(self, leg: _Leg, *, is_copied: bool) -> list[Stage]:
-        # Made anew each time: kept, they would keep this alive.
-        more = [functools.partial(self._hop, leg, place) for place in range(1, len(leg.hops))]
-        return [functools.partial(self._start, leg, is_copied), *more]
-
-    def _start(self, leg: _Leg, is_copied: bool) -> Sequence[Pending]:
-        if self.frees and leg is self._legs[-1]:
-            self.gathered.grow()
-        if leg.source is not leg.own and not is_copied and (leg.in_place or not leg.hops):
-            leg.own.copy_(leg.source)
-        return self._hop(leg, 0, None if leg.in_place else leg.source) if leg.hops else ()
-
-    def _hop(self, leg: _Leg, place: int, source: Tensor | None = None) -> list[Pending]:
-        hop, (flat, slices) = leg.hops[place], leg.slices[place]
-        source = slices[hop.own] if source is None else source
-        return self._channels[hop.axis].gather(flat, slices, source, self._what)
-
-
-def _leg(source: PlacedBuffer, target: PlacedBuffer, hops: Sequence[Hop]) -> _Leg:
-    own = target.part(source.span)
-    data = source.memory
-    casts = data.dtype != own.dtype
-    if not casts and data.data_ptr() == own.data_ptr():
-        data = own
-    slices = [target.parts(hop) for hop in hops]
-    return _Leg(data, own, hops, slices, casts or data is own)
+    def _leg(
+        self,
+        source: PlacedBuffer,
+        target: PlacedBuffer,
+        collectives: Collectives,
+        placements: tuple[Placements, Placements],
+        what: str,
+    ) -> _Leg:
+        own, data = target.part(source.span), source.memory
+        casts = data.dtype != own.dtype
+        if not casts and data.data_ptr() == own.data_ptr():
+            data = own
+        hops = collectives.hops(target.layout.numel, *placements)
+        return _Leg(
+            source=data,
+            own=own,
+            hops=hops,
+            channels=collectives.channels,
+            what=what,
+            slices=[target.parts(hop) for hop in hops],
+            in_place=casts or data is own,
+            freed=target if self.frees and target is self.gathered else None,
+        )

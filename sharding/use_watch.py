@@ -21,8 +21,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,10 +29,10 @@ from torch.distributed.distributed_c10d import _world
 
 from .collectives import Collectives
 from .communicators import host_group
-from .errors import CommunicationError, DivergentUseError, communicating
+from .errors import DivergentUseError, communicating
+from .in_flight import Waiting, host_waits
 from .uses import RankUses, deadlock, first_difference, standing
 
-T = TypeVar("T")
 _logger = logging.getLogger("sidestream")
 PATIENCE_S = 2.0
 """A wait of that length is told to the other ranks."""
@@ -48,43 +47,7 @@ _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
 )
 
 
-class Watch(Protocol):
-    """Around what waits for other ranks."""
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether ranks were found to wait for each other."""
-
-    def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
-        """`action(*args)`, which may wait for the latest "gather" or "exchange" called `what`."""
-
-    def agree(self, what: str, action: Callable[..., T], *args: Any) -> T:
-        """`action(*args)`, small collectives over all ranks."""
-
-    def ends(self, what: str, *, compares: bool) -> None:
-        """A forward or backward is over: `what` is `END_OF_FORWARD` or `END_OF_BACKWARD`.
-        `compares`: what comes out of it is used now, so that ranks must have agreed.
-        """
-
-
-class NoWatch:
-    """Where ranks cannot wait for different units."""
-
-    gave_up = False
-
-    def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
-        """Just do it."""
-        return action(*args)
-
-    def agree(self, what: str, action: Callable[..., T], *args: Any) -> T:
-        """Just do it."""
-        return action(*args)
-
-    def ends(self, what: str, *, compares: bool) -> None:
-        """Nothing to do."""
-
-
-class UseWatch:
+class Watch:
     """Of one model on this rank."""
 
     def __init__(self, collectives: Collectives, store: dist.Store) -> None:
@@ -97,11 +60,10 @@ class UseWatch:
         self._collectives = collectives
         self._uses = collectives.uses
         self._rank, self._world_size = collectives.rank, collectives.world_size
-        self._waits: tuple[str, str] | None = None
         is_tagged = all(channel.tags_messages for channel in collectives.channels)
         self._host_group = None if is_tagged else host_group(group)
         # What the thread knows.
-        self._seen: tuple[tuple[str, str] | None, int, int] = (None, 0, 0)
+        self._seen: tuple[Waiting | None, int, int] = (None, 0, 0)
         self._since_s = time.monotonic()
         self._has_said = self._has_warned = False
         self._serial = 0
@@ -110,32 +72,14 @@ class UseWatch:
         self._verdict: str | None = None
         self._failed = False
         self._looked = threading.Event()
+        explain = weakref.WeakMethod(self._explain)
+        self._uses.explain = lambda: known() if (known := explain()) is not None else None
         _THREAD.watch(self)
 
     @property
     def gave_up(self) -> bool:
         """Whether this rank knows that ranks wait for each other."""
         return self._verdict is not None
-
-    def wait(self, kind: str, what: str, action: Callable[..., T], *args: Any) -> T:
-        """`action(*args)`.
-
-        Raises:
-            DivergentUseError: ranks wait for each other.
-            CommunicationError: it failed for another reason.
-        """
-        self._waits = (kind, what)
-        try:
-            return action(*args)
-        except CommunicationError as error:
-            self._explain(error)
-        finally:
-            self._waits = None
-
-    def agree(self, what: str, action: Callable[..., T], *args: Any) -> T:
-        """`action(*args)`; raises as `wait` does."""
-        self._uses.agreements += 1
-        return self.wait("agreement", what, action, *args)
 
     def ends(self, what: str, *, compares: bool) -> None:
         """Note it; where messages have no tags, compare what all ranks did so far.
@@ -145,33 +89,35 @@ class UseWatch:
         """
         self._uses.gathers.note_end(what)
         if compares and self._host_group is not None:
-            self.agree(f"comparison of the ranks at the {what}", self._compare)
+            self._compare(f"comparison of the ranks at the {what}")
 
-    def _compare(self) -> None:
+    def _compare(self, what: str) -> None:
+        assert self._host_group is not None
         records = (self._uses.gathers, self._uses.exchanges)
         own = [number for record in records for number in (record.count, record.fingerprint)]
         values = torch.tensor([own, [-number for number in own]], dtype=torch.int64)
-        with communicating("comparison of what the ranks gathered"):
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._host_group)
+        group = self._host_group
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True)
+        self._collectives.agree(work, what, group)
         if bool((values[0] == -values[1]).all()):
             return
         said: list[tuple[Any, ...]] = [()] * self._world_size
-        with communicating("comparison of what the ranks gathered"):
-            dist.all_gather_object(said, self._own(None), group=self._host_group)
+        with communicating(what):
+            dist.all_gather_object(said, self._own(None), group=group)
         found = first_difference([_of(*one) for one in said])
         raise _divergent(found or "some gathered more than others")
 
-    def _explain(self, error: CommunicationError) -> NoReturn:
-        """Raise the verdict, if there is one: the first rank to read it left the others."""
+    def _explain(self) -> Exception | None:
+        """Why something failed: the verdict, if there is one. The first rank to read it left the
+        others.
+        """
         if self._verdict is None:
             # The thread asks, since a store whose host is stopped never answers.
             self._looked.clear()
             self._failed = True
             _THREAD.wake()
             self._looked.wait(_GRACE_S)
-        if self._verdict is None:
-            raise error
-        raise _divergent(self._verdict) from error
+        return None if self._verdict is None else _divergent(self._verdict)
 
     # ---- in the thread
 
@@ -180,7 +126,7 @@ class UseWatch:
         if self._failed:
             self._answer_failed()
             return
-        waits, now_s = self._waits, time.monotonic()
+        waits, now_s = self._waits(), time.monotonic()
         if not self._is_where_it_was(waits):
             if self._has_said:
                 self._say(None)  # what was said of its wait is no longer true
@@ -197,7 +143,11 @@ class UseWatch:
             self._store.set("asked", "")
         self._find_out(waits, now_s - self._since_s)
 
-    def _find_out(self, waits: tuple[str, str] | None, waited_s: float) -> None:
+    def _waits(self) -> Waiting | None:
+        """In which collective of this model this rank stands."""
+        return next((wait for wait in host_waits() if wait.owner is self._uses), None)
+
+    def _find_out(self, waits: Waiting | None, waited_s: float) -> None:
         if self._rank == 0:
             self._judge()
         if self._store.check(["verdict"]):
@@ -213,24 +163,18 @@ class UseWatch:
     def _counts(self) -> tuple[int, int]:
         return self._uses.gathers.count, self._uses.exchanges.count
 
-    def _is_where_it_was(self, waits: tuple[str, str] | None) -> bool:
-        return self._seen[0] is waits and self._seen[1:] == self._counts()
+    def _is_where_it_was(self, waits: Waiting | None) -> bool:
+        return self._seen == (waits, *self._counts())
 
-    def _say(self, waits: tuple[str, str] | None) -> None:
+    def _say(self, waits: Waiting | None) -> None:
         """Tell the other ranks where this one is."""
         self._serial += 1
         text = json.dumps((self._serial, *self._own(waits, _SAID)))
         self._store.set(f"rank {self._rank}", text)
 
-    def _own(self, waits: tuple[str, str] | None, most: int = _COMPARED) -> tuple[Any, ...]:
-        uses, numbered = self._uses, None
-        if waits is not None:
-            kind, what = waits
-            number = uses.agreements - 1
-            if kind != "agreement":
-                record = uses.gathers if kind == "gather" else uses.exchanges
-                number = record.number_of(what)
-            numbered = kind, number, what
+    def _own(self, waits: Waiting | None, most: int = _COMPARED) -> tuple[Any, ...]:
+        uses = self._uses
+        numbered = None if waits is None else uses.numbered(waits.what)
         return uses.gathers.latest(most), uses.exchanges.latest(most), uses.agreements, numbered
 
     def _said(self) -> list[str | None]:
@@ -257,7 +201,7 @@ class UseWatch:
         """Confirm that this rank still waits, to whoever asks whether all do."""
         if self._store.check(["candidate"]):
             candidate = self._store.get("candidate").decode()
-            waits = self._waits
+            waits = self._waits()
             still = waits is not None and self._has_said and self._is_where_it_was(waits)
             if still and candidate != self._candidate:
                 self._candidate = candidate
@@ -323,12 +267,12 @@ class _Thread:
     """Looks after the models of this process, as long as there are any."""
 
     def __init__(self) -> None:
-        self._watches: weakref.WeakSet[UseWatch] = weakref.WeakSet()
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_ending = False
 
-    def watch(self, watch: UseWatch) -> None:
+    def watch(self, watch: Watch) -> None:
         """Look after `watch` until it goes."""
         with self._changed:
             self._watches.add(watch)
@@ -374,12 +318,12 @@ _THREAD = _Thread()
 atexit.register(_THREAD.end)
 
 
-def make_watch(collectives: Collectives, *, frees_parameters: bool) -> UseWatch | NoWatch:
+def make_watch(collectives: Collectives, *, frees_parameters: bool) -> Watch | None:
     """A watch where ranks could wait for different units: at ZeRO-3 (a collective)."""
     group = collectives.groups.group
     if not frees_parameters or group is None or collectives.world_size == 1:
-        return NoWatch()
+        return None
     known = _world.pg_map.get(group)  # a stand-in has no store, and ranks of "fake" say nothing
     if known is None or known[0] == "fake":
-        return NoWatch()
-    return UseWatch(collectives, known[1])
+        return None
+    return Watch(collectives, known[1])

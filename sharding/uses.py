@@ -12,16 +12,17 @@ messages have no tags, a fingerprint of all of them says whether ranks agree.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from .errors import communication_error
 from .messages import listed
 
 END_OF_FORWARD, END_OF_BACKWARD = "end of the forward", "end of the backward"
 """Stand in the record of gathers, behind those of the forward or backward."""
 _KEPT, _IN_RING = 512, 511
 _TAG_SPACE, _IN_TAG_SPACE, _TAG_STEP = 0x4000_0000, 0x3FFF_FFFF, 9973  # gloo's tags are 31 bits
-_MASK = 2**62 - 1
+_MASK, _FACTOR = 2**62 - 1, 0x5851_F42D_4C95_7F2D  # odd, so that what was added never fades
 
 Record = tuple[int, list[str]]
 """The number of a use, and the names of all from there on."""
@@ -46,7 +47,7 @@ class UseRecord:
             code = self._codes[what] = zlib.crc32(what.encode())
         number = self.count
         self._last[number & _IN_RING] = what
-        self.fingerprint = hash((self.fingerprint, code)) & _MASK  # that of integers has no salt
+        self.fingerprint = (self.fingerprint * _FACTOR + code + 1) & _MASK
         self.count = number + 1
         return _TAG_SPACE | (number * _TAG_STEP + code) & _IN_TAG_SPACE
 
@@ -61,23 +62,44 @@ class UseRecord:
         start = max(count - most, 0)  # half of what is kept: what is noted meanwhile is not in it
         return start, [self._last[number & _IN_RING] for number in range(start, count)]
 
-    def number_of(self, what: str) -> int:
-        """The number of the latest use that is called so, or of the next, if none is."""
+    def number_of(self, what: str) -> int | None:
+        """The number of the latest use that is called so, if one is."""
         start, last = self.latest()
         places = (start + place for place in reversed(range(len(last))) if last[place] == what)
-        return next(places, start + len(last))
+        return next(places, None)
 
 
 _ENDS = (END_OF_FORWARD, END_OF_BACKWARD)
 
 
-@dataclass(slots=True)
+def _nothing_known() -> Exception | None:
+    return None
+
+
+@dataclass(eq=False, slots=True)
 class Uses:
-    """All that ranks do together. `agreements`: small collectives over all of them."""
+    """All that the ranks of one model do together. `agreements`: small collectives over all of
+    them. `explain`: asked when something failed, for the error that says why, if one is known.
+    """
 
     gathers: UseRecord = field(default_factory=UseRecord)
     exchanges: UseRecord = field(default_factory=UseRecord)
     agreements: int = 0
+    explain: Callable[[], Exception | None] = _nothing_known
+
+    def failure(self, what: str, error: Exception) -> Exception:
+        """What to raise in place of a backend's own `error` in `what`."""
+        return self.explain() or communication_error(what, error)
+
+    def numbered(self, what: str) -> tuple[str, int, str]:
+        """The latest use that is called `what`: its kind ("gather", "exchange", "agreement"), its
+        number among those, and `what`.
+        """
+        for kind, record in (("gather", self.gathers), ("exchange", self.exchanges)):
+            number = record.number_of(what)
+            if number is not None:
+                return kind, number, what
+        return "agreement", self.agreements - 1, what
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
 from sidestream.sharding.process_groups import Axis, DataParallelGroups
 from sidestream.sharding.runtime import Runtime
-from sidestream.sharding.use_watch import NoWatch
 from sidestream.sharding.wire import GradientPacker, Gradients
 from sidestream.tests.sharding import trainer
 from sidestream.tests.sharding.fake_streams import LoopbackGroup, Machine
@@ -106,7 +105,7 @@ def sharding(
         mock.patch.multiple(
             entry, data_parallel_groups=lambda *_, **__: groups, require_mesh=lambda *_: None
         ),
-        mock.patch.object(runtime, "make_watch", lambda *_, **__: NoWatch()),
+        mock.patch.object(runtime, "make_watch", lambda *_, **__: None),
         mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
         mock.patch.multiple(dist, get_backend=lambda _: "nccl", get_rank=lambda _: 0),
         mock.patch.object(trainer, "make_optimizer", optimizer),

@@ -23,7 +23,7 @@ from sidestream.sharding import monitor
 from sidestream.sharding.errors import CommunicationError
 from sidestream.sharding.explanation import explain_runtime
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.in_flight import WorkLog, host_waits, noted, noting
+from sidestream.sharding.in_flight import EnqueuedWork, WorkLog, host_waits, noted, noting
 from sidestream.sharding.monitor import MONITOR, Monitor, Watched, dump_flight_record, find_late
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.ranks import run_on_ranks
@@ -73,7 +73,7 @@ def on_streams(group: Any, *names: str) -> tuple[Watched, list[Event]]:
     log = WorkLog(on_gpu=True)
     events = [Event() for _ in names]
     for name, event in zip(names, events, strict=True):
-        log.begin(name).event = event
+        log.add(EnqueuedWork(name, time.monotonic(), event))
     return Watched(lambda: None, weakref.ref(group), (log,)), events  # type: ignore[arg-type]
 
 
@@ -131,7 +131,7 @@ def test_what_waits_is_told_once() -> None:
         assert len(texts) == 1
         assert re.search(r"gather of unit 'a' for 0\.0 s, and fails after 10 s", texts[0])
         events[0].has_come = True
-        watched.logs[0].begin("gather of unit 'b'").event = Event()
+        watched.logs[0].add(EnqueuedWork("gather of unit 'b'", time.monotonic(), Event()))
         ours.look()
         assert len(texts) == 2 and "unit 'b'" in texts[1]
 
