@@ -90,12 +90,14 @@ class BufferPool:
         return tensor
 
     def forget(self, tensor: Tensor) -> None:
-        """Let go of what `allocate` made: its memory lives as long as somebody refers to it.
+        """Let go of what `allocate` made, or of a lease that nobody may get next: its memory lives
+        as long as somebody refers to it.
 
         Raises:
             RuntimeError: as `release`.
         """
         self._take_back(tensor, "forget")
+        self._views.pop(id(tensor), None)  # they would keep the memory, for another tensor's id
         self.streams.catch_up()
         self.live_bytes -= tensor.untyped_storage().nbytes()
 

@@ -110,6 +110,7 @@ class BackwardPass:
         """Nobody asks for the exchanges: see `Event.abandon`."""
         for _, exchange in self._in_flight:
             exchange.event.abandon(deadline)
+            exchange.drop()
 
     def count_ready(self) -> int:
         """How many of `order`, from the first on, this rank is ready to exchange."""

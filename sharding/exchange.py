@@ -20,18 +20,51 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, Hop, Movement, Placement
 from ..buffers.placed_buffer import cut
-from .collectives import Collectives, Pending
+from .collectives import Channel, Collectives, Pending
 from .grad_watch import GradientWatch
 from .lanes import Event, Lane
 from .optimizer_view import OptimizerView, Shown
 from .unit_spec import UnitSpec
 from .wire import FlatSource, GradientPacker, Gradients, PlainWire, Source, Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """One sum along an axis, decided: `hop` along `channel` by `wire`, which sends `message_numel`
+    elements for a part, and brings `received_parts` of them. `sends_partial`: whether the partial
+    sum that goes in is sent as it is, without a copy.
+    """
+
+    hop: Hop
+    channel: Channel
+    wire: Wire
+    message_numel: int
+    received_parts: int
+    sends_partial: bool
+
+    @property
+    def message_bytes(self) -> int:
+        """Of one part."""
+        return self.message_numel * self.wire.dtype.itemsize
+
+
+def _sum_along(hop: Hop, channel: Channel, wire: Wire, *, is_first: bool) -> Sum:
+    is_plain = isinstance(wire, PlainWire) and wire.dtype == torch.float32
+    return Sum(
+        hop=hop,
+        channel=channel,
+        wire=wire,
+        message_numel=wire.part_numel(hop.part_numel),
+        received_parts=wire.received_parts(channel),
+        sends_partial=is_plain and not is_first,
+    )
 
 
 class Reduction:
@@ -47,11 +80,19 @@ class Reduction:
         layout = spec.layout
         partial = (Placement.PARTIAL,) * len(self.channels)
         hops = collectives.hops(layout.numel, partial, spec.placements.main) if layout.numel else []
-        self.sums = [hop for hop in hops if hop.movement is Movement.SUM]
+        sums = [hop for hop in hops if hop.movement is Movement.SUM]
+        self.sums = [
+            _sum_along(hop, self.channels[hop.axis], spec.wires[min(place, 1)], is_first=not place)
+            for place, hop in enumerate(sums)
+        ]
         self.gathers = [hop for hop in hops if hop.movement is Movement.GATHER]
-        self.own = self.sums[-1].own_span if self.sums else (0, layout.numel)
+        self.own = sums[-1].own_span if sums else (0, layout.numel)
+        # Of the first message: the buffer in parts, as a whole where nothing is sent.
+        self.parts = sums[0].parts if sums else 1
+        self.packed_numel = self.parts * spec.wires[0].part_numel(layout.numel // self.parts)
         self._packer = GradientPacker(layout, spec.dtypes.compute, pool)
         self.name = f"gradient exchange of unit '{spec.name}'"
+        self._accumulation = f"gradient accumulation of unit '{spec.name}'"
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Reduce the gradients of `params`, which `watch` sees come."""
@@ -85,31 +126,23 @@ class Reduction:
         self.view.free_cleared()  # not written anew: somebody may hold them
         shown = self.view.begin()
         exchange = Exchange(self, self._packer.take(self._params), shown)
-        if sync:
-            exchange.submit(lane, self.name, exchange.stages())
-        else:
-            name = f"gradient accumulation of unit '{self.spec.name}'"
-            exchange.submit(lane, name, [exchange.accumulate])
+        try:
+            if sync:
+                exchange.event = lane.submit(self.name, *exchange.stages())
+            else:
+                exchange.event = lane.submit(self._accumulation, exchange.accumulate)
+        except BaseException:
+            exchange.drop()
+            raise
         return exchange
-
-    def wire(self, place: int) -> Wire:
-        """That of the sum at `place`."""
-        return self.spec.wires[min(place, 1)]
-
-    def sends_as_it_is(self, place: int) -> bool:
-        """Whether the partial sum that goes into the sum at `place` is sent without a copy."""
-        wire = self.wire(place)
-        return place > 0 and isinstance(wire, PlainWire) and wire.dtype == torch.float32
 
     def sent_bytes(self) -> Counter[str]:
         """What this rank sends to others along each axis in one exchange, as exchanges of ours do;
         a backend's own reduce-scatter moves no less.
         """
         sent: Counter[str] = Counter()
-        for place, hop in enumerate(self.sums):
-            wire = self.wire(place)
-            part = wire.part_numel(hop.part_numel) * wire.dtype.itemsize
-            sent[self.channels[hop.axis].axis.name] += (hop.parts - 1) * part
+        for one in self.sums:
+            sent[one.channel.axis.name] += (one.hop.parts - 1) * one.message_bytes
         for hop in self.gathers:
             part = hop.part_numel * self.spec.dtypes.grad.itemsize
             sent[self.channels[hop.axis].axis.name] += (hop.parts - 1) * part
@@ -118,18 +151,14 @@ class Reduction:
     def peak_bytes(self) -> int:
         """The most that the buffers of one exchange take at once."""
         peak = partial = 0
-        for place, hop in enumerate(self.sums):
-            wire = self.wire(place)
-            part = wire.part_numel(hop.part_numel) * wire.dtype.itemsize
-            sent = 0 if self.sends_as_it_is(place) else hop.parts * part
-            received = wire.received_parts(self.channels[hop.axis]) * part
-            summed = hop.part_numel * torch.float32.itemsize if hop is not self.sums[-1] else 0
+        for one in self.sums:
+            sent = 0 if one.sends_partial else one.hop.parts * one.message_bytes
+            received = one.received_parts * one.message_bytes
+            summed = one.hop.part_numel * torch.float32.itemsize if one is not self.sums[-1] else 0
             # Where the partial sum is not sent itself, what it becomes is made beside it.
             peak = max(peak, partial + sent, partial * (not sent) + sent + received + summed)
             partial = summed
-        wire = self.wire(0)
-        alone = wire.part_numel(self.spec.layout.numel) * wire.dtype.itemsize
-        return peak if self.sums else alone
+        return peak if self.sums else self.packed_numel * self.spec.wires[0].dtype.itemsize
 
 
 class Exchange:
@@ -143,35 +172,41 @@ class Exchange:
         self._how = how
         self._grads = grads
         self._shown = shown
-        # Taken now: what the next backward accumulates waits for the next exchange.
+        self._place = 0  # of the sum that is under way
+        # What is on lease. The sum that waits is taken when the exchange begins: what the next
+        # backward accumulates waits for the next exchange.
         self._waiting: Tensor | None = None
+        self._partial: Tensor | None = None
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
-
-    def submit(
-        self, lane: Lane, name: str, stages: Sequence[Callable[[], Sequence[Pending]]]
-    ) -> None:
-        """Run the stages on `lane`."""
-        self.event = lane.submit(name, *stages)
 
     def stages(self) -> list[Callable[[], Sequence[Pending]]]:
         """All of an exchange."""
         how = self._how
         self._waiting = how.view.take_sum()
-        sums = [functools.partial(self._sum, place) for place in range(len(how.sums) or 1)]
-        gathers = [functools.partial(self._gather, hop) for hop in how.gathers[1:]]
+        if not how.sums:
+            return [self._pack, self._sum]
         # The pack alone reads gradients: they are freed while the rest is on its way.
-        sends = [functools.partial(self._send, 0)] if how.sums else []
-        return [self._pack, *sends, *sums, *gathers]
+        stages = [self._pack, self._send, *[self._pass_on] * (len(how.sums) - 1), self._sum]
+        for hop in how.gathers[1:]:
+            stages.append(functools.partial(self._gather, hop))
+        return stages
 
     def finish(self) -> None:
         """Order the following compute after the pack, and let go of what it read."""
         self.event.advance()
         self._grads.clear()
 
+    def drop(self) -> None:
+        """Let go of all memory, after an error. Operations may hold it: nobody gets it next."""
+        for lease in (self._waiting, self._partial, self._sent, self._received):
+            if lease is not None:
+                self._how.pool.forget(lease)
+        self._waiting = self._partial = self._sent = self._received = None
+
     # ---- stages
 
-    def accumulate(self) -> list[Pending]:
+    def accumulate(self) -> Sequence[Pending]:
         """Add the gradients to the rank's own sum."""
         view = self._how.view
         view.make_current(self._shown)
@@ -181,35 +216,59 @@ class Exchange:
             view.forget_cleared(view.waiting, self._shown)
             self._grads.add_to(view.waiting)
         self._free_packed()
-        return []
+        return ()
 
-    def _pack(self) -> list[Pending]:
-        how, waiting, source = self._how, self._waiting, self._grads
-        parts = how.sums[0].parts if how.sums else 1
-        if waiting is None:
-            self._sent = self._packed(source, how.wire(0), parts)
-        else:
+    def _pack(self) -> Sequence[Pending]:
+        how, waiting = self._how, self._waiting
+        source: Source = self._grads
+        if waiting is not None:
             how.view.forget_cleared(waiting, self._shown)
             self._grads.add_to(waiting)
-            self._sent = self._packed(FlatSource(waiting), how.wire(0), parts)
+            source = FlatSource(waiting)
+        wire = how.spec.wires[0]
+        self._sent = how.pool.lease(how.packed_numel, wire.dtype)
+        wire.pack(self._sent, source, how.parts)
+        if waiting is not None:
             how.pool.release(waiting)
+            self._waiting = None
         self._free_packed()
-        return []
+        return ()
 
-    def _sum(self, place: int) -> Sequence[Pending]:
+    def _send(self) -> Sequence[Pending]:
         how = self._how
-        is_last = place + 1 >= len(how.sums)
-        if not is_last:
-            partial = how.pool.lease(how.sums[place].part_numel, torch.float32)
-            self._reduce(place, partial)
-            return self._send_on(place + 1, partial)
+        one, wire = how.sums[self._place], how.sums[self._place].wire
+        assert self._sent is not None
+        # Only now, in what the gradients took.
+        self._received = how.pool.lease(one.received_parts * one.message_numel, wire.dtype)
+        return wire.exchange(one.channel, self._received, self._sent, how.name)
+
+    def _pass_on(self) -> Sequence[Pending]:
+        """Sum what has come to a partial sum, and send that along the next axis."""
+        how = self._how
+        numel = how.sums[self._place].hop.part_numel
+        self._partial = partial = how.pool.lease(numel, torch.float32)
+        self._reduce(partial)
+        self._place += 1
+        one = how.sums[self._place]
+        if one.sends_partial:
+            self._sent, self._partial = partial, None
+        else:
+            self._sent = how.pool.lease(one.hop.parts * one.message_numel, one.wire.dtype)
+            one.wire.pack(self._sent, FlatSource(partial), one.hop.parts)
+            how.pool.release(partial)
+            self._partial = None
+        return self._send()
+
+    def _sum(self) -> Sequence[Pending]:
+        """Sum what has come into the reduced gradient."""
+        how = self._how
         into_existing = bool(self._shown.kept)
         if into_existing:
             how.view.make_current(self._shown)
         how.view.grad.allocate()
         own = how.view.grad.part(how.own)
-        self._reduce(place, own, scale=how.spec.scale, accumulate=into_existing)
-        return self._gather(how.gathers[0]) if how.gathers else []
+        self._reduce(own, scale=how.spec.scale, accumulate=into_existing)
+        return self._gather(how.gathers[0]) if how.gathers else ()
 
     def _gather(self, hop: Hop) -> Sequence[Pending]:
         how = self._how
@@ -219,56 +278,29 @@ class Exchange:
 
     # ---- their parts
 
-    def _packed(self, source: Source, wire: Wire, parts: int) -> Tensor:
-        numel = parts * wire.part_numel(source.numel // parts)
-        sent = self._how.pool.lease(numel, wire.dtype)
-        wire.pack(sent, source, parts)
-        return sent
-
     def _free_packed(self) -> None:
         if self._how.pool.device.type == "cpu":
             # On a GPU the pack is only enqueued: the gradients live until the event advances.
             self._grads.clear()
 
-    def _send(self, place: int) -> list[Pending]:
-        how, hop, wire = self._how, self._how.sums[place], self._how.wire(place)
-        channel = how.channels[hop.axis]
-        assert self._sent is not None
-        # Only now, in what the gradients took.
-        numel = wire.received_parts(channel) * wire.part_numel(hop.part_numel)
-        self._received = how.pool.lease(numel, wire.dtype)
-        return wire.exchange(channel, self._received, self._sent, how.name)
-
-    def _send_on(self, place: int, partial: Tensor) -> list[Pending]:
-        """Send a partial sum along the next axis."""
-        how, wire = self._how, self._how.wire(place)
-        if how.sends_as_it_is(place):
-            self._sent = partial
-        else:
-            self._sent = self._packed(FlatSource(partial), wire, how.sums[place].parts)
-            how.pool.release(partial)
-        return self._send(place)
-
-    def _reduce(
-        self, place: int, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
-        """Sum into `out` what the hop at `place` brought."""
-        how, wire, sent = self._how, self._how.wire(place), self._sent
+    def _reduce(self, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
+        """Sum into `out` what the sum that is under way has brought."""
+        how, sent, received = self._how, self._sent, self._received
         assert sent is not None
-        table: Tensor | None
-        if how.sums:
-            assert self._received is not None
-            channel = how.channels[how.sums[place].axis]
-            parts = wire.received_parts(channel)
-            table, *received = self._rows(self._received, parts)
-            rows = wire.rows(channel, received, sent)
-            table = table if len(rows) == parts else None
-        else:
+        wire, table = how.spec.wires[0], None
+        if received is None:
             table, *rows = self._rows(sent, 1)
+        else:
+            one = how.sums[self._place]
+            wire = one.wire
+            whole, *arrived = self._rows(received, one.received_parts)
+            rows = wire.rows(one.channel, arrived, sent)
+            if len(rows) == len(arrived):
+                table = whole
         wire.reduce(out, rows, table=table, scale=scale, accumulate=accumulate)
-        for lease in (sent, self._received):
-            if lease is not None:
-                how.pool.release(lease)
+        how.pool.release(sent)
+        if received is not None:
+            how.pool.release(received)
         self._sent = self._received = None
 
     def _rows(self, buffer: Tensor, parts: int) -> list[Tensor]:

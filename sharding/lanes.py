@@ -167,7 +167,12 @@ class SerialLane(DeferredLane):
 
     def submit(self, what: str, *stages: Stage) -> Event:
         """Run all of the work now."""
-        super().submit(what, *stages).wait()
+        work = super().submit(what, *stages)
+        try:
+            work.wait()
+        except BaseException:
+            work.abandon(time.monotonic())  # nobody else has it
+            raise
         return DONE
 
 

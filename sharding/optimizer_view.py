@@ -47,8 +47,8 @@ class Shown:
     none.
     """
 
-    kept: tuple[FlatRun, ...]
-    cleared: tuple[FlatRun, ...]
+    kept: list[FlatRun]
+    cleared: list[FlatRun]
 
 
 class OptimizerView:
@@ -73,7 +73,7 @@ class OptimizerView:
     @property
     def has_grad(self) -> bool:
         """Whether a reduced gradient is held, to which the next one is added."""
-        return any(run.param.grad is not None for run in self.runs)
+        return bool([run for run in self.runs if run.param.grad is not None])
 
     @property
     def has_unreduced_sum(self) -> bool:
@@ -95,11 +95,12 @@ class OptimizerView:
                 "reach the rank's own sum; clear with zero_grad(set_to_none=True), and scale, clip "
                 "or edit after the exchange"
             )
-        kept = tuple(run for run in self.runs if run.param.grad is not None)
-        cleared = tuple(run for run in self.runs if run.param.grad is None)
-        if not kept:
+        shown = Shown([], [])
+        for run in self.runs:
+            (shown.cleared if run.param.grad is None else shown.kept).append(run)
+        if self.waiting is not None and not shown.kept:
             self.drop_sum()
-        return Shown(kept, cleared)
+        return shown
 
     def make_current(self, shown: Shown) -> None:
         """Bring `grad` up to what the runs show: zero what was cleared, take edits."""
@@ -138,7 +139,8 @@ class OptimizerView:
             if run.param.requires_grad:
                 self._show(run)
                 run.cleared.clear()
-        self._note_versions(self.runs)
+        if self.waiting is not None:
+            self._note_versions(self.runs)
 
     def free_cleared(self) -> bool:
         """Free what `grad` takes if all gradients were cleared; whether there was something. Who
@@ -146,7 +148,8 @@ class OptimizerView:
         """
         if self.grad.data is None or self.has_grad:
             return False
-        self.drop_sum()
+        if self.waiting is not None:
+            self.drop_sum()
         self.grad.forget()
         self.on_freed()
         return True

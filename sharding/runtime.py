@@ -316,6 +316,8 @@ class Runtime:
             if backward is not None:
                 backward.finish_exchanges()
         finally:
+            if backward is not None:
+                backward.abandon(time.monotonic())
             for unit in self.units:
                 unit.reduction.drop()
         self._end_backward()

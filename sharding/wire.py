@@ -167,11 +167,8 @@ class Gradients:
 
     packer: GradientPacker
     tensors: list[Tensor | None]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the unit's flat buffer."""
-        return self.packer.layout.numel
+    numel: int
+    """Elements of the unit's flat buffer."""
 
     def present(self) -> tuple[list[Tensor], list[int]]:
         """The gradients that there are, and where they begin."""
@@ -225,15 +222,15 @@ class GradientPacker:
         ]
         for param in params:
             param.grad = None
-        return Gradients(self, tensors)
+        return Gradients(self, tensors, self.layout.numel)
 
     def pack(self, flat: Tensor, grads: Gradients) -> None:
         """Write what `take` returned to all of `flat` [layout.numel]."""
-        present, offsets = grads.present()
+        present = [tensor for tensor in grads.tensors if tensor is not None]
         if len(present) < len(grads.tensors):
             # What no gradient covers counts as zero, padding too: the optimizer sees all of it.
             flat.zero_()
-            pack_(flat, present, offsets)
+            pack_(flat, *grads.present())
             return
         for start, stop in self._large_gaps:
             flat[start:stop].zero_()
