@@ -150,6 +150,7 @@ class PlacedBuffer:
         self.numel = self.stop - self.start
         self.nbytes = self.numel * dtype.itemsize
         self.data: Tensor | None = None
+        self._storage: torch.UntypedStorage
         self._pool = pool
 
     @property
@@ -161,7 +162,7 @@ class PlacedBuffer:
     def hold(self, data: Tensor) -> None:
         """Lie in `data` [numel] from now on."""
         assert data.numel() == self.numel and data.dtype == self.dtype, "data does not fit"
-        self.data = data
+        self.data, self._storage = data, data.untyped_storage()
 
     def allocate(self) -> Tensor:
         """`data`, new memory with any contents if there is none."""
@@ -171,31 +172,33 @@ class PlacedBuffer:
 
     def forget(self) -> None:
         """Let go of what `allocate` made: it lives as long as somebody refers to it."""
-        self._pool.forget(self.memory)
+        assert self.data is not None, "the buffer has no memory"
+        self._pool.forget(self.data)
         self.data = None
 
     @property
     def is_shrunk(self) -> bool:
         """Whether its memory was freed, by `shrink`, and not given back yet."""
-        return self.numel > 0 and not self.memory.untyped_storage().nbytes()
+        return self.numel > 0 and not self._storage.nbytes()
 
     def shrink(self) -> None:
-        """Free the memory; tensors over it are valid again after `grow`.
+        """Free the memory that it holds; tensors over it are valid again after `grow`.
 
         Raises:
             RuntimeError: torch keeps the memory for good, as `numpy()` has it do.
         """
-        self._pool.shrink(self.memory.untyped_storage(), self.nbytes)
+        self._pool.shrink(self._storage, self.nbytes)
 
     def grow(self) -> None:
         """Get memory again, with any contents."""
-        self._pool.grow(self.memory.untyped_storage(), self.nbytes)
+        self._pool.grow(self._storage, self.nbytes)
 
     def part(self, span: Span) -> Tensor:
         """Elements [start, stop) of the whole buffer, which lie in this part, as a view."""
         start, stop = span
         assert self.start <= start <= stop <= self.stop, "another rank holds them"
-        return self.memory[start - self.start : stop - self.start]
+        assert self.data is not None, "the buffer has no memory"
+        return self.data[start - self.start : stop - self.start]
 
     def write(self, index: int, whole: Tensor) -> None:
         """Copy what lies here of tensor `index`, which is `whole` [its shape], past the version

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +21,11 @@ from torch import Tensor
 _Size = tuple[int, torch.dtype]
 
 
-class Streams:
-    """What a pool has to know of the streams that own its memory. On a CPU there are none."""
+class Streams(Protocol):
+    """What a pool has to know of the streams that own its memory."""
 
     def current(self) -> Hashable:
         """That which owns what is allocated now."""
-        return None
 
     def catch_up(self) -> None:
         """Called before memory is freed: its owner is to wait for all that uses it."""
@@ -45,7 +45,8 @@ class BufferPool:
     """
 
     device: torch.device
-    streams: Streams = field(default_factory=Streams)
+    streams: Streams | None = None
+    """None on a CPU."""
     live_bytes: int = 0
     peak_bytes: int = 0
     # Strong references: an id must not come back as another tensor's.
@@ -60,7 +61,7 @@ class BufferPool:
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor [numel] with any contents, until `release`."""
         size = (numel, dtype)
-        stream = self.streams.current()
+        stream = None if self.streams is None else self.streams.current()
         if released := self._released[stream][size]:
             tensor = released.pop()
         else:
@@ -81,7 +82,8 @@ class BufferPool:
             RuntimeError: `tensor` is not on lease (a double release, or another pool's).
         """
         size = self._take_back(tensor, "release")
-        self._released[self.streams.current()][size].append(tensor)
+        stream = None if self.streams is None else self.streams.current()
+        self._released[stream][size].append(tensor)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor [numel] with any contents, never handed out again, until `forget`."""
@@ -90,16 +92,22 @@ class BufferPool:
         return tensor
 
     def forget(self, tensor: Tensor) -> None:
-        """Let go of what `allocate` made, or of a lease that nobody may get next: its memory lives
-        as long as somebody refers to it.
+        """Let go of what `allocate` made: its memory lives as long as somebody refers to it.
 
         Raises:
             RuntimeError: as `release`.
         """
         self._take_back(tensor, "forget")
-        self._views.pop(id(tensor), None)  # they would keep the memory, for another tensor's id
-        self.streams.catch_up()
+        if self.streams is not None:
+            self.streams.catch_up()
         self.live_bytes -= tensor.untyped_storage().nbytes()
+
+    def lose(self, tensor: Tensor) -> None:
+        """Let go of a lease that nobody may get next, since something may still write to it; raises
+        as `release` does.
+        """
+        self.forget(tensor)
+        self._views.pop(id(tensor), None)  # or its memory would live on, for another tensor's id
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(numel, dtype=dtype, device=self.device)
@@ -131,7 +139,7 @@ class BufferPool:
 
     def _trim(self, streams: Sequence[Hashable]) -> None:
         released = [item for stream in streams for item in self._released.pop(stream).items()]
-        if any(tensors for _, tensors in released):
+        if self.streams is not None and any(tensors for _, tensors in released):
             self.streams.catch_up()
         for size, tensors in released:
             for tensor in tensors:
@@ -146,7 +154,8 @@ class BufferPool:
 
     def shrink(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Free the `nbytes` of `storage`; tensors over it are valid again after `grow`."""
-        self.streams.catch_up()
+        if self.streams is not None:
+            self.streams.catch_up()
         self._free(storage, nbytes)
 
     def _free(self, storage: torch.UntypedStorage, nbytes: int) -> None:

@@ -115,7 +115,10 @@ class BackwardPass:
     def count_ready(self) -> int:
         """How many of `order`, from the first on, this rank is ready to exchange."""
         place = self.next_in_order
-        while place < len(self.order) and self._is_ready(self.units[self.order[place]]):
+        while place < len(self.order):
+            unit = self.units[self.order[place]]
+            if unit.reduction.is_needed and not self.is_over and unit.spec.index not in self.ready:
+                break
             place += 1
         return place
 
@@ -124,18 +127,15 @@ class BackwardPass:
         if self.sync:
             self._launch_in_order()
 
-    def _is_ready(self, unit: Unit) -> bool:
-        return self.is_over or unit.spec.index in self.ready or not unit.reduction.is_needed
-
     def _launch_in_order(self) -> None:
         # One order on every rank, whichever gradients exist: otherwise exchanges would pair up
         # wrongly.
         stop = min(self.allowed_exchanges, len(self.order))
         while self.next_in_order < stop:
             unit = self.units[self.order[self.next_in_order]]
-            if not self._is_ready(unit):
-                return
             if unit.reduction.is_needed:
+                if not self.is_over and unit.spec.index not in self.ready:
+                    return
                 self._launch(unit)
             self.next_in_order += 1
 

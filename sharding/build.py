@@ -66,7 +66,7 @@ def build_runtime(
         make_lane(device, config.runtime.overlap_param_gather),
         make_lane(device, config.overlap_grad_reduce),
     )
-    pool.streams = LaneStreams(lanes)
+    pool.streams = LaneStreams(lanes) if any(lane.streams for lane in lanes) else None
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
     let_rnns_be(module)
     _watch_data(module, plans, groups)

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TypeVar
 
 import torch
@@ -30,8 +32,9 @@ from torch.distributed.distributed_c10d import (
 
 from ..buffers import Grid, Hop, Placements, redistribute
 from .communicators import gather_objects
-from .in_flight import noted
+from .in_flight import WAITS
 from .process_groups import Axis, DataParallelGroups
+from .ranges import is_profiling, ranged
 from .uses import Uses
 
 T = TypeVar("T")
@@ -83,10 +86,17 @@ class Pending:
         """Wait for the operation to end."""
         if self.work is None:
             return
+        thread = get_ident()
+        WAITS[thread] = self.what, time.monotonic(), self.group, self.peer, self.uses
         try:
-            noted(self.what, self.group, self.work.wait, peer=self.peer, owner=self.uses)
+            if is_profiling():
+                ranged("wait", self.what, self.work.wait)
+            else:
+                self.work.wait()
         except RuntimeError as error:
             raise self.uses.failure(self.what + self.peer, error) from error
+        finally:
+            WAITS[thread] = None
 
     def wait_at_most(self, limit: datetime.timedelta) -> None:
         """Wait for the operation to end; raises what the backend raises at the limit."""

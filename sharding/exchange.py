@@ -98,16 +98,19 @@ class Reduction:
         """Reduce the gradients of `params`, which `watch` sees come."""
         self._params = params
         self.watch = GradientWatch(params)
-
-    @property
-    def is_needed(self) -> bool:
+        self.is_needed = bool(self.watch.trainable)
         """Whether any parameter is trainable."""
-        return bool(self.watch.trainable)
+
+    def follow_requires_grad(self) -> None:
+        """Some parameters may have been frozen or unfrozen."""
+        self.watch.follow_requires_grad()
+        self.is_needed = bool(self.watch.trainable)
 
     @property
     def holds_grads(self) -> bool:
         """Whether a parameter has a gradient that no exchange has taken."""
-        return any(param.grad is not None for param in self.watch.trainable)
+        # No generator: this looks at every parameter of the model in every step.
+        return bool([param for param in self.watch.trainable if param.grad is not None])
 
     def drop(self) -> None:
         """Forget gradients that were not reduced, after a step that failed."""
@@ -183,7 +186,8 @@ class Exchange:
     def stages(self) -> list[Callable[[], Sequence[Pending]]]:
         """All of an exchange."""
         how = self._how
-        self._waiting = how.view.take_sum()
+        if how.view.waiting is not None:
+            self._waiting = how.view.take_sum()
         if not how.sums:
             return [self._pack, self._sum]
         # The pack alone reads gradients: they are freed while the rest is on its way.
@@ -195,13 +199,14 @@ class Exchange:
     def finish(self) -> None:
         """Order the following compute after the pack, and let go of what it read."""
         self.event.advance()
-        self._grads.clear()
+        if self._grads.tensors:
+            self._grads.clear()
 
     def drop(self) -> None:
         """Let go of all memory, after an error. Operations may hold it: nobody gets it next."""
         for lease in (self._waiting, self._partial, self._sent, self._received):
             if lease is not None:
-                self._how.pool.forget(lease)
+                self._how.pool.lose(lease)
         self._waiting = self._partial = self._sent = self._received = None
 
     # ---- stages

@@ -181,7 +181,7 @@ def _watch_outputs(
     args, kwargs = inputs
     if type(output) is Tensor and output._base is None:
         if output.grad_fn is not None:
-            given = any(output is value for value in (*args, *kwargs.values()))
+            given = any([output is value for value in (*args, *kwargs.values())])
             output.grad_fn.register_prehook(may_begin if given else begins)
         return
     given_ids: set[int] = set()

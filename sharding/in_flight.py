@@ -11,21 +11,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from .ranges import ranged
-
 T = TypeVar("T")
 # More than a stream takes before the host has to wait for it.
 _KEPT_WORKS = 1024
 _Wait = tuple[str, float, dist.ProcessGroup | None, str, object]
-_WAITS: dict[int, _Wait | None] = {}
-"""By thread; None where it waits no more."""
+WAITS: dict[int, _Wait | None] = {}
+"""By thread, what `Waiting` says of the operation it waits for; None where it waits no more."""
+_AROUND: dict[int, _Wait | None] = {}
+"""By thread, what it does meanwhile that is no single operation."""
 
 
 class _NotRecorded:
@@ -91,41 +91,23 @@ class WorkLog:
         return [work for work in works if not work.has_ended()]
 
 
-def noted(
-    what: str,
-    group: dist.ProcessGroup | None,
-    wait: Callable[[], T],
-    *,
-    peer: str = "",
-    owner: object = None,
-) -> T:
-    """`wait()`, in which this thread stands in the collective `what` of `group`; a range of traces
-    too. `owner`: the model that waits, as something that other models have not.
-    """
-    thread = get_ident()
-    around = _WAITS.get(thread)
-    _WAITS[thread] = what, time.monotonic(), group, peer, owner
-    try:
-        return ranged("wait", what, wait)
-    finally:
-        _WAITS[thread] = around
-
-
 @contextlib.contextmanager
-def noting(what: str) -> Iterator[None]:
-    """Inside, this thread stands in the collective `what`."""
+def noting(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Inside, this thread stands in the collective `what`, of `group` if known."""
     thread = get_ident()
-    around = _WAITS.get(thread)
-    _WAITS[thread] = what, time.monotonic(), None, "", None
+    around = _AROUND.get(thread)
+    _AROUND[thread] = what, time.monotonic(), group, "", None
     try:
         yield
     finally:
-        _WAITS[thread] = around
+        _AROUND[thread] = around
 
 
 def host_waits() -> list[Waiting]:
     """The threads that stand in a collective now. From any thread."""
-    return [Waiting(thread, *wait) for thread, wait in copy_of(_WAITS.items()) if wait is not None]
+    innermost = dict(copy_of(_AROUND.items()))
+    innermost.update((thread, wait) for thread, wait in copy_of(WAITS.items()) if wait is not None)
+    return [Waiting(thread, *wait) for thread, wait in innermost.items() if wait is not None]
 
 
 def copy_of(values: Iterable[T]) -> list[T]:

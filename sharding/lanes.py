@@ -34,7 +34,7 @@ import torch
 from ..buffers import Streams
 from .collectives import Pending
 from .in_flight import EnqueuedWork, WorkLog
-from .ranges import ranged
+from .ranges import is_profiling, ranged
 
 Stage = Callable[[], Sequence[Pending]]
 
@@ -80,21 +80,20 @@ class _Staged:
 
     __slots__ = ("_left", "_pending", "_stages", "ended", "has_failed", "since_s", "what")
 
-    def __init__(self, what: str, stages: Sequence[Stage]) -> None:
+    def __init__(self, what: str, stages: Sequence[Stage], log: WorkLog) -> None:
+        """Run stages until one has operations under way."""
         self.what = what
         self.since_s = time.monotonic()
         self.ended = self.has_failed = False
         self._stages = stages
         self._left = len(stages)
         self._pending: Sequence[Pending] = ()
+        log.add(self)
+        while self._left and not self._pending:
+            self._run("start")
 
     def has_ended(self) -> bool:
         return self.ended
-
-    def start(self) -> None:
-        """Run stages until one has operations under way."""
-        while self._left and not self._pending:
-            self._run("start")
 
     def advance(self) -> None:
         while self._left:
@@ -104,14 +103,15 @@ class _Staged:
     def wait(self) -> None:
         if self._left:
             self.advance()
-        self._finish_pending()
+        if self._pending:
+            self._finish_pending()
         self.ended = True
 
     def _run(self, verb: str) -> None:
         stage = self._stages[-self._left]
         self._left -= 1
         try:
-            self._pending = ranged(verb, self.what, stage)
+            self._pending = ranged(verb, self.what, stage) if is_profiling() else stage()
         except BaseException:
             self._left, self.ended, self.has_failed = 0, True, True
             raise
@@ -131,13 +131,7 @@ class _Staged:
         self._pending = ()
 
 
-def _run_all(what: str, stages: Sequence[Stage]) -> None:
-    work = _Staged(what, stages)
-    work.start()
-    work.wait()
-
-
-DONE = _Staged("nothing", ())
+DONE = _Staged("nothing", (), WorkLog())
 """An event that has already happened."""
 
 
@@ -156,10 +150,7 @@ class DeferredLane:
 
     def submit(self, what: str, *stages: Stage) -> Event:
         """Run the first stage now."""
-        work = _Staged(what, stages)
-        self.log.add(work)
-        work.start()
-        return work
+        return _Staged(what, stages, self.log)
 
 
 class SerialLane(DeferredLane):
@@ -224,16 +215,24 @@ class StreamLane:
         self.log.add(work)
         with torch.cuda.stream(stream):
             try:
-                _run_all(what, stages[:1])
+                _enqueue(what, stages[:1])
                 first_stage = last_stage = stream.record_event()
                 if len(stages) > 1:
-                    _run_all(what, stages[1:])
+                    _enqueue(what, stages[1:])
                     last_stage = stream.record_event()
             except BaseException:
                 work.event = stream.record_event()
                 raise
         work.event = last_stage
         return _StreamEvent(first_stage, last_stage, self._device)
+
+
+def _enqueue(what: str, stages: Sequence[Stage]) -> None:
+    for place, stage in enumerate(stages):
+        verb = "complete" if place else "start"
+        pending = ranged(verb, what, stage) if is_profiling() else stage()
+        for operation in pending:
+            operation.wait()
 
 
 def make_lane(device: torch.device, overlap: bool | str) -> Lane:
@@ -248,14 +247,15 @@ def make_lane(device: torch.device, overlap: bool | str) -> Lane:
 
 
 class LaneStreams(Streams):
-    """The streams that own what stages of `lanes` allocate."""
+    """The streams that own what stages of `lanes` allocate: at least one."""
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = [lane.streams for lane in lanes if lane.streams]
+        self._device = self._lanes[0][0].device
 
     def current(self) -> Hashable:
         """The current stream."""
-        return torch.cuda.current_stream(self._lanes[0][0].device) if self._lanes else None
+        return torch.cuda.current_stream(self._device)
 
     def catch_up(self) -> None:
         """All of them wait for the compute enqueued so far.
@@ -264,9 +264,7 @@ class LaneStreams(Streams):
         soon as the stream that allocated it has passed, whoever else reads it. Inside a stage it
         belongs to streams of that lane, which has waited for the compute: they wait for each other.
         """
-        if not self._lanes:
-            return
-        current = torch.cuda.current_stream(self._lanes[0][0].device)
+        current = torch.cuda.current_stream(self._device)
         lane = next((streams for streams in self._lanes if current in streams), None)
         befores = lane or (current,)
         owners = lane or tuple(stream for streams in self._lanes for stream in streams)

@@ -194,7 +194,8 @@ class OptimizerView:
         return grad.data_ptr() == main_grad[run.start : run.stop].data_ptr()
 
     def _show(self, run: FlatRun) -> None:
-        grad = self.grad.memory[run.start : run.stop]
+        assert self.grad.data is not None, "there is no gradient to show"
+        grad = self.grad.data[run.start : run.stop]
         run.param.grad = grad if grad.dtype == run.param.dtype else grad.to(run.param.dtype)
 
     def _run_of(self, index: int) -> FlatRun:

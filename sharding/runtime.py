@@ -84,7 +84,8 @@ class Runtime:
                 self._backward.abandon(deadline)
             for unit in self.units:
                 unit.abandon(deadline)
-            self.pool.streams.catch_up()
+            if self.pool.streams is not None:
+                self.pool.streams.catch_up()
 
     @property
     def prefetch(self) -> int:
@@ -135,7 +136,7 @@ class Runtime:
             self.finish_gather(unit)
             unit.show_full()
             self.trace.add(Kind.FORWARD, unit.spec.index)
-        group.has_frozen = not all(unit.reduction.is_needed for unit in group.units)
+        group.has_frozen = not all([unit.reduction.is_needed for unit in group.units])
 
     def post_forward(self, group: UnitGroup, output: object) -> None:
         """The module of `group` has run, or an exception ended it, perhaps before `pre_forward`."""

@@ -55,6 +55,8 @@ class Unit:
         self._group = collectives.groups.group
         numel, placements, grid = spec.layout.numel, spec.placements, collectives.grid
         self.buffers = UnitBuffers(spec, collectives, pool)
+        self.frees_parameters = self.buffers.frees
+        """Whether the full parameters are freed between two uses (ZeRO-3)."""
         self.main = self.buffers.main.memory
         self.main_span = self.buffers.main.span
         self.owned_span = grid.span(numel, (Placement.SHARD,) * len(grid.sizes))
@@ -217,15 +219,12 @@ class Unit:
         for run in self.gradients.runs:
             run.param.requires_grad_(sharded[run.indices[0]].requires_grad)
         self.faces.follow_requires_grad()
-        self.reduction.watch.follow_requires_grad()
+        self.reduction.follow_requires_grad()
 
     # ---- gather and release
 
-    def _move(self, before: UnitState, after: UnitState) -> None:
-        assert self.state is before, (
-            f"unit '{self.spec.name}' is {self.state.value}, which does not go to {after.value}"
-        )
-        self.state = after
+    def _cannot(self, become: UnitState) -> str:
+        return f"unit '{self.spec.name}' is {self.state.value}, which does not go to {become.value}"
 
     def mark_stale(self) -> None:
         """The main parameters changed in a way their version counter does not show."""
@@ -259,11 +258,6 @@ class Unit:
         return self._cast_version == self.main._version and not self._lent.out
 
     @property
-    def frees_parameters(self) -> bool:
-        """Whether the full parameters are freed between two uses (ZeRO-3)."""
-        return self.buffers.frees
-
-    @property
     def freed_storage(self) -> int:
         """Identifies the storage of the full parameters."""
         return self.buffers.gathered.memory.untyped_storage()._cdata
@@ -275,16 +269,18 @@ class Unit:
 
     def gather(self, lane: Lane) -> bool:
         """Start to bring the full parameters in, on `lane`. False when nothing has to move."""
+        assert self.state is UnitState.SHARDED, self._cannot(UnitState.GATHERING)
         version = self.main._version
         if version != self._gathered_version:
             self.faces.forbid_old_graphs()
         if not self.buffers.moves:
             self._stale, self._gathered_version = False, version
-        is_fresh = self.is_fresh
+        is_fresh = not self._stale and version == self._gathered_version
         if is_fresh and not self.buffers.frees:
-            self._move(UnitState.SHARDED, UnitState.GATHERING)
+            self.state = UnitState.GATHERING
             return False
-        stages = self.buffers.stages(kept_is_fresh=is_fresh, main_is_cast=self._is_cast)
+        is_cast = self._cast_version is not None and self._is_cast
+        stages = self.buffers.stages(kept_is_fresh=is_fresh, main_is_cast=is_cast)
         try:
             self._gather_event = lane.submit(self.gather_name, *stages)
         except BaseException:
@@ -292,13 +288,14 @@ class Unit:
             raise
         self._gathered_version = version
         self._stale, self._cast_version = False, None
-        self._move(UnitState.SHARDED, UnitState.GATHERING)
+        self.state = UnitState.GATHERING
         return True
 
     def finish_gather(self) -> None:
         """Order the following compute after the gather. One that could not go on is begun anew by
         the next use.
         """
+        assert self.state is UnitState.GATHERING, self._cannot(UnitState.GATHERED)
         try:
             self._gather_event.wait()
         except BaseException:
@@ -306,7 +303,7 @@ class Unit:
                 self._lose_gather()
             raise
         self._gather_event = DONE
-        self._move(UnitState.GATHERING, UnitState.GATHERED)
+        self.state = UnitState.GATHERED
 
     def _lose_gather(self) -> None:
         if self.buffers.frees and not self.buffers.gathered.is_shrunk:
@@ -324,7 +321,8 @@ class Unit:
         Raises:
             RuntimeError: somebody had torch pin their memory down, as `numpy()` does.
         """
-        self._move(UnitState.GATHERED, UnitState.SHARDED)
+        assert self.state is UnitState.GATHERED, self._cannot(UnitState.SHARDED)
+        self.state = UnitState.SHARDED
         if self.buffers.frees:
             try:
                 self.buffers.gathered.shrink()

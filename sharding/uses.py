@@ -42,8 +42,9 @@ class UseRecord:
         """The next one is `what`. Returns the tag of its messages, which another one does not have
         under this number.
         """
-        code = self._codes.get(what)
-        if code is None:
+        try:
+            code = self._codes[what]
+        except KeyError:
             code = self._codes[what] = zlib.crc32(what.encode())
         number = self.count
         self._last[number & _IN_RING] = what

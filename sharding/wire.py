@@ -210,6 +210,7 @@ class GradientPacker:
         self._gap_inserts = [
             (self._covering_offsets.index(start), zeros[: stop - start]) for start, stop in gaps
         ]
+        self._numel = layout.numel
         self._slots_key = ("slots", id(layout))
 
     def take(self, params: Sequence[nn.Parameter]) -> Gradients:
@@ -222,7 +223,7 @@ class GradientPacker:
         ]
         for param in params:
             param.grad = None
-        return Gradients(self, tensors, self.layout.numel)
+        return Gradients(self, tensors, self._numel)
 
     def pack(self, flat: Tensor, grads: Gradients) -> None:
         """Write what `take` returned to all of `flat` [layout.numel]."""

@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sidestream as ss
 from sidestream.sharding import monitor
+from sidestream.sharding.collectives import Pending
 from sidestream.sharding.errors import CommunicationError
 from sidestream.sharding.explanation import explain_runtime
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.in_flight import EnqueuedWork, WorkLog, host_waits, noted, noting
+from sidestream.sharding.in_flight import EnqueuedWork, WorkLog, host_waits, noting
 from sidestream.sharding.monitor import MONITOR, Monitor, Watched, dump_flight_record, find_late
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.ranks import run_on_ranks
@@ -101,20 +102,27 @@ def test_a_wait_of_the_host_is_late_by_its_own_groups_limit() -> None:
     group: Any = Group()
     watched, _ = on_streams(group)
     now_s = time.monotonic() + 0.9 * LIMIT_S
-    for wait in (lambda look: noted("a norm", group, look), lambda look: _inside("a norm", look)):
-        assert names_of(wait(lambda: find_late([watched], host_waits(), now_s))) == ["a norm"]
+    for waiting in (_in_operation, _in_section):
+        found = waiting("a norm", group, lambda: find_late([watched], host_waits(), now_s))
+        assert names_of(found) == ["a norm"]
     assert find_late([watched], host_waits(), now_s) == [], "the wait has ended"
-    assert noted("a norm", None, lambda: find_late([], host_waits(), now_s)) == []
+    assert _in_section("a norm", None, lambda: find_late([], host_waits(), now_s)) == []
 
 
-def _inside(what: str, look: Any) -> Any:
-    with noting(what):
+def _in_operation(what: str, group: Any, look: Any) -> Any:
+    found = []
+    Pending(mock.Mock(wait=lambda: found.append(look())), what, group).wait()
+    return found[0]
+
+
+def _in_section(what: str, group: Any, look: Any) -> Any:
+    with noting(what, group):
         return look()
 
 
 def test_waits_lie_in_each_other() -> None:
     with noting("a load"):
-        noted("a gather", None, lambda: None)
+        _in_operation("a gather", None, lambda: None)
         assert [wait.what for wait in host_waits()] == ["a load"]
     with contextlib.suppress(ArithmeticError), noting("a load"):
         raise ArithmeticError
