@@ -26,6 +26,7 @@ import contextlib
 import datetime
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
@@ -74,17 +75,32 @@ class Lane(Protocol):
 class _Staged:
     """Stages that run in the caller."""
 
-    __slots__ = ("_pending", "_stages", "_started")
+    __slots__ = ("_before", "_pending", "_stages", "_started")
 
-    def __init__(self, started: Started, stages: Sequence[Stage]) -> None:
-        """Run stages until one has operations under way."""
+    def __init__(
+        self, started: Started, stages: Sequence[Stage], before: deque[_Staged] | None = None
+    ) -> None:
+        """Run stages until one has operations under way. before: works of the lane with stages
+        left, oldest first, which this one joins.
+        """
         self._started = started
         self._stages = list(stages)
         self._pending: Sequence[Pending] = ()
         while self._stages and not self._pending:
             self._pending = ranged("start", started.what, self._stages.pop(0))
+        self._before: deque[_Staged] = deque() if before is None else before
+        if self._stages:
+            self._before.append(self)
 
     def advance(self) -> None:
+        # The lane's older works first, used or not: ranks may use them in different orders, and
+        # each would wait for an operation that another one starts after its own.
+        while self._stages and self._before:
+            self._before.popleft().run_stages()
+        self.run_stages()
+
+    def run_stages(self) -> None:
+        """Run what is left, but for the end of its last operations."""
         while self._stages:
             self._finish_pending()
             self._pending = ranged("complete", self._started.what, self._stages.pop(0))
@@ -101,6 +117,7 @@ class _Staged:
             with contextlib.suppress(Exception):
                 operation.wait_at_most(rest)
         self._pending = ()
+        self._stages.clear()
         self._started.ended = True
 
     def _finish_pending(self) -> None:
@@ -125,12 +142,13 @@ class DeferredLane:
 
     def __init__(self) -> None:
         self.log = WorkLog()
+        self._unfinished: deque[_Staged] = deque()
 
     def submit(self, what: str, *stages: Stage) -> Event:
         """Run the first stage now."""
         started = self.log.begin(what)
         try:
-            return _Staged(started, stages)
+            return _Staged(started, stages, self._unfinished)
         except BaseException:
             started.ended = True
             raise

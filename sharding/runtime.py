@@ -158,6 +158,10 @@ class Runtime:
             self._retire(group.units)
         self._turns.forward_ends()
         if group.is_root:
+            for unit in self.units:
+                if not unit.frees_parameters:
+                    # Ranks that have used it wait for this one's operations along further axes.
+                    self.finish_gather(unit)
             self._watch.ends(END_OF_FORWARD, compares=not torch.is_grad_enabled())
 
     @property
@@ -300,8 +304,7 @@ class Runtime:
     def rest(self) -> None:
         """Bring every unit to rest: parameters released, the modules show the sharded ones."""
         for unit in self.units:
-            if unit.state is UnitState.GATHERING:
-                self.finish_gather(unit)
+            self.finish_gather(unit)
         self._retire(self.units)
 
     def settle(self) -> None:
