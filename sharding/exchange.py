@@ -237,7 +237,13 @@ class Exchange:
         # Only now, in what the gradients took.
         numel = wire.received_parts(channel) * wire.part_numel(hop.part_numel)
         self._received = how.pool.lease(numel, wire.dtype)
-        return wire.exchange(channel, self._received, self._sent, how.name)
+        under_way = wire.exchange(channel, self._received, self._sent, how.name)
+        if under_way is None:  # nothing would wait for it
+            raise TypeError(
+                f"{how.name}: expected exchange() of {wire!r} to return the operations that it "
+                "has started, got None; return what channel.exchange(...) does"
+            )
+        return under_way
 
     def _send_on(self, place: int, partial: Tensor) -> list[Pending]:
         """Send a partial sum along the next axis."""

@@ -57,7 +57,8 @@ class Runtime:
         self._backward: BackwardPass | None = None
         self.options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
-        frees = any(unit.frees_parameters for unit in self.units)
+        self._staying = [unit for unit in self.units if not unit.frees_parameters]
+        frees = len(self._staying) < len(self.units)
         self._watch: Watch = NoWatch()  # `__del__` asks it, whatever is raised here
         self._watch = make_watch(collectives, frees_parameters=frees)
         self._turns = make_turns(groups, collectives, self._watch, options.ranks_may_differ)
@@ -113,9 +114,8 @@ class Runtime:
             self.pool.trim()
         # Replicated parameters stay: all gathers can be on their way at once. In the order of
         # registration, since ranks may have used the units in different orders, or not at all.
-        for unit in self.units:
-            if not unit.frees_parameters:
-                self.start_gather(unit)
+        for unit in self._staying:
+            self.start_gather(unit)
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
@@ -149,19 +149,15 @@ class Runtime:
         if group.is_root:
             self._lent.lenders.clear()  # those of its own output stay until the next forward
         self._lent.note(output)
-        if not torch.is_grad_enabled():
-            if group.is_root:
-                self.rest()
-            else:
-                self._retire(group.units)
-        elif group.reshard_after_forward:
+        if group.is_root and not torch.is_grad_enabled():
+            self.rest()
+        elif group.reshard_after_forward or not torch.is_grad_enabled():
             self._retire(group.units)
         self._turns.forward_ends()
         if group.is_root:
-            for unit in self.units:
-                if not unit.frees_parameters:
-                    # Ranks that have used it wait for this one's operations along further axes.
-                    self.finish_gather(unit)
+            for unit in self._staying:
+                # Ranks that have used it wait for this one's operations along further axes.
+                self.finish_gather(unit)
             self._watch.ends(END_OF_FORWARD, compares=not torch.is_grad_enabled())
 
     @property
