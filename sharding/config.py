@@ -12,6 +12,7 @@ from .arguments import require_flag, require_number
 from .modules.init_stages import Initialiser, require_initialiser
 from .placements import Held, Strategy, resolve_outer, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
+from .wire import bytes_on
 
 # Below it an exchange costs more to start than its bytes take.
 SPLIT_ROOT_MIB = 16.0
@@ -66,6 +67,7 @@ class ShardConfig:
             "gradient_divide_factor": self.divide_factor,
             "reduce": "native" if self.native else "exact",
             "mixed_precision_policy": self.policy,
+            "grad_wire": None if self.policy.grad_wire is None else bytes_on(self.policy.grad_wire),
             "fsdp_unit_modules": self.classes,
             "reshard_after_forward": self.reshard_after_forward,
             "bucket_mib": _mib(self.sizes.bucket_bytes),

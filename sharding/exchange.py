@@ -245,7 +245,13 @@ class Exchange:
         assert self._sent is not None
         # Only now, in what the gradients took.
         self._received = how.pool.lease(one.received_parts * one.message_numel, wire.dtype)
-        return wire.exchange(one.channel, self._received, self._sent, how.name)
+        under_way = wire.exchange(one.channel, self._received, self._sent, how.name)
+        if under_way is None:  # nothing would wait for it
+            raise TypeError(
+                f"{how.name}: expected exchange() of {wire!r} to return the operations that it "
+                "has started, got None; return what channel.exchange(...) does"
+            )
+        return under_way
 
     def _pass_on(self) -> Sequence[Pending]:
         """Sum what has come to a partial sum, and send that along the next axis."""

@@ -26,6 +26,7 @@ import contextlib
 import datetime
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
@@ -78,24 +79,48 @@ class Lane(Protocol):
 class _Staged:
     """Stages that run in the caller."""
 
-    __slots__ = ("_left", "_pending", "_stages", "ended", "has_failed", "since_s", "what")
+    __slots__ = (
+        "_before",
+        "_left",
+        "_pending",
+        "_stages",
+        "ended",
+        "has_failed",
+        "since_s",
+        "what",
+    )
 
-    def __init__(self, what: str, stages: Sequence[Stage], log: WorkLog) -> None:
-        """Run stages until one has operations under way."""
+    def __init__(
+        self, what: str, stages: Sequence[Stage], log: WorkLog, before: deque[_Staged]
+    ) -> None:
+        """Run stages until one has operations under way. before: works of the lane with stages
+        left, oldest first, which this one joins.
+        """
         self.what = what
         self.since_s = time.monotonic()
         self.ended = self.has_failed = False
         self._stages = stages
         self._left = len(stages)
-        self._pending: Sequence[Pending] = ()
+        self._pending: Sequence[Pending] = []
+        self._before = before
         log.add(self)
-        while self._left and not self._pending:
+        while not self._pending and self._left:
             self._run("start")
+        if self._left:
+            before.append(self)
 
     def has_ended(self) -> bool:
         return self.ended
 
     def advance(self) -> None:
+        # The lane's older works first, used or not: ranks may use them in different orders, and
+        # each would wait for an operation that another one starts after its own.
+        while self._left and self._before:
+            self._before.popleft().run_stages()
+        self.run_stages()
+
+    def run_stages(self) -> None:
+        """Run what is left, but for the end of its last operations."""
         while self._left:
             self._finish_pending()
             self._run("complete")
@@ -131,7 +156,7 @@ class _Staged:
         self._pending = ()
 
 
-DONE = _Staged("nothing", (), WorkLog())
+DONE = _Staged("nothing", (), WorkLog(), deque())
 """An event that has already happened."""
 
 
@@ -147,10 +172,11 @@ class DeferredLane:
 
     def __init__(self) -> None:
         self.log = WorkLog()
+        self._unfinished: deque[_Staged] = deque()
 
     def submit(self, what: str, *stages: Stage) -> Event:
         """Run the first stage now."""
-        return _Staged(what, stages, self.log)
+        return _Staged(what, stages, self.log, self._unfinished)
 
 
 class SerialLane(DeferredLane):

@@ -57,7 +57,8 @@ class Runtime:
         self._backward: BackwardPass | None = None
         self.options = options
         self._group_of = {id(unit): group for group in groups for unit in group.units}
-        frees = any(unit.frees_parameters for unit in self.units)
+        self._staying = [unit for unit in self.units if not unit.frees_parameters]
+        frees = len(self._staying) < len(self.units)
         self._watch: Watch | None = None  # `__del__` asks it, whatever is raised here
         self._watch = make_watch(collectives, frees_parameters=frees)
         self._turns = make_turns(groups, collectives, options.ranks_may_differ)
@@ -115,9 +116,8 @@ class Runtime:
             self.pool.trim()
         # Replicated parameters stay: all gathers can be on their way at once. In the order of
         # registration, since ranks may have used the units in different orders, or not at all.
-        for unit in self.units:
-            if not unit.frees_parameters:
-                self.start_gather(unit)
+        for unit in self._staying:
+            self.start_gather(unit)
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
@@ -151,15 +151,19 @@ class Runtime:
         if group.is_root:
             self._lent.lenders.clear()  # those of its own output stay until the next forward
         self._lent.note(output)
-        if not torch.is_grad_enabled():
-            if group.is_root:
-                self.rest()
-            else:
-                self._retire(group.units)
-        elif group.reshard_after_forward:
+        if group.is_root and not torch.is_grad_enabled():
+            self.rest()
+        elif group.reshard_after_forward or not torch.is_grad_enabled():
             self._retire(group.units)
         self._turns.forward_ends()
-        if group.is_root and self._watch is not None:
+        if group.is_root:
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        for unit in self._staying:
+            # Ranks that have used it wait for this one's operations along further axes.
+            self.finish_gather(unit)
+        if self._watch is not None:
             self._watch.ends(END_OF_FORWARD, compares=not torch.is_grad_enabled())
 
     @property
@@ -299,8 +303,7 @@ class Runtime:
     def rest(self) -> None:
         """Bring every unit to rest: parameters released, the modules show the sharded ones."""
         for unit in self.units:
-            if unit.state is UnitState.GATHERING:
-                self.finish_gather(unit)
+            self.finish_gather(unit)
         self._retire(self.units)
 
     def settle(self) -> None:

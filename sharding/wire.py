@@ -178,6 +178,11 @@ class Gradients:
 
     def fill(self, flat: Tensor) -> None:
         """Write them, and zeros elsewhere, to all of `flat` [numel]."""
+        if flat.numel() != self.numel:
+            raise ValueError(
+                f"fill: expected all of a flat buffer of {self.numel} elements, got "
+                f"{flat.numel()}; fill one of that size and write what the wire's part_numel says"
+            )
         self.packer.pack(flat, self)
 
     def add_to(self, flat: Tensor) -> None:
@@ -266,13 +271,15 @@ class FlatSource:
 
 
 _METHODS = ("part_numel", "pack", "reduce")
+_SAMPLES = (128, 1280, 131072)
 
 
 def require_wire(option: str, wire: object) -> None:
     """Refuse what is no wire, or lacks something that one needs.
 
     Raises:
-        TypeError: it does; named.
+        TypeError: it does, or what it has is of another type; named.
+        ValueError: it sends nothing for a part.
     """
     if not isinstance(wire, Wire):
         raise TypeError(
@@ -286,3 +293,29 @@ def require_wire(option: str, wire: object) -> None:
             f"{option}: expected a wire with {', '.join([*_METHODS, 'name', 'dtype'])}, got one of "
             f"class {type(wire).__name__} without {', '.join(missing)}; add what is missing"
         )
+    kinds: dict[str, type] = {"name": str, "dtype": torch.dtype}
+    for attribute, kind in kinds.items():
+        found = getattr(wire, attribute)
+        if not isinstance(found, kind):
+            raise TypeError(
+                f"{option}: expected a wire whose {attribute} is a {kind.__name__}, got {found!r} "
+                f"of class {type(wire).__name__}; set it to one"
+            )
+    for numel, sent in _sample(wire).items():
+        if not isinstance(sent, int) or sent < 1:
+            kind_of_error = ValueError if isinstance(sent, int) else TypeError
+            raise kind_of_error(
+                f"{option}: expected part_numel({numel}) of class {type(wire).__name__} to be a "
+                f"whole number of at least 1, got {sent!r}; return how many elements of "
+                f"{wire.dtype} are sent for a part of {numel}"
+            )
+
+
+def bytes_on(wire: Wire) -> str:
+    """What ranks must agree on so that messages fit, whatever the wire is called."""
+    sizes = [f"{sent} for {numel}" for numel, sent in _sample(wire).items()]
+    return f"{wire.name} of {wire.dtype}, elements for a part: {', '.join(sizes)}"
+
+
+def _sample(wire: Wire) -> dict[int, object]:
+    return {numel: wire.part_numel(numel) for numel in _SAMPLES}

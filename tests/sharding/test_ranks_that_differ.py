@@ -28,6 +28,7 @@ from sidestream.tests.sharding.divergent_models import (
     RoutedTwins,
     alike,
 )
+from sidestream.tests.sharding.meshes import options_of
 
 PATIENCE_S = 0.3
 SOON_S = 5.0  # of a limit of 48 s
@@ -227,6 +228,16 @@ def differs_below(rank: int, world_size: int, zero: int) -> None:
 @pytest.mark.parametrize("zero", range(3))
 def test_lower_levels_are_free_of_it(zero: int) -> None:
     run_on_ranks(differs_below, 2, zero)
+
+
+def differs_below_on_two_axes(rank: int, world_size: int, mesh: str) -> None:
+    for routes in ROUTES.values():
+        RoutedTwins(rank, world_size, 1, **options_of(mesh)).train_on(routes, steps=2)
+
+
+@pytest.mark.parametrize("mesh", ["HFSDP", "HFSDP, shards apart", "two nodes"])
+def test_lower_levels_are_free_of_it_where_a_gather_goes_along_two_axes(mesh: str) -> None:
+    run_on_ranks(differs_below_on_two_axes, 4, mesh)
 
 
 def dies(rank: int, world_size: int) -> str:

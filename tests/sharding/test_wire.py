@@ -209,6 +209,62 @@ def test_a_wire_must_have_all_that_is_used() -> None:
         model_with(reduce="fast")
 
 
+class AnyWire(MessageWire):
+    """Whatever it is given in the place of the wire's own."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__("mxfp8")
+        vars(self).update(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"name": None}, TypeError, "a wire whose name is a str, got None of class AnyWire"),
+        ({"dtype": "uint8"}, TypeError, "a wire whose dtype is a dtype, got 'uint8'"),
+        ({"part_numel": lambda n: n / 2}, TypeError, r"part_numel\(128\) .* got 64.0; return"),
+        ({"part_numel": lambda n: 0}, ValueError, "a whole number of at least 1, got 0; return"),
+    ],
+    ids=["name", "dtype", "a fraction", "nothing"],
+)
+def test_what_a_wire_has_is_of_its_kind(
+    changes: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        ss.MixedPrecisionPolicy(grad_wire=AnyWire(**changes))
+
+
+def wires_of_one_name(rank: int, world_size: int) -> None:
+    """gloo ends a process that gets more than it expects."""
+    for other in ({"part_numel": lambda numel: 2 * numel}, {"dtype": torch.int16}):
+        policy = ss.MixedPrecisionPolicy(grad_wire=AnyWire(**other if rank else {}))
+        with pytest.raises(ValueError, match=r"rank 1: grad_wire is 'messages of mxfp8 of torch"):
+            model_with(mixed_precision_policy=policy)
+
+
+def test_ranks_whose_wires_send_other_bytes_are_told() -> None:
+    run_on_ranks(wires_of_one_name, 2)
+
+
+def fails_in_backward(rank: int, world_size: int) -> None:
+    wrong = {
+        "fill: expected all of a flat buffer of 768 elements, got 384; fill one": {
+            "pack": lambda sent, source, parts: source.fill(torch.empty(source.numel // 2))
+        },
+        r"expected exchange\(\) of AnyWire\('messages of mxfp8'\) to return the operations": {
+            "exchange": lambda *arguments: None
+        },
+    }
+    for message, changes in wrong.items():
+        policy = ss.MixedPrecisionPolicy(grad_wire=AnyWire(**changes))
+        with pytest.raises((TypeError, ValueError), match=message):
+            backward(model_with(mixed_precision_policy=policy), rank)
+
+
+def test_what_a_wire_does_wrong_in_backward_is_told() -> None:
+    run_on_ranks(fails_in_backward, 2)
+
+
 def different_wires(rank: int, world_size: int) -> None:
     policy = ss.MixedPrecisionPolicy(grad_wire=MessageWire(("mxfp8", "mxfp4")[rank]))
     with pytest.raises(ValueError, match="messages of mxfp4"):
