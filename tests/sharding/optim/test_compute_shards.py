@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.meshes import WORLD, options_of
 from sidestream.tests.sharding.trainer import Block, Transformer, batch, full_params, loss_of
 
 Act = Callable[["Job"], object]
@@ -118,24 +118,15 @@ def test_the_gather_after_a_step_casts_nothing_where_parameters_stay(world_size:
 
 def meshes(rank: int, world_size: int) -> None:
     """HSDP, and HFSDP, which keeps parameters at rest in compute dtype at ZeRO-3 too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    for outer in ("no_shard", "optim"):
+    for mesh in ("HSDP", "HFSDP"):
+        options = options_of(mesh)
         for zero in (1, 3):
             models = []
             for kind in (torch.optim.AdamW, ss.AdamW):
-                job = Job(
-                    rank,
-                    world_size,
-                    zero,
-                    functools.partial(kind, fused=True),
-                    device_mesh=mesh,
-                    dp_shard_dim="inner",
-                    dp_outer_dim="outer",
-                    outer_dp_sharding_strategy=outer,
-                )
+                job = Job(rank, world_size, zero, functools.partial(kind, fused=True), **options)
                 job.train(0)
-                stays = kind is ss.AdamW and (zero == 1 or outer == "optim")
-                what = f"{outer}, ZeRO-{zero}, {kind.__module__}"
+                stays = kind is ss.AdamW and (zero == 1 or mesh == "HFSDP")
+                what = f"{mesh}, ZeRO-{zero}, {kind.__module__}"
                 assert casts_of(job.loss) == (0 if stays else 4), what
                 job.train(1)
                 job.check(what)
@@ -143,11 +134,11 @@ def meshes(rank: int, world_size: int) -> None:
                 job.check(what)
                 models.append(full_params(job.model))
             for name, value in models[0].items():
-                assert torch.equal(value, models[1][name]), f"{outer}, ZeRO-{zero}: {name}"
+                assert torch.equal(value, models[1][name]), f"{mesh}, ZeRO-{zero}: {name}"
 
 
 def test_meshes_with_an_outer_axis() -> None:
-    run_on_ranks(meshes, 4)
+    run_on_ranks(meshes, WORLD)
 
 
 # ---- other writes between a step and the next gather
