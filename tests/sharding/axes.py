@@ -1,5 +1,7 @@
 """Data-parallel groups without a mesh, for tests of what is given some."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,10 +9,16 @@ import torch
 from sidestream.sharding.process_groups import Axis, DataParallelGroups
 
 
-def one_axis(
-    rank: int, world_size: int, device: torch.device, gather: Any = None, reduce: Any = None
+def groups_over(
+    axes: Sequence[Axis], group: Any, device: torch.device, rank: int = 0
 ) -> DataParallelGroups:
-    """All ranks along one axis; both communicators are `gather` where only that is given."""
-    axis = Axis("dp", world_size, rank, gather, gather if reduce is None else reduce)
-    coordinates = tuple((one,) for one in range(world_size))
-    return DataParallelGroups(rank, world_size, device, gather, (axis,), coordinates)
+    """All ranks along `axes`, in `group`."""
+    places = tuple(itertools.product(*(range(axis.size) for axis in axes)))
+    return DataParallelGroups(rank, len(places), device, group, tuple(axes), places)
+
+
+def one_axis(
+    rank: int, world_size: int, device: torch.device, group: Any = None
+) -> DataParallelGroups:
+    """All ranks along one axis; `group` is its two communicators too."""
+    return groups_over([Axis("dp", world_size, rank, group, group)], group, device, rank)

@@ -5,7 +5,7 @@ carries    compute    gather lane    reduce lane, or its even works (pipelined: 
 """
 
 import contextlib
-import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from sidestream.sharding.process_groups import Axis, DataParallelGroups
 from sidestream.sharding.runtime import Runtime
 from sidestream.sharding.wire import GradientPacker, Gradients
 from sidestream.tests.sharding import trainer
+from sidestream.tests.sharding.axes import groups_over
 from sidestream.tests.sharding.fake_streams import LoopbackGroup, Machine
 from sidestream.tests.sharding.trainer import Job
 
@@ -74,9 +75,8 @@ def _groups(machine: Machine, sizes: Sequence[int]) -> tuple[DataParallelGroups,
         Axis(f"axis {place}", size, 0, *(pair if size > 1 else (None, None)))  # type: ignore[arg-type]
         for place, (size, pair) in enumerate(zip(sizes, along, strict=True))
     )
-    places = tuple(itertools.product(*(range(size) for size in sizes)))
-    group: Any = LoopbackGroup(machine, len(places))
-    return DataParallelGroups(0, len(places), torch.device("cpu"), group, axes, places), along
+    group = LoopbackGroup(machine, math.prod(sizes))
+    return groups_over(axes, group, torch.device("cpu")), along
 
 
 @contextlib.contextmanager

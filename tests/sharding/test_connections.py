@@ -7,8 +7,8 @@ from unittest import mock
 
 import sidestream as ss
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.test_monitor import told
 from sidestream.tests.sharding.trainer import Job, build
+from sidestream.tests.sharding.warned import warned
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 NO_OVERLAP = {"overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -35,7 +35,7 @@ def shard(case: Case) -> list[str]:
     """What a model's start says of the variable."""
     entry = sys.modules[ss.fully_shard.__module__]
     with (
-        told() as texts,
+        warned() as texts,
         mock.patch.object(entry, "_has_streams", lambda _: case.has_streams),
         mock.patch.dict(os.environ, {VARIABLE: case.value or ""}),
     ):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import preload, run_on_ranks
-from sidestream.tests.sharding.meshes import CASES, WORLD, options_of
+from sidestream.tests.sharding.meshes import MESHES, WORLD, options_of
 from sidestream.tests.sharding.meta_models import Custom, Tied, gpt, on_meta, set_own
 from sidestream.tests.sharding.twins import LEVELS
 from sidestream.training.model import Block
@@ -101,59 +101,59 @@ def check_same(model: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(got[name], value.to(got[name].dtype)), name
 
 
-def starts(rank: int, world_size: int, which: str, zero: int) -> None:
+def starts(rank: int, world_size: int, which: str) -> None:
     make, units = MODELS[which]
-    torch.manual_seed(SEED)
-    ordinary = make()
-    state = torch.get_rng_state()
-    model = on_meta(make)
-    torch.manual_seed(SEED + rank)
-    ss.fully_shard(
-        model, fsdp_unit_modules=units, zero_dp_strategy=zero, init_model_with_meta_device=True
-    )
-    check_same(model, ordinary)
-    assert rank or torch.equal(torch.get_rng_state(), state), "what comes after draws otherwise"
     tokens = torch.arange(12).view(2, 6) % 5
-    expected, got = ordinary(tokens), model(tokens)
-    torch.testing.assert_close(got, expected)
-    got.square().mean().backward()
-    for unit in runtime_of(model).units:
-        assert unit.main.isfinite().all(), "bad padding"
+    for zero in LEVELS[world_size]:
+        torch.manual_seed(SEED)
+        ordinary = make()
+        state = torch.get_rng_state()
+        model = on_meta(make)
+        torch.manual_seed(SEED + rank)
+        ss.fully_shard(
+            model, fsdp_unit_modules=units, zero_dp_strategy=zero, init_model_with_meta_device=True
+        )
+        check_same(model, ordinary)
+        assert rank or torch.equal(torch.get_rng_state(), state), "what comes after draws otherwise"
+        expected, got = ordinary(tokens), model(tokens)
+        torch.testing.assert_close(got, expected)
+        got.square().mean().backward()
+        for unit in runtime_of(model).units:
+            assert unit.main.isfinite().all(), "bad padding"
 
 
 @pytest.mark.parametrize("world_size", LEVELS)
 @pytest.mark.parametrize("which", MODELS)
 def test_it_is_the_ordinary_start_with_the_same_seed(which: str, world_size: int) -> None:
-    for zero in LEVELS[world_size]:
-        run_on_ranks(starts, world_size, which, zero)
+    run_on_ranks(starts, world_size, which)
 
 
-def applies(rank: int, world_size: int, zero: int) -> None:
+def applies(rank: int, world_size: int) -> None:
     expected = on_meta(Custom).to_empty(device="cpu")
     expected.embedding.weight = expected.head.weight
     torch.manual_seed(SEED)
     expected.apply(set_own)
     state = torch.get_rng_state()
-    model = on_meta(Custom)
-    torch.manual_seed(SEED + rank)
-    ss.fully_shard(
-        model,
-        fsdp_unit_modules=[nn.Sequential],
-        zero_dp_strategy=zero,
-        init_model_with_meta_device=set_own,
-    )
-    check_same(model, expected)
-    assert rank or torch.equal(torch.get_rng_state(), state)
-    assert model.embedding.weight is model.head.weight
-    assert "layers.0.1.angles" not in model.state_dict()
     tokens = torch.arange(6).view(2, 3)
-    assert torch.equal(model(tokens), expected(tokens))
+    for zero in LEVELS[world_size]:
+        model = on_meta(Custom)
+        torch.manual_seed(SEED + rank)
+        ss.fully_shard(
+            model,
+            fsdp_unit_modules=[nn.Sequential],
+            zero_dp_strategy=zero,
+            init_model_with_meta_device=set_own,
+        )
+        check_same(model, expected)
+        assert rank or torch.equal(torch.get_rng_state(), state)
+        assert model.embedding.weight is model.head.weight
+        assert "layers.0.1.angles" not in model.state_dict()
+        assert torch.equal(model(tokens), expected(tokens))
 
 
 @pytest.mark.parametrize("world_size", LEVELS)
 def test_a_function_is_applied_as_module_apply_does(world_size: int) -> None:
-    for zero in LEVELS[world_size]:
-        run_on_ranks(applies, world_size, zero)
+    run_on_ranks(applies, world_size)
 
 
 def llama() -> nn.Module:
@@ -311,26 +311,27 @@ def inside_out(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in inside_out(child)] + [module]
 
 
-def starts_on_a_mesh(rank: int, _world_size: int, mesh: str, zero: int) -> None:
-    torch.manual_seed(SEED)
-    expected = Stack()
-    model = on_meta(Stack)
-    torch.manual_seed(SEED + rank)
-    ss.fully_shard(
-        model,
-        fsdp_unit_modules=[nn.TransformerEncoderLayer],
-        zero_dp_strategy=zero,
-        init_model_with_meta_device=True,
-        **options_of(mesh),
-    )
-    check_same(model, expected)
+def starts_on_a_mesh(rank: int, _world_size: int, mesh: str) -> None:
     tokens = torch.arange(12).view(2, 6) % 5
-    torch.testing.assert_close(model(tokens), expected(tokens))
+    for zero in (1, 3):
+        torch.manual_seed(SEED)
+        expected = Stack()
+        model = on_meta(Stack)
+        torch.manual_seed(SEED + rank)
+        ss.fully_shard(
+            model,
+            fsdp_unit_modules=[nn.TransformerEncoderLayer],
+            zero_dp_strategy=zero,
+            init_model_with_meta_device=True,
+            **options_of(mesh),
+        )
+        check_same(model, expected)
+        torch.testing.assert_close(model(tokens), expected(tokens))
 
 
-@pytest.mark.parametrize(("mesh", "zero"), [case for case in CASES if case[1] != 0], ids=str)
-def test_a_mesh_starts_alike(mesh: str, zero: int) -> None:
-    run_on_ranks(starts_on_a_mesh, WORLD, mesh, zero)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_starts_alike(mesh: str) -> None:
+    run_on_ranks(starts_on_a_mesh, WORLD, mesh)
 
 
 class Shares(nn.Module):

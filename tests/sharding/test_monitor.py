@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import gc
-import logging
 import os
 import pickle
 import re
@@ -31,6 +30,7 @@ from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.fake_streams import Machine, Stream
 from sidestream.tests.sharding.on_streams import run
 from sidestream.tests.sharding.trainer import Job, build, run_step
+from sidestream.tests.sharding.warned import warned
 
 LIMIT_S = 10.0
 
@@ -53,20 +53,6 @@ class Event:
     def query(self) -> bool:
         self.num_asked += 1
         return self.has_come
-
-
-@contextlib.contextmanager
-def told() -> Any:
-    """The texts of the warnings inside."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("sidestream")
-    logger.addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logger.removeHandler(handler)
 
 
 def on_streams(group: Any, *names: str) -> tuple[Watched, list[Event]]:
@@ -133,7 +119,7 @@ def test_what_waits_is_told_once() -> None:
     ours, group = Monitor(), Group()
     watched, events = on_streams(group, "gather of unit 'a'")
     ours._watched[0] = watched
-    with told() as texts, mock.patch.object(monitor, "SUSPECT_SHARE", 0.0):
+    with warned() as texts, mock.patch.object(monitor, "SUSPECT_SHARE", 0.0):
         ours.look()
         ours.look()
         assert len(texts) == 1
@@ -201,7 +187,7 @@ def a_rank_stops(rank: int, world_size: int) -> tuple[str, list[str]]:
         os.kill(os.getpid(), signal.SIGSTOP)
         return "", []
     began = time.monotonic()
-    with told() as texts:
+    with warned() as texts:
         try:
             run_step(model, optimizer, job, 1, rank, world_size)
         except CommunicationError as error:

@@ -19,6 +19,7 @@ from sidestream.tests.sharding.divergent_models import (
     one_rank_drops,
     other_order,
 )
+from sidestream.tests.sharding.meshes import WORLD, options_of
 from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 
 
@@ -33,14 +34,14 @@ def all_routes(rank: int, world_size: int, checkpoints: bool | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "checkpoints",
+    ("world_size", "checkpoints"),
     [
-        pytest.param(None, id="no checkpoints"),
-        pytest.param(False, id="checkpoints"),
-        pytest.param(True, id="reentrant checkpoints"),
+        pytest.param(2, None, id="2 ranks"),
+        pytest.param(3, None, id="3 ranks"),
+        pytest.param(3, False, id="checkpoints"),
+        pytest.param(2, True, id="reentrant checkpoints"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3], ids=["2 ranks", "3 ranks"])
 def test_every_way_to_differ_equals_a_plain_model(
     world_size: int, checkpoints: bool | None
 ) -> None:
@@ -213,24 +214,13 @@ def test_an_exception_on_all_ranks_is_survived() -> None:
     run_on_ranks(fails_alike, 2)
 
 
-def meshes(rank: int, world_size: int, outer: str) -> None:
-    mesh = torch.distributed.device_mesh.init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=("outer", "inner")
-    )
+def meshes(rank: int, world_size: int, mesh: str) -> None:
+    options = options_of(mesh)
     for routes in (experts, other_order, one_rank_drops):
-        twins = RoutedTwins(
-            rank,
-            world_size,
-            3,
-            ranks_may_differ=True,
-            device_mesh=mesh,
-            dp_shard_dim="inner",
-            dp_outer_dim="outer",
-            outer_dp_sharding_strategy=outer,
-        )
+        twins = RoutedTwins(rank, world_size, 3, ranks_may_differ=True, **options)
         twins.train_on(routes, steps=2)
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_on_two_axes(outer: str) -> None:
-    run_on_ranks(meshes, 4, outer)
+@pytest.mark.parametrize("mesh", ["HSDP", "HFSDP"])
+def test_on_two_axes(mesh: str) -> None:
+    run_on_ranks(meshes, WORLD, mesh)

@@ -2,7 +2,6 @@
 rank, within the step; ranks that agree send nothing for it.
 """
 
-import logging
 import time
 from typing import Any
 
@@ -29,6 +28,7 @@ from sidestream.tests.sharding.divergent_models import (
     alike,
 )
 from sidestream.tests.sharding.meshes import options_of
+from sidestream.tests.sharding.warned import warned
 
 PATIENCE_S = 0.3
 SOON_S = 5.0  # of a limit of 48 s
@@ -86,14 +86,19 @@ def test_with_other_options(options: dict[str, Any]) -> None:
         assert len(set(texts)) == 1 and "rank 1" in texts[0]
 
 
-def untagged(rank: int, world_size: int, routes: str) -> str:
+def untagged_twins(rank: int, world_size: int, **options: Any) -> RoutedTwins:
     """As over a backend whose messages have no tags: units of equal shape are taken for others."""
     use_watch.PATIENCE_S = PATIENCE_S
     Channel.tags_messages = property(lambda self: False)  # type: ignore[assignment]
-    twins = RoutedTwins(rank, world_size, 3)
+    twins = RoutedTwins(rank, world_size, 3, **options)
     for channel in twins.runtime.collectives.channels:
         channel._point_to_point = False
         channel.received_parts = channel.size
+    return twins
+
+
+def untagged(rank: int, world_size: int, routes: str) -> str:
+    twins = untagged_twins(rank, world_size)
     with pytest.raises(ss.DivergentUseError) as raised:
         twins.train_on(ROUTES[routes])
     for param in twins.sharded.parameters():
@@ -108,12 +113,7 @@ def test_where_messages_have_no_tags(routes: str) -> None:
 
 
 def untagged_validation(rank: int, world_size: int) -> str:
-    use_watch.PATIENCE_S = PATIENCE_S
-    Channel.tags_messages = property(lambda self: False)  # type: ignore[assignment]
-    twins = RoutedTwins(rank, world_size, 3, prefetch=0)
-    for channel in twins.runtime.collectives.channels:
-        channel._point_to_point = False
-        channel.received_parts = channel.size
+    twins = untagged_twins(rank, world_size, prefetch=0)
     twins.train_on(alike, steps=1)
     with torch.no_grad(), pytest.raises(ss.DivergentUseError) as raised:
         twins.output(twins.sharded, torch.ones(2, WIDTH), (0, 1 + rank, 4))
@@ -142,30 +142,17 @@ def test_one_rank_that_validates_alone_between_steps() -> None:
         assert "rank 0" in text and "rank 1" in text
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def waits_alone(rank: int, world_size: int) -> list[str]:
     use_watch.PATIENCE_S, use_watch.WARN_S = PATIENCE_S, 1.0
-    heard = _Heard()
-    logging.getLogger("sidestream").addHandler(heard)
     twins = RoutedTwins(rank, world_size, 3)
-    twins.train_on(alike, steps=1)
-    if rank == 0:
+    with warned() as texts:
+        twins.train_on(alike, steps=1)
+        if rank == 1:
+            time.sleep(3)  # then it does the same after all: nothing is wrong
         with torch.no_grad():
             twins.output(twins.sharded, torch.ones(2, WIDTH), (0, 1))
-    else:
-        time.sleep(3)  # then it does the same after all: nothing is wrong
-        with torch.no_grad():
-            twins.output(twins.sharded, torch.ones(2, WIDTH), (0, 1))
-    twins.train_on(alike, steps=1)
-    return heard.texts
+        twins.train_on(alike, steps=1)
+    return texts
 
 
 def test_one_rank_that_waits_for_others_says_so_once_and_goes_on() -> None:

@@ -1,7 +1,6 @@
 """Ranks that read different tables of tuned launches are told so once, when a model is sharded."""
 
 import json
-import logging
 import os
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import nn
 import sidestream as ss
 from sidestream.kernels import tuned
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.warned import warned
 
 NAME, TRITON = "Test GPU", "3.6.0"
 
@@ -30,12 +30,9 @@ def _shard(rank: int, world_size: int, tables: list[str]) -> list[str]:
     os.environ["XDG_CONFIG_HOME"] = str(Path(tables[rank]).parent)
     tuned.device_name = lambda device: NAME
     tuned.triton_version = lambda: TRITON
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("sidestream").addHandler(handler)
     model = nn.Sequential(nn.Linear(4, 4))
-    ss.fully_shard(model, fsdp_unit_modules=[nn.Linear])
+    with warned() as messages:
+        ss.fully_shard(model, fsdp_unit_modules=[nn.Linear])
     return messages
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream as ss
 from sidestream.kernels import (
@@ -19,6 +18,7 @@ from sidestream.kernels import (
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.wire import Source
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.meshes import options_of
 
 SHAPE = (6, 100)  # 600 elements: parts end in padding at any world
 
@@ -111,10 +111,8 @@ def test_messages_of_a_scaled_format_fit(world_size: int, zero: int) -> None:
 
 def messages_over_two_axes(rank: int, world_size: int) -> None:
     """Sums travel in messages too where the wire is that of partial sums."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
-    names = {"device_mesh": mesh, "dp_shard_dim": "shard", "dp_outer_dim": "outer"}
     policy = ss.MixedPrecisionPolicy(grad_wire=MessageWire("mxfp8"), grad_partial_dtype=None)
-    grad = backward(model_with(mixed_precision_policy=policy, **names), rank)
+    grad = backward(model_with(mixed_precision_policy=policy, **options_of("HSDP")), rank)
     mean = torch.stack([gradient_of(peer) for peer in range(world_size)]).mean(0)
     # e4m3 keeps 3 bits, and each element is rounded twice, relative to the largest of its block.
     largest = gradient_of(0).abs().max().item() * 2

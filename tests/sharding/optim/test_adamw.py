@@ -102,11 +102,11 @@ def parity(rank: int, world_size: int, dtype: torch.dtype) -> None:
     for zero in LEVELS[world_size]:
         for before in (True, False):
             twins = [sharded(make, zero, dtype, before=before) for make in (torch_adamw, our_adamw)]
-            losses = [train(*twin, range(4), rank, world_size) for twin in twins]
+            losses = [train(*twin, range(3), rank, world_size) for twin in twins]
             assert losses[0] == losses[1], f"ZeRO-{zero}"
             assert_same(twins[1][0], twins[0][0])
             assert_same_state(twins[1][1], twins[0][1])
-            assert len(set(losses[0])) == 4, "it trains"
+            assert len(set(losses[0])) == 3, "it trains"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -119,7 +119,7 @@ def test_sharded_it_has_the_bits_of_torchs_fused_operator(
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_give_what_torch_gives_plain_and_sharded(options: dict[str, Any]) -> None:
-    for zero in (None, 1, 3):
+    for zero in (None, 1):
         models, optimizers = [], []
         for make in (torch_adamw, our_adamw):
             if zero is None:
@@ -128,7 +128,7 @@ def test_options_give_what_torch_gives_plain_and_sharded(options: dict[str, Any]
                 optimizer = make(by_decay(model), **options)
             else:
                 model, optimizer = sharded(make, zero, torch.bfloat16, **options)
-            train(model, optimizer, range(4))
+            train(model, optimizer, range(3))
             models.append(model)
             optimizers.append(optimizer)
         assert_same(models[1], models[0])
@@ -163,9 +163,7 @@ def test_amsgrad_of_one_group_alone() -> None:
 
 
 def test_a_closure_is_called_once_with_gradients_and_its_value_returned() -> None:
-    pairs = [
-        sharded(make, zero, torch.bfloat16) for make in (torch_adamw, our_adamw) for zero in (1,)
-    ]
+    pairs = [sharded(make, 1, torch.bfloat16) for make in (torch_adamw, our_adamw)]
     for model, optimizer in pairs:
         for step in range(3):
             calls = []
@@ -287,7 +285,7 @@ def pair_of(zero: int | None) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
     return found
 
 
-@pytest.mark.parametrize("zero", [None, 1, 3], ids=["plain", "ZeRO-1", "ZeRO-3"])
+@pytest.mark.parametrize("zero", [None, 3], ids=["plain", "ZeRO-3"])
 def test_state_dicts_go_to_torchs_and_back(zero: int | None) -> None:
     for source, target in ((0, 1), (1, 0)):
         twins = pair_of(zero)

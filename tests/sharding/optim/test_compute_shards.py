@@ -11,13 +11,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.meshes import WORLD, options_of
 from sidestream.tests.sharding.trainer import Block, Transformer, batch, full_params, loss_of
+from sidestream.tests.sharding.twins import LEVELS
 
 Act = Callable[["Job"], object]
 
@@ -98,7 +99,7 @@ def casts_of(run: Callable[[], object]) -> int:
 
 
 def gathers(rank: int, world_size: int) -> None:
-    for zero in range(4):
+    for zero in LEVELS[world_size]:
         counts = {}
         for kind in (torch.optim.AdamW, ss.AdamW):
             job = Job(rank, world_size, zero, kind)
@@ -111,31 +112,22 @@ def gathers(rank: int, world_size: int) -> None:
         assert counts[ss.AdamW] == (units if zero == 3 else 0), f"ZeRO-{zero}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", LEVELS)
 def test_the_gather_after_a_step_casts_nothing_where_parameters_stay(world_size: int) -> None:
     run_on_ranks(gathers, world_size)
 
 
 def meshes(rank: int, world_size: int) -> None:
     """HSDP, and HFSDP, which keeps parameters at rest in compute dtype at ZeRO-3 too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    for outer in ("no_shard", "optim"):
+    for mesh in ("HSDP", "HFSDP"):
+        options = options_of(mesh)
         for zero in (1, 3):
             models = []
             for kind in (torch.optim.AdamW, ss.AdamW):
-                job = Job(
-                    rank,
-                    world_size,
-                    zero,
-                    functools.partial(kind, fused=True),
-                    device_mesh=mesh,
-                    dp_shard_dim="inner",
-                    dp_outer_dim="outer",
-                    outer_dp_sharding_strategy=outer,
-                )
+                job = Job(rank, world_size, zero, functools.partial(kind, fused=True), **options)
                 job.train(0)
-                stays = kind is ss.AdamW and (zero == 1 or outer == "optim")
-                what = f"{outer}, ZeRO-{zero}, {kind.__module__}"
+                stays = kind is ss.AdamW and (zero == 1 or mesh == "HFSDP")
+                what = f"{mesh}, ZeRO-{zero}, {kind.__module__}"
                 assert casts_of(job.loss) == (0 if stays else 4), what
                 job.train(1)
                 job.check(what)
@@ -143,11 +135,11 @@ def meshes(rank: int, world_size: int) -> None:
                 job.check(what)
                 models.append(full_params(job.model))
             for name, value in models[0].items():
-                assert torch.equal(value, models[1][name]), f"{outer}, ZeRO-{zero}: {name}"
+                assert torch.equal(value, models[1][name]), f"{mesh}, ZeRO-{zero}: {name}"
 
 
 def test_meshes_with_an_outer_axis() -> None:
-    run_on_ranks(meshes, 4)
+    run_on_ranks(meshes, WORLD)
 
 
 # ---- other writes between a step and the next gather
@@ -290,7 +282,7 @@ ACTS: dict[str, Act] = {
 
 
 def write_between(rank: int, world_size: int, folder: str) -> None:
-    for zero in {1: (1,), 2: (0, 1)}[world_size]:  # copies of all, and of a part
+    for zero in (0, 1):  # copies of all, and of a part
         for name, act in ACTS.items():
             job = Job(rank, world_size, zero)
             job.train(0)
@@ -317,9 +309,8 @@ def write_between(rank: int, world_size: int, folder: str) -> None:
             job.check(f"ZeRO-{zero}, loaded")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_other_writes_after_a_step_arrive(world_size: int, tmp_path: Path) -> None:
-    run_on_ranks(write_between, world_size, str(tmp_path))
+def test_other_writes_after_a_step_arrive(tmp_path: Path) -> None:
+    run_on_ranks(write_between, 2, str(tmp_path))
 
 
 class Noisy(ss.AdamW):
