@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from .modules.uncompiled import uncompiled
+
+
+def call_weakly(method: weakref.WeakMethod[Any], *arguments: int) -> None:
+    """Call a method of what must still live."""
+    target = method()
+    assert target is not None, "a backward outlived its model"
+    target(*arguments)
 
 
 class GradientWatch:

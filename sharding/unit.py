@@ -24,6 +24,7 @@ from ..buffers import BufferPool, PlacedBuffer, Placement, spans
 from .bits import with_changes
 from .collectives import Collectives
 from .exchange import Reduction
+from .grad_watch import call_weakly
 from .lanes import DONE, Event, Lane
 from .messages import listed
 from .optimizer_view import FlatRun, OptimizerView
@@ -115,9 +116,9 @@ class Unit:
         parameters have their gradients, the other when that of a parameter which a loss used
         directly comes.
         """
-        ready = functools.partial(_call, on_ready, self.spec.index)
+        ready = functools.partial(call_weakly, on_ready, self.spec.index)
         self.reduction.watch.on_complete = ready
-        self._param_gradients.on_contribution = functools.partial(_call, on_contribution)
+        self._param_gradients.on_contribution = functools.partial(call_weakly, on_contribution)
 
     def sharded_view(
         self,
@@ -346,12 +347,6 @@ class Unit:
             flat = self.buffers.gathered.memory
         start, stop = self.main_span
         self.main.copy_(with_changes(self.main, flat[start:stop]))
-
-
-def _call(method: weakref.WeakMethod[Any], *arguments: int) -> None:
-    target = method()
-    assert target is not None, "a backward outlived its model"
-    target(*arguments)
 
 
 def _not_freed(spec: UnitSpec) -> RuntimeError:
