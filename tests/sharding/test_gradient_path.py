@@ -47,6 +47,8 @@ def files_passed(rank: int, world_size: int, zero: int) -> set[str]:
     def noting(function):
         def call(*arguments, **options):
             passed.update(stack_files(sys._getframe()))
+            own = Path(function.__code__.co_filename)
+            passed.update({own.stem} if own.parent == SHARDING else ())
             return function(*arguments, **options)
 
         return call
