@@ -150,6 +150,8 @@ class Channel:
             and dist.get_backend(axis.gather) == "gloo"
         )
         self._peers = [rank for rank in range(axis.size) if rank != axis.rank]
+        # Whom an error names, who may be another rank of the job than of the axis.
+        self._named = [(peer, f"rank {axis.ranks[peer]}") for peer in self._peers]
 
     def _count(self, kind: str, nbytes: int) -> None:
         self._traffic.count(kind, self.axis.name, nbytes)
@@ -214,12 +216,12 @@ class Channel:
         """Start a receive from and a send to every peer, in the order of their ranks."""
         # Receives first: a send has to find its receive posted, or gloo stages it.
         pending = [
-            Pending(group.recv([part], peer, tag), f"{what} from rank {peer}", group)
-            for part, peer in zip(incoming, self._peers, strict=True)
+            Pending(group.recv([part], peer, tag), f"{what} from {name}", group)
+            for part, (peer, name) in zip(incoming, self._named, strict=True)
         ]
         pending += [
-            Pending(group.send([part], peer, tag), f"{what} to rank {peer}", group)
-            for part, peer in zip(outgoing, self._peers, strict=True)
+            Pending(group.send([part], peer, tag), f"{what} to {name}", group)
+            for part, (peer, name) in zip(outgoing, self._named, strict=True)
         ]
         return pending
 

@@ -155,8 +155,9 @@ class Runtime:
             self._retire(group.units)
         self._turns.forward_ends()
         if group.is_root:
-            for unit in self._staying:
-                # Ranks that have used it wait for this one's operations along further axes.
+            # Ranks that have used them wait for this one's operations along further axes. After an
+            # exception, which returns nothing, their peers may be dead.
+            for unit in self._staying if output is not None else ():
                 self.finish_gather(unit)
             self._watch.ends(END_OF_FORWARD, compares=not torch.is_grad_enabled())
 

@@ -31,7 +31,7 @@ def summary_on(
     """The summary of `model` on ranks along axes of `sizes`; `outer`: the strategy of the last."""
     world_size, names = math.prod(sizes.values()), list(sizes)
     group = mock.Mock(size=lambda: world_size)
-    axes = tuple(Axis(name, sizes[name], 0, group, group) for name in names)
+    axes = tuple(Axis(name, range(sizes[name]), 0, group, group) for name in names)
     coordinates = tuple(itertools.product(*map(range, sizes.values())))
     groups = DataParallelGroups(0, world_size, torch.device("cpu"), group, axes, coordinates)
     entry = sys.modules[ss.fully_shard.__module__]
