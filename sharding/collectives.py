@@ -155,6 +155,8 @@ class Channel:
         self._peers = [rank for rank in range(axis.size) if rank != axis.rank]
         self.received_parts = axis.size - int(self._point_to_point)
         """How many parts an exchange brings: the axis's, or all but our own."""
+        # Whom an error names, who may be another rank of the job than of the axis.
+        self._named = [(peer, f"rank {axis.ranks[peer]}") for peer in self._peers]
 
     @property
     def tags_messages(self) -> bool:
@@ -218,12 +220,12 @@ class Channel:
         uses = self._uses
         try:
             # Receives first: a send has to find its receive posted, or gloo stages it.
-            for part, peer in zip(incoming, self._peers, strict=True):
+            for part, (peer, name) in zip(incoming, self._named, strict=True):
                 work = group.recv([part], peer, tag)
-                pending.append(Pending(work, what, group, uses, f" from rank {peer}"))
-            for part, peer in zip(outgoing, self._peers, strict=True):
+                pending.append(Pending(work, what, group, uses, f" from {name}"))
+            for part, (peer, name) in zip(outgoing, self._named, strict=True):
                 work = group.send([part], peer, tag)
-                pending.append(Pending(work, what, group, uses, f" to rank {peer}"))
+                pending.append(Pending(work, what, group, uses, f" to {name}"))
         except RuntimeError:
             # Memory goes now that others may be writing to: have gloo give up what has begun.
             for begun in pending:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,17 +33,23 @@ ONE_RANK_VARIABLE = "SIDESTREAM_ONE_RANK_GROUPS"
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of the data-parallel ranks: this one's coordinate, and two communicators over the
-    ranks that differ along it alone, in the order of their coordinates.
+    """One axis of the data-parallel ranks: the `ranks` that differ along it alone, by their numbers
+    in the job and in the order of their coordinates, this one's coordinate `rank`, and two
+    communicators over them.
 
     Two, so that gathers and reductions never queue behind each other; None at size 1.
     """
 
     name: str
-    size: int
+    ranks: Sequence[int]
     rank: int
     gather: dist.ProcessGroup | None
     reduce: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,7 @@ def data_parallel_groups(
             )
         device = device_of(None, None, devices)
         return DataParallelGroups(
-            0, 1, device, None, (Axis(SHARD_AXIS, 1, 0, None, None),), ((0,),)
+            0, 1, device, None, (Axis(SHARD_AXIS, (0,), 0, None, None),), ((0,),)
         )
     own = dist.get_rank()
     if mesh is None:
@@ -252,12 +258,12 @@ def _axis(
     for what is made.
     """
     if len(ranks) == 1 and os.environ.get(ONE_RANK_VARIABLE) != "1":
-        return Axis(name, 1, 0, None, None)
+        return Axis(name, ranks, 0, None, None)
     if gather is None:
         gather = communicator("gather", ranks, like)
     reduce = communicator("reduce", ranks, like)
     _use_once(gather, reduce, device, f"first use of the communicators along '{name}'")
-    return Axis(name, len(ranks), ranks.index(own), gather, reduce)
+    return Axis(name, ranks, ranks.index(own), gather, reduce)
 
 
 def _use_once(

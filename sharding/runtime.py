@@ -157,11 +157,12 @@ class Runtime:
             self._retire(group.units)
         self._turns.forward_ends()
         if group.is_root:
-            self._end_forward()
+            self._end_forward(output)
 
-    def _end_forward(self) -> None:
-        for unit in self._staying:
-            # Ranks that have used it wait for this one's operations along further axes.
+    def _end_forward(self, output: object) -> None:
+        # Ranks that have used them wait for this one's operations along further axes. After an
+        # exception, which returns nothing, their peers may be dead.
+        for unit in self._staying if output is not None else ():
             self.finish_gather(unit)
         if self._watch is not None:
             self._watch.ends(END_OF_FORWARD, compares=not torch.is_grad_enabled())

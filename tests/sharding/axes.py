@@ -21,4 +21,5 @@ def one_axis(
     rank: int, world_size: int, device: torch.device, group: Any = None
 ) -> DataParallelGroups:
     """All ranks along one axis; `group` is its two communicators too."""
-    return groups_over([Axis("dp", world_size, rank, group, group)], group, device, rank)
+    axis = Axis("dp", range(world_size), rank, group, group)
+    return groups_over([axis], group, device, rank)

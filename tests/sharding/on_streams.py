@@ -72,7 +72,7 @@ def _groups(machine: Machine, sizes: Sequence[int]) -> tuple[DataParallelGroups,
     along = [tuple(LoopbackGroup(machine, size) for _ in range(2)) for size in sizes]
     # As everywhere, an axis of one rank has no communicators.
     axes = tuple(
-        Axis(f"axis {place}", size, 0, *(pair if size > 1 else (None, None)))  # type: ignore[arg-type]
+        Axis(f"axis {place}", range(size), 0, *(pair if size > 1 else (None, None)))  # type: ignore[arg-type]
         for place, (size, pair) in enumerate(zip(sizes, along, strict=True))
     )
     group = LoopbackGroup(machine, math.prod(sizes))

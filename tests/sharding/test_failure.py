@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 import sidestream as ss
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
+from sidestream.tests.sharding.meshes import options_of
 from sidestream.tests.sharding.trainer import Job, build, run_step
 
 LIMIT_S = 30
 
 
-def dies(rank: int, world_size: int, zero: int, where: str) -> None:
-    job = Job(zero=zero)
+def dies(rank: int, world_size: int, zero: int, where: str, mesh: str | None = None) -> None:
+    job = Job(zero=zero, options={} if mesh is None else options_of(mesh))
     model, optimizer = build(job)
     run_step(model, optimizer, job, 0, rank, world_size)
     optimizer.step()
@@ -77,3 +78,22 @@ def test_killed_rank_ends_the_others_with_a_named_error(zero: int, where: str) -
             rf"rank {rank}: (gather|gradient exchange) of unit '(\(root\)|blocks\.\d)'.* failed"
         )
         assert re.search(awaited, failures[rank]), failures[rank]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [("HSDP", 3), ("HFSDP, shards apart", 1), ("two nodes", 1), ("two nodes", 3)]
+)
+def test_ranks_are_named_as_in_the_job_on_two_axes(mesh: str, zero: int, where: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(dies, 4, zero, where, mesh, timeout_s=60)
+    assert time.monotonic() - start < LIMIT_S
+    neighbours = {0: "[12]", 2: "[03]", 3: "[12]"}  # those along the two axes
+    for rank, named in neighbours.items():
+        # A wait for several ranks, when it starts, names none of them.
+        awaited = (
+            rf"CommunicationError: rank {rank}: [a-z ]+ of unit '[^']*'( (from|to) rank {named})? "
+            "failed"
+        )
+        assert re.search(awaited, caught.value.failures[rank]), caught.value.failures[rank]
