@@ -160,8 +160,7 @@ class Runtime:
             self._end_forward(output)
 
     def _end_forward(self, output: object) -> None:
-        # Ranks that have used them wait for this one's operations along further axes. After an
-        # exception, which returns nothing, their peers may be dead.
+        # Who has used them waits for our hops along further axes; after an exception, never mind.
         for unit in self._staying if output is not None else ():
             self.finish_gather(unit)
         if self._watch is not None:
