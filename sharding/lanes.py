@@ -93,8 +93,8 @@ class _Staged:
     def __init__(
         self, what: str, stages: Sequence[Stage], log: WorkLog, before: deque[_Staged]
     ) -> None:
-        """Run stages until one has operations under way. before: works of the lane with stages
-        left, oldest first, which this one joins.
+        """Run stages until one has operations under way, or the last is left. before: works of the
+        lane with stages left, oldest first, which this one joins.
         """
         self.what = what
         self.since_s = time.monotonic()
@@ -104,7 +104,9 @@ class _Staged:
         self._pending: Sequence[Pending] = []
         self._before = before
         log.add(self)
-        while not self._pending and self._left:
+        # The last one waits for who asks for the end: after a backward that failed, sums that nobody
+        # has asked for were not added.
+        while not self._pending and (self._left > 1 or self._left == len(stages) > 0):
             self._run("start")
         if self._left:
             before.append(self)
