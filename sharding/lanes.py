@@ -104,8 +104,8 @@ class _Staged:
         self._pending: Sequence[Pending] = []
         self._before = before
         log.add(self)
-        # The last one waits for who asks for the end: after a backward that failed, sums that nobody
-        # has asked for were not added.
+        # The last one waits for who asks for the end: after a backward that failed, sums that
+        # nobody has asked for were not added.
         while not self._pending and (self._left > 1 or self._left == len(stages) > 0):
             self._run("start")
         if self._left:
@@ -137,10 +137,13 @@ class _Staged:
     def _run(self, verb: str) -> None:
         stage = self._stages[-self._left]
         self._left -= 1
+        if not self._left:
+            self._stages = ()  # they refer to who holds this
         try:
             self._pending = ranged(verb, self.what, stage) if is_profiling() else stage()
         except BaseException:
-            self._left, self.ended, self.has_failed = 0, True, True
+            self._stages, self._left = (), 0
+            self.ended = self.has_failed = True
             raise
 
     def abandon(self, deadline: float) -> None:
@@ -149,7 +152,7 @@ class _Staged:
             rest = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             with contextlib.suppress(Exception):
                 operation.wait_at_most(rest)
-        self._pending, self._left = (), 0
+        self._pending, self._stages, self._left = (), (), 0
         self.ended = True
 
     def _finish_pending(self) -> None:
