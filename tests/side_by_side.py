@@ -15,7 +15,15 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-BESIDE = ("kernels", "bench", "training", "sharding/checkpoint")
+BESIDE = (
+    "kernels",
+    "bench",
+    "training",
+    "examples",
+    "integrations",
+    "sharding/checkpoint",
+    "sharding/optim",
+)
 REGULAR_ENDS = (0, 1)
 END_S = 10.0
 
