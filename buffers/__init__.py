@@ -11,6 +11,7 @@ from .placed_buffer import (
     Placement,
     Placements,
     Span,
+    cut,
     redistribute,
     spans,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "Segment",
     "Span",
     "Streams",
+    "cut",
     "flat_layout",
     "redistribute",
     "spans",

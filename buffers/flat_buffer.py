@@ -1,6 +1,4 @@
-"""One 1-D tensor together with its layout: the per-tensor views and each rank's slice as views of
-it.
-"""
+"""One 1-D tensor together with its layout: the tensors as views of it."""
 
 from __future__ import annotations
 
@@ -29,13 +27,3 @@ class FlatBuffer:
             self.data[segment.start : segment.stop].view(segment.shape)
             for segment in self.layout.segments
         ]
-
-    def shards(self) -> list[Tensor]:
-        """One view [shard_numel] per rank."""
-        numel = self.layout.shard_numel
-        return [self.data[r * numel : (r + 1) * numel] for r in range(self.layout.world_size)]
-
-    def shard(self, rank: int) -> Tensor:
-        """The slice [shard_numel] that `rank` owns, as a view."""
-        start, stop = self.layout.shard_range(rank)
-        return self.data[start:stop]

@@ -77,11 +77,6 @@ class FlatLayout:
         """Elements that belong to no tensor."""
         return self.numel - sum(segment.numel for segment in self.segments)
 
-    @property
-    def offsets(self) -> list[int]:
-        """Start of each segment, in the caller's order."""
-        return [segment.start for segment in self.segments]
-
     def gaps(self) -> list[tuple[int, int]]:
         """The [start, stop) stretches of the flat buffer that no tensor covers, ascending."""
         gaps = []
@@ -94,17 +89,6 @@ class FlatLayout:
         if cursor < self.numel:
             gaps.append((cursor, self.numel))
         return gaps
-
-    def shard_range(self, rank: int) -> tuple[int, int]:
-        """[start, stop) of the flat buffer that `rank` owns."""
-        assert 0 <= rank < self.world_size, "rank out of range"
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
-
-    def interval(self, index: int, rank: int) -> tuple[int, int]:
-        """[start, stop) of tensor `index`, in its own row-major elements, that `rank` owns (maybe
-        empty).
-        """
-        return self.overlap(index, self.shard_range(rank))
 
     def overlap(self, index: int, span: tuple[int, int]) -> tuple[int, int]:
         """[start, stop) of tensor `index`, in its own elements, that lies in flat [span)."""

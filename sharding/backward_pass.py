@@ -116,11 +116,14 @@ class BackwardPass:
         """How many of `order`, from the first on, this rank is ready to exchange."""
         place = self.next_in_order
         while place < len(self.order):
-            unit = self.units[self.order[place]]
-            if unit.reduction.is_needed and not self.is_over and unit.spec.index not in self.ready:
+            if self._awaits_gradients(self.units[self.order[place]]):
                 break
             place += 1
         return place
+
+    def _awaits_gradients(self, unit: Unit) -> bool:
+        ready = self.is_over or unit.spec.index in self.ready
+        return unit.reduction.is_needed and not ready
 
     def launch_allowed(self) -> None:
         """Start the exchanges for which all ranks are ready."""
@@ -133,9 +136,9 @@ class BackwardPass:
         stop = min(self.allowed_exchanges, len(self.order))
         while self.next_in_order < stop:
             unit = self.units[self.order[self.next_in_order]]
+            if self._awaits_gradients(unit):
+                return
             if unit.reduction.is_needed:
-                if not self.is_over and unit.spec.index not in self.ready:
-                    return
                 self._launch(unit)
             self.next_in_order += 1
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..buffers import BufferPool, Hop, Movement, Placement
-from ..buffers.placed_buffer import cut
+from ..buffers import BufferPool, Hop, Movement, Placement, cut
 from .collectives import Channel, Collectives, Pending
 from .grad_watch import GradientWatch
 from .lanes import Event, Lane

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buffers import FlatBuffer, Placement, Placements
-from ..buffers.placed_buffer import cut
+from ..buffers import FlatBuffer, Placement, Placements, cut
 from .bits import differing
 from .collectives import Collectives
 from .messages import listed
@@ -76,9 +75,9 @@ def _collect(
     flat = torch.empty(spec.layout.numel, dtype=own.dtype, device=own.device)
     flat[start:stop] = own
     for hop in collectives.hops(spec.layout.numel, held, spec.placements.whole):
-        slices = cut(flat[hop.start : hop.stop], hop.parts)
-        channel = collectives.channels[hop.axis]
         whole = flat[hop.start : hop.stop]
+        slices = cut(whole, hop.parts)
+        channel = collectives.channels[hop.axis]
         for pending in channel.gather(whole, slices, slices[hop.own], what):
             pending.wait()
     return flat

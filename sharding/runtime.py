@@ -1,8 +1,7 @@
-"""Runs the schedule: turns what happens in forward and backward into gathers, exchanges and
-releases.
+"""Turns what happens in forward and backward into gathers, exchanges and releases.
 
-`hooks.py` calls the event methods below; `schedule.py` states the order they lead to. The order of
-exchanges is agreed between the ranks.
+`hooks.py` calls the event methods below; the tests state the order they lead to as a plan of steps.
+The order of exchanges is agreed between the ranks.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ class Unit:
             self.faces.forbid_old_graphs()
         if not self.buffers.moves:
             self._stale, self._gathered_version = False, version
-        is_fresh = not self._stale and version == self._gathered_version
+        is_fresh = self.is_fresh
         if is_fresh and not self.buffers.frees:
             self.state = UnitState.GATHERING
             return False

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ..buffers import BufferPool, FlatBuffer, Hop, PlacedBuffer, Placements
 from .collectives import Channel, Collectives, Pending
+from .lanes import Stage
 from .unit_spec import UnitSpec
-
-Stage = Callable[[], Sequence[Pending]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -49,6 +50,52 @@ _FUSED_OPTIMIZERS = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_
 _FOREACH = "_foreach_"
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An operator and its arguments. `sharded_type`: the class of sharded tensors, whose file
+    imports this one.
+    """
+
+    sharded_type: type[ShardedTensor]
+    operator: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """All arguments."""
+        return (*self.args, *self.kwargs.values())
+
+    def is_sharded(self, x: Any) -> TypeGuard[ShardedTensor]:
+        """Whether `x` is a sharded tensor."""
+        return isinstance(x, self.sharded_type)
+
+    def sharded(self) -> Iterator[ShardedTensor]:
+        """The sharded tensors among the arguments and inside their lists."""
+        return self._sharded_in(self.values)
+
+    def _sharded_in(self, values: Any) -> Iterator[ShardedTensor]:
+        for x in values:
+            if self.is_sharded(x):
+                yield x
+            elif isinstance(x, (list, tuple)):
+                yield from self._sharded_in(x)
+
+    def written(self) -> list[Any]:
+        """The arguments that the operator writes to."""
+        return [
+            self.args[position] if position < len(self.args) else self.kwargs[name]
+            for position, name in _written(self.operator)
+        ]
+
+    def run(self, local: Callable[[Any], Any]) -> Any:
+        """What the operator returns for `local` of each argument."""
+        kwargs = {key: local(x) for key, x in self.kwargs.items()}
+        if "memory_format" in kwargs:
+            kwargs["memory_format"] = torch.preserve_format  # the local part is always 1-D
+        return self.operator(*(local(x) for x in self.args), **kwargs)
+
+
 def dispatch(
     sharded_type: type[ShardedTensor],
     operator: OpOverload,
@@ -62,14 +109,14 @@ def dispatch(
             another dtype or device, mixes layouts or shapes, or reads a gradient that waits for its
             exchange.
     """
-    for x in _sharded_in(sharded_type, (*args, *kwargs.values())):
+    call = _Call(sharded_type, operator, args, kwargs)
+    for x in call.sharded():
         x.require_exchanged()
-    rule = _rule(operator)
-    return rule(sharded_type, operator, args, kwargs)
+    return _rule(operator)(call)
 
 
 @functools.cache
-def _rule(operator: OpOverload) -> Callable[..., Any]:
+def _rule(operator: OpOverload) -> Callable[[_Call], Any]:
     name = operator._schema.name.removeprefix("aten::")
     if torch.Tag.nondeterministic_seeded in operator.tags:
         return _refuse_random
@@ -79,7 +126,7 @@ def _rule(operator: OpOverload) -> Callable[..., Any]:
         return _convert
     reduction = reduction_rule(name, operator)
     if reduction is not None:
-        return lambda _type, operator, args, kwargs: reduction(operator, args, kwargs)
+        return lambda call: reduction(call.operator, call.args, call.kwargs)
     if name.startswith(_FOREACH):
         return _run_on_lists if _is_elementwise_name(name.removeprefix(_FOREACH)) else _refuse
     if name in _FUSED_OPTIMIZERS:
@@ -99,33 +146,18 @@ def _is_elementwise_name(name: str) -> bool:
     return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
 
 
-def _alias(
-    sharded_type: type[ShardedTensor],
-    operator: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _alias(call: _Call) -> Any:
     # Not by the operator: below autograd, the alias it makes has a version counter of its own.
-    like: ShardedTensor = args[0]
-    return like if _written(operator) else like.with_local(like.local)
+    like: ShardedTensor = call.args[0]
+    return like if _written(call.operator) else like.with_local(like.local)
 
 
-def _run(
-    sharded_type: type[ShardedTensor],
-    operator: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    like = next(x for x in (*args, *kwargs.values()) if isinstance(x, sharded_type))
-    written = [_argument(args, kwargs, *place) for place in _written(operator)]
-    for target in written:
-        if not isinstance(target, sharded_type):
-            _refuse_plain_target(like, operator)
-    local_args = [_local(x, like, operator) for x in args]
-    local_kwargs = {key: _local(x, like, operator) for key, x in kwargs.items()}
-    if "memory_format" in local_kwargs:
-        local_kwargs["memory_format"] = torch.preserve_format  # the local part is always 1-D
-    result = operator(*local_args, **local_kwargs)
+def _run(call: _Call) -> Any:
+    like = next(x for x in call.values if call.is_sharded(x))
+    operator, written = call.operator, call.written()
+    if not all(map(call.is_sharded, written)):
+        _refuse_plain_target(like, operator)
+    result = call.run(lambda x: _local(x, like, operator))
     if written:
         _mark_written(written)
         return written[0] if len(written) == 1 else tuple(written)
@@ -134,31 +166,25 @@ def _run(
     return _wrap(result, like, operator)
 
 
-def _run_on_lists(
-    sharded_type: type[ShardedTensor],
-    operator: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _run_on_lists(call: _Call) -> Any:
     """`_run` for operators over lists: the tensors at one position of all lists share a layout."""
-    likes = _layouts(sharded_type, (*args, *kwargs.values()))
-    written = [_argument(args, kwargs, *place) for place in _written(operator)]
+    likes, operator, written = _layouts(call), call.operator, call.written()
     for targets in written:
         for position, x in enumerate(targets):
-            if position in likes and not isinstance(x, sharded_type):
+            if position in likes and not call.is_sharded(x):
                 _refuse_plain_target(likes[position], operator)
 
     def local(x: Any) -> Any:
         if not _is_tensor_list(x):
-            return x.local if isinstance(x, sharded_type) else x
+            return x.local if call.is_sharded(x) else x
         return [
             _local(t, likes[position], operator) if position in likes else t
             for position, t in enumerate(x)
         ]
 
-    result = operator(*(local(x) for x in args), **{key: local(x) for key, x in kwargs.items()})
+    result = call.run(local)
     for targets in written:
-        _mark_written([x for x in targets if isinstance(x, sharded_type)])
+        _mark_written([x for x in targets if call.is_sharded(x)])
     if written:
         return result
     return [
@@ -167,14 +193,12 @@ def _run_on_lists(
     ]
 
 
-def _layouts(
-    sharded_type: type[ShardedTensor], values: tuple[Any, ...]
-) -> dict[int, ShardedTensor]:
-    """By position in the lists among `values`: the first sharded tensor that stands there."""
+def _layouts(call: _Call) -> dict[int, ShardedTensor]:
+    """By position in the lists among the arguments: the first sharded tensor that stands there."""
     likes: dict[int, ShardedTensor] = {}
-    for tensors in filter(_is_tensor_list, values):
+    for tensors in filter(_is_tensor_list, call.values):
         for position, x in enumerate(tensors):
-            if isinstance(x, sharded_type):
+            if call.is_sharded(x):
                 likes.setdefault(position, x)
     return likes
 
@@ -220,10 +244,6 @@ def _written(operator: OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
-    return args[position] if position < len(args) else kwargs[name]
-
-
 def _mark_written(targets: list[ShardedTensor]) -> None:
     # Below autograd, where dispatch runs, an in-place operator leaves the version of its target as
     # it was; units compare versions to see that a shard was edited and must be gathered again.
@@ -231,13 +251,9 @@ def _mark_written(targets: list[ShardedTensor]) -> None:
         torch.autograd.graph.increment_version(target.local)
 
 
-def _convert(
-    sharded_type: type[ShardedTensor],
-    operator: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    like: ShardedTensor = args[0]
+def _convert(call: _Call) -> Any:
+    like: ShardedTensor = call.args[0]
+    kwargs = call.kwargs
     dtype = kwargs.get("dtype") or like.dtype
     device = torch.device(kwargs.get("device") or like.device)
     is_other = dtype != like.dtype or _with_index(device) != _with_index(like.device)
@@ -261,35 +277,17 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, index)
 
 
-def _sharded_in(sharded_type: type[ShardedTensor], values: Any) -> Iterator[ShardedTensor]:
-    for x in values:
-        if isinstance(x, sharded_type):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _sharded_in(sharded_type, x)
-
-
-def _refuse_random(
-    sharded_type: type[ShardedTensor],
-    operator: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> NoReturn:
-    like = next(_sharded_in(sharded_type, (*args, *kwargs.values())))
+def _refuse_random(call: _Call) -> NoReturn:
+    like = next(call.sharded())
     raise RuntimeError(
-        f"{operator} on {like.describe()} would draw other numbers on each rank and for each world "
-        "size: initialise the model before fully_shard, or fill it from a full tensor with copy_"
+        f"{call.operator} on {like.describe()} would draw other numbers on each rank and for "
+        "each world size: initialise the model before fully_shard, or fill it from a full "
+        "tensor with copy_"
     )
 
 
-def _refuse(
-    sharded_type: type[ShardedTensor],
-    operator: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> NoReturn:
-    like = next(_sharded_in(sharded_type, (*args, *kwargs.values())))
-    _refuse_tensor(like, operator)
+def _refuse(call: _Call) -> NoReturn:
+    _refuse_tensor(next(call.sharded()), call.operator)
 
 
 def _refuse_tensor(like: ShardedTensor, operator: OpOverload) -> NoReturn:

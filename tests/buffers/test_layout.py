@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidestream.buffers import flat_layout
+from sidestream.buffers import FlatLayout, Grid, Placement, Span, flat_layout
 from sidestream.kernels import ALIGN_NUMEL
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=8)
 WORLDS = st.integers(1, 9)
+
+
+def shard_of(layout: FlatLayout, rank: int) -> Span:
+    """What `rank` owns where all ranks are along one axis."""
+    return Grid((layout.world_size,), (rank,)).span(layout.numel, (Placement.SHARD,))
 
 
 @given(SHAPES, WORLDS)
@@ -20,7 +25,7 @@ def test_every_element_of_every_tensor_has_one_owner(
 ) -> None:
     layout = flat_layout(shapes, world_size)
     for index, shape in enumerate(shapes):
-        cuts = [layout.interval(index, rank) for rank in range(world_size)]
+        cuts = [layout.overlap(index, shard_of(layout, rank)) for rank in range(world_size)]
         owned = [element for start, stop in cuts for element in range(start, stop)]
         assert owned == list(range(math.prod(shape)))
 
@@ -37,9 +42,9 @@ def test_blocks_straddle_neither_tensors_nor_ranks(
                 assert owner[block] is None
                 owner[block] = index
     for rank in range(world_size):
-        start, stop = layout.shard_range(rank)
+        start, stop = shard_of(layout, rank)
         assert start % ALIGN_NUMEL == 0 and stop - start == layout.shard_numel
-    assert layout.shard_range(world_size - 1)[1] == layout.numel
+    assert shard_of(layout, world_size - 1)[1] == layout.numel
 
 
 @given(SHAPES, WORLDS)
@@ -85,7 +90,12 @@ def test_matrices_come_before_vectors_and_scalars() -> None:
 
 def test_more_ranks_than_elements_leaves_ranks_with_padding_alone() -> None:
     layout = flat_layout([(3,)], 4)
-    assert [layout.interval(0, rank) for rank in range(4)] == [(0, 3), (3, 3), (3, 3), (3, 3)]
+    assert [layout.overlap(0, shard_of(layout, rank)) for rank in range(4)] == [
+        (0, 3),
+        (3, 3),
+        (3, 3),
+        (3, 3),
+    ]
     assert layout.shard_numel == ALIGN_NUMEL
 
 

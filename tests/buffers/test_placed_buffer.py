@@ -126,8 +126,15 @@ def test_every_strategy_holds_one_stretch(strategy, outer) -> None:
         placements = unit_placements(strategy, None if outer is None else OUTER[outer], axes)
         if outer == "optim" and (strategy.level == 0 or axes == 1):
             continue  # refused where the optimizer is sharded over the outer axis alone
+        sizes = (2,) * axes
         for held in (placements.params, placements.main, placements.whole):
-            Grid((2,) * axes, (1,) * axes).span(NUMEL, held)
+            found = set(spans(NUMEL, sizes, coordinates(sizes), held))
+            assert sum(stop - start for start, stop in found) == NUMEL, "each element is somewhere"
+
+
+def test_what_is_no_stretch_is_refused() -> None:
+    with pytest.raises(AssertionError, match="replicates comes before one that shards"):
+        Grid((2, 2), (1, 0)).span(NUMEL, (R, S))
 
 
 def test_memory_is_that_of_the_part() -> None:
