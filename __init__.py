@@ -5,6 +5,7 @@ from .sharding import (
     CommunicationError,
     DivergentUseError,
     MixedPrecisionPolicy,
+    NonFiniteGradientError,
     ShardedTensor,
     Wire,
     clip_grad_norm_,
@@ -21,6 +22,7 @@ from .sharding import (
     remove_old_checkpoints,
     save_checkpoint,
     save_safetensors,
+    skipped_steps,
     summary,
 )
 
@@ -29,6 +31,7 @@ __all__ = [
     "CommunicationError",
     "DivergentUseError",
     "MixedPrecisionPolicy",
+    "NonFiniteGradientError",
     "ShardedTensor",
     "Wire",
     "clip_grad_norm_",
@@ -45,6 +48,7 @@ __all__ = [
     "remove_old_checkpoints",
     "save_checkpoint",
     "save_safetensors",
+    "skipped_steps",
     "summary",
 ]
 __version__ = "0.1.0"

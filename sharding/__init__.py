@@ -2,7 +2,7 @@
 
 from .checkpoint import full_state_dict, load_checkpoint, remove_old_checkpoints, save_checkpoint
 from .entries import gathered, register_forward_method
-from .errors import CommunicationError, DivergentUseError
+from .errors import CommunicationError, DivergentUseError, NonFiniteGradientError
 from .fully_shard import (
     explain,
     fully_shard,
@@ -10,6 +10,7 @@ from .fully_shard import (
     fully_shard_optimizer,
     is_sharded,
     no_sync,
+    skipped_steps,
 )
 from .optim.adamw import AdamW
 from .optim.grad_norm import clip_grad_norm_
@@ -25,6 +26,7 @@ __all__ = [
     "CommunicationError",
     "DivergentUseError",
     "MixedPrecisionPolicy",
+    "NonFiniteGradientError",
     "ShardedTensor",
     "Wire",
     "clip_grad_norm_",
@@ -43,5 +45,6 @@ __all__ = [
     "save_checkpoint",
     "save_safetensors",
     "shorten_flight_record",
+    "skipped_steps",
     "summary",
 ]

@@ -30,6 +30,7 @@ from .collectives import Channel, Collectives, Pending
 from .grad_watch import GradientWatch
 from .lanes import Event, Lane
 from .optimizer_view import OptimizerView, Shown
+from .own_gradients import OwnGradients
 from .unit_spec import UnitSpec
 from .wire import FlatSource, GradientPacker, Gradients, PlainWire, Source, Wire
 
@@ -92,6 +93,8 @@ class Reduction:
         self._packer = GradientPacker(layout, spec.dtypes.compute, pool)
         self.name = f"gradient exchange of unit '{spec.name}'"
         self._accumulation = f"gradient accumulation of unit '{spec.name}'"
+        self.own_gradients: OwnGradients | None = None
+        """What this rank packed, where a step asks whether it was finite."""
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Reduce the gradients of `params`, which `watch` sees come."""
@@ -99,6 +102,10 @@ class Reduction:
         self.watch = GradientWatch(params)
         self.is_needed = bool(self.watch.trainable)
         """Whether any parameter is trainable."""
+
+    def note_own_gradients(self) -> None:
+        """Note from now on which gradients of this rank are not finite."""
+        self.own_gradients = OwnGradients(self.spec.layout.order, self.pool.device)
 
     def follow_requires_grad(self) -> None:
         """Some parameters may have been frozen or unfrozen."""
@@ -213,6 +220,7 @@ class Exchange:
     def accumulate(self) -> Sequence[Pending]:
         """Add the gradients to the rank's own sum."""
         view = self._how.view
+        self._note_own()
         view.make_current(self._shown)
         if view.waiting is None:
             self._grads.fill(view.lease_sum())
@@ -224,6 +232,7 @@ class Exchange:
 
     def _pack(self) -> Sequence[Pending]:
         how, waiting = self._how, self._waiting
+        self._note_own()
         source: Source = self._grads
         if waiting is not None:
             how.view.forget_cleared(waiting, self._shown)
@@ -287,6 +296,10 @@ class Exchange:
         return how.channels[hop.axis].gather_reduced(flat, slices, what)
 
     # ---- their parts
+
+    def _note_own(self) -> None:
+        if self._how.own_gradients is not None:
+            self._how.own_gradients.note(self._grads.tensors, self._shown.kept_tensors())
 
     def _free_packed(self) -> None:
         if self._how.pool.device.type == "cpu":

@@ -332,6 +332,17 @@ def explain(module: nn.Module) -> Explanation:
     return explain_runtime(runtime_of(module))
 
 
+def skipped_steps(module: nn.Module) -> int:
+    """How many steps were left out since `fully_shard`, of all optimizers over a sharded module,
+    since a gradient was not finite: `MixedPrecisionPolicy(nonfinite_grads="skip")`. Equal on all
+    ranks. What a `torch.amp.GradScaler` leaves out is not counted.
+
+    Raises:
+        ValueError: `module` is not the one passed to `fully_shard`.
+    """
+    return runtime_of(module).skipped_steps
+
+
 def runtimes() -> list[tuple[nn.Module, Runtime]]:
     """All sharded modules that are alive and their runtimes, in the order of `fully_shard`."""
     return list(_RUNTIMES.items())

@@ -11,6 +11,7 @@ from .arguments import kind_of, require_flag
 from .wire import NativeWire, PlainWire, Wire, require_wire
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NONFINITE = ("keep", "raise", "skip")
 _NAMES_IN_PYTORCH = {
     "param_dtype": "param_dtype",
     "grad_comm_dtype": "reduce_dtype",
@@ -40,9 +41,17 @@ class MixedPrecisionPolicy:
         output_dtype: dtype of the floating-point tensors that the root returns (None: unchanged).
         cast_forward_inputs: cast the floating-point inputs of every unit's forward to its compute
             dtype when `param_dtype` is given.
+        nonfinite_grads: what `optimizer.step` does on all ranks when a gradient of its parameters
+            is NaN or infinite after the sum. "keep": steps with it. "raise": raises
+            `NonFiniteGradientError`, which names parameters and ranks, before anything changes.
+            "skip": leaves the step out: parameters, state and counters stay, the gradients too,
+            `skipped_steps` counts it, and a closure's value is returned. The last two read each
+            gradient once more, and the host waits for one number over all ranks in each step. A
+            step to which a `torch.amp.GradScaler` hands what it has found is its to leave out.
 
     Raises:
         TypeError: a dtype that is not one of the allowed ones, a flag that is no bool.
+        ValueError: `nonfinite_grads` is none of the three.
     """
 
     param_dtype: torch.dtype | None = None
@@ -53,9 +62,15 @@ class MixedPrecisionPolicy:
     grad_wire: Wire | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    nonfinite_grads: str = "keep"
 
     def __post_init__(self) -> None:
         require_flag("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
+        if self.nonfinite_grads not in _NONFINITE:
+            raise ValueError(
+                "MixedPrecisionPolicy.nonfinite_grads: expected 'keep', 'raise' or 'skip', got "
+                f"{self.nonfinite_grads!r}; pass one of them"
+            )
         if self.grad_wire is not None:
             require_wire("MixedPrecisionPolicy.grad_wire", self.grad_wire)
             if self.grad_comm_dtype is not None:
@@ -65,7 +80,7 @@ class MixedPrecisionPolicy:
                 )
         for entry in fields(self):
             value = getattr(self, entry.name)
-            is_dtype = entry.name not in ("cast_forward_inputs", "grad_wire")
+            is_dtype = entry.name not in ("cast_forward_inputs", "grad_wire", "nonfinite_grads")
             if is_dtype and value is not None and value not in _FLOATS:
                 raise TypeError(
                     f"MixedPrecisionPolicy.{entry.name}: expected None, torch.float32, "
