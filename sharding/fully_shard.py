@@ -40,6 +40,7 @@ from .modules.unit_classes import UnitClass, resolve_unit_classes
 from .monitor import MONITOR
 from .optim.flat_runs import Located, Location, locate_params, sharded_locations
 from .optim.kinds import check_elementwise, describe_options
+from .optim.nonfinite import num_skipped
 from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
 from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups
@@ -340,7 +341,7 @@ def skipped_steps(module: nn.Module) -> int:
     Raises:
         ValueError: `module` is not the one passed to `fully_shard`.
     """
-    return runtime_of(module).skipped_steps
+    return num_skipped(runtime_of(module))
 
 
 def runtimes() -> list[tuple[nn.Module, Runtime]]:

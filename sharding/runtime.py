@@ -65,8 +65,6 @@ class Runtime:
         self._root = next(group for group in groups if group.is_root)
         self.open_writes = 0
         """Blocks of `gathered(write=True)` that are open."""
-        self.skipped_steps = 0
-        """Steps of optimizers that were left out, since a gradient was not finite."""
         self._lent = LentOutputs(self.units)
         # A graph of gradients reads the gathered parameters until a backward has run through it.
         self._keeps_gathered = False
@@ -74,8 +72,6 @@ class Runtime:
         callbacks = weakref.WeakMethod(self.unit_ready), weakref.WeakMethod(self.enter_backward)
         for unit in self.units:
             unit.connect(*callbacks)
-            if options.nonfinite_grads != "keep":
-                unit.reduction.note_own_gradients()
 
     def __del__(self) -> None:
         # After an exception something may be in flight: it uses memory that goes now, and gloo

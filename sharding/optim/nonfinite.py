@@ -12,6 +12,7 @@ reads one number, the maximum over all ranks. Whose gradient it was is asked onl
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ _OTHERWISE = {
     "raise": ", or pass MixedPrecisionPolicy(nonfinite_grads='skip') to leave such steps out",
     "skip": "",
 }
+_SKIPPED: weakref.WeakKeyDictionary[Runtime, int] = weakref.WeakKeyDictionary()
 Runs = Sequence[tuple[Unit, FlatRun]]
 
 
@@ -84,7 +86,7 @@ class FiniteSteps:
                 "called again after the step had begun to change parameters"
             )
             return False
-        runtime.skipped_steps += 1
+        _SKIPPED[runtime] = num_skipped(runtime) + 1
         if runtime.collectives.rank == 0:
             _logger.warning("left out: %s", error)
         return True
@@ -99,6 +101,11 @@ class FiniteSteps:
         """As its state says, which checkpoints bring along, or else since it was bound."""
         counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
         return int(max(counts)) if counts else self._made
+
+
+def num_skipped(runtime: Runtime) -> int:
+    """How many steps of optimizers over its parameters were left out."""
+    return _SKIPPED.get(runtime, 0)
 
 
 def _is_nonfinite(runtime: Runtime, runs: Runs) -> bool:

@@ -136,8 +136,7 @@ def poisoned(rank: int, world_size: int, make: str, options: dict[str, Any]) -> 
             assert counts == [0, 1, 0], case
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "make"), [(1, "SGD"), (2, "SGD"), (2, "ours"), (3, "ours")])
 def test_one_bad_element_stops_the_step_on_all_ranks(world_size: int, make: str) -> None:
     run_on_ranks(poisoned, world_size, make, {})
 
