@@ -305,7 +305,7 @@ MESSAGE = torch.zeros(message_layout("mxfp8", [200]).num_bytes, dtype=torch.uint
 NOISY = {"rounding": "stochastic", "seed": 1}
 BAD_PACK = {
     "message dtype": ({"message": MESSAGE.int()}, r"message: expected torch\.uint8.*torch\.int32"),
-    "message 2-d": ({"message": MESSAGE.view(2, -1)}, r"message: expected a contiguous 1-D tensor"),
+    "message 3-d": ({"message": MESSAGE.view(2, 3, -1)}, r"message: expected a contiguous 1-D tens"),
     "message strides": ({"message": MESSAGE[::2]}, r"message: expected a contiguous 1-D tensor"),
     "short": ({"message": MESSAGE[:-1]}, r"message: expected 288 bytes, mxfp8 of 256.*got 287"),
     "long": ({"message": torch.zeros(304, dtype=torch.uint8)}, r"message: expected 288.*got 304"),
@@ -355,7 +355,7 @@ def test_bad_packing(case):
 
 
 @pytest.mark.parametrize("case", [
-    *("message dtype", "message 2-d", "short", "long", "dtype", "device", "format", "row"),
+    *("message dtype", "message 3-d", "short", "long", "dtype", "device", "format", "row"),
     *("offsets", "offset", "no room", "overlap", "odd length"),
 ])  # fmt: skip
 def test_bad_unpacking(case):
