@@ -13,6 +13,9 @@ A is the amax of the tensor, or of a message's row, a that of a block, x an elem
 2688 is 448 * 6, the largest scale times the largest element. Where A is not a positive finite
 number, E, D and P are 1. Decoding takes A below 2688 / FLT_MAX for that, as E does. Messages have
 the variant "te", a row of theirs being a tensor.
+
+In a message a block with a NaN or an infinity has a NaN for a: its scale is byte 0x7F, f is NaN and
+every code that of a NaN. A leaves the block out, so that no other one knows of it.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ def scales_of(
     blocks: torch.Tensor, form: BlockFormat, rule: None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `table.Codec`."""
-    block_amax = magnitudes(blocks).amax(-1)
-    row_amax = block_amax.amax(-1, keepdim=True)
+    amax = blocks.abs().amax(-1)
+    is_finite = amax.isfinite()
+    row_amax = torch.where(is_finite, amax, 0.0).amax(-1, keepdim=True)
+    block_amax = torch.where(is_finite, amax, torch.nan)
     scale_bytes, factors = block_scales(block_amax, row_amax, False)
     return factors, scale_bytes, row_amax
 
