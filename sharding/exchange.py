@@ -39,8 +39,8 @@ from .wire import FlatSource, GradientPacker, Gradients, Places, PlainWire, Sour
 @dataclass(frozen=True, slots=True)
 class Sum:
     """One sum along an axis, decided: `hop` along `channel` by `wire`, which sends `message_numel`
-    elements for a part, and brings `received_parts` of them. `places`: what goes in. `sends_partial`:
-    whether the partial sum that goes in is sent as it is, without a copy.
+    elements for a part, and brings `received_parts` of them. `places`: of what goes in.
+    `sends_partial`: whether the partial sum that goes in is sent as it is, without a copy.
     """
 
     hop: Hop
@@ -102,7 +102,7 @@ class Reduction:
                 [(one.hop.own_span, one.wire) for one in self.sums] or [(self.own, spec.wires[0])]
             )
         ]
-        self.rank = collectives.rank
+        self.coordinate = collectives.grid.coordinate
         self.residual: Tensor | None = None
         """What the wire of gradients has lost so far on this rank, if it is fed back [numel]."""
         if spec.wires[0].residual_dtype is not None:
@@ -328,7 +328,12 @@ class Exchange:
             self._grads.clear()
 
     def _noise_key(self) -> int:
-        return mixed(self._number, self._how.rank, self._place)
+        """That of whoever has these summands: along the axes that are summed already, ranks share
+        them as units are cut, which no noise may show.
+        """
+        how = self._how
+        axis = how.sums[self._place].hop.axis if how.sums else 0
+        return mixed(self._number, self._place, *how.coordinate[axis:])
 
     def _reduce(self, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         """Sum into `out` what the sum that is under way has brought."""
