@@ -10,6 +10,7 @@ from .fully_shard import (
     fully_shard_optimizer,
     is_sharded,
     no_sync,
+    reset_error_feedback,
     skipped_steps,
 )
 from .message_wire import MessageWire
@@ -46,6 +47,7 @@ __all__ = [
     "no_sync",
     "register_forward_method",
     "remove_old_checkpoints",
+    "reset_error_feedback",
     "save_checkpoint",
     "save_safetensors",
     "shorten_flight_record",

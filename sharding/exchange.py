@@ -119,6 +119,13 @@ class Reduction:
         self.is_needed = bool(self.watch.trainable)
         """Whether any parameter is trainable."""
 
+    def reset_residual(self, indices: Sequence[int]) -> None:
+        """Owe nothing to the gradients of these tensors."""
+        for index in indices if self.residual is not None else ():
+            segment = self.spec.layout.segments[index]
+            assert self.residual is not None
+            self.residual[segment.start : segment.stop] = 0
+
     def note_own_gradients(self) -> None:
         """Note from now on which gradients of this rank are not finite."""
         self.own_gradients = OwnGradients(self.spec.layout.order, self.pool.device)

@@ -339,6 +339,18 @@ def explain(module: nn.Module) -> Explanation:
     return explain_runtime(runtime_of(module))
 
 
+def reset_error_feedback(module: nn.Module) -> None:
+    """Forget what the wires of a sharded module's gradients have lost to rounding and would add to
+    the next ones (`MessageWire(..., error_feedback=...)`). For all ranks to call, after a change
+    of the weights or the loss that makes gradients of before worthless.
+
+    Raises:
+        ValueError: `module` is not the one passed to `fully_shard`.
+    """
+    for unit in runtime_of(module).units:
+        unit.reduction.reset_residual(range(len(unit.spec.names)))
+
+
 def skipped_steps(module: nn.Module) -> int:
     """How many steps were left out since `fully_shard`, of all optimizers over a sharded module,
     since a gradient was not finite: `MixedPrecisionPolicy(nonfinite_grads="skip")`. Equal on all

@@ -76,8 +76,12 @@ class FiniteSteps:
         """The closure of a step has run and returned `loss`."""
         self._checked, self.loss = False, loss
 
-    def leaves_out(self, error: NonFiniteGradientError, runtime: Runtime | None) -> bool:
-        """Whether the step that ended with `error` is as if it had not been called."""
+    def leaves_out(
+        self, error: NonFiniteGradientError, runtime: Runtime | None, runs: Runs
+    ) -> bool:
+        """Whether the step over `runs` that ended with `error` is as if it had not been called: what
+        its messages have lost goes too.
+        """
         if self._policy != "skip" or runtime is None:
             return False
         if self._begun:
@@ -87,6 +91,8 @@ class FiniteSteps:
             )
             return False
         _SKIPPED[runtime] = num_skipped(runtime) + 1
+        for unit, run in runs:
+            unit.reduction.reset_residual(run.indices)
         if runtime.collectives.rank == 0:
             _logger.warning("left out: %s", error)
         return True

@@ -159,7 +159,7 @@ class _BoundOptimizer:
 
     def leaves_out(self, error: NonFiniteGradientError) -> bool:
         """Whether the step that ended with `error` is as if it had not been called."""
-        return self._finite.leaves_out(error, self._runtime())
+        return self._finite.leaves_out(error, self._runtime(), list(self._runs()))
 
     @property
     def loss(self) -> object:
