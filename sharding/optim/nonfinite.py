@@ -79,8 +79,8 @@ class FiniteSteps:
     def leaves_out(
         self, error: NonFiniteGradientError, runtime: Runtime | None, runs: Runs
     ) -> bool:
-        """Whether the step over `runs` that ended with `error` is as if it had not been called: what
-        its messages have lost goes too.
+        """Whether the step over `runs` that ended with `error` is as if it had not been called; if
+        so, what the messages of its gradients have lost goes too.
         """
         if self._policy != "skip" or runtime is None:
             return False
