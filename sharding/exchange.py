@@ -183,15 +183,22 @@ class Reduction:
 
     def peak_bytes(self) -> int:
         """The most that the buffers of one exchange take at once."""
-        peak = partial = 0
+        spec = self.spec
+        packing = self.packed_numel * spec.wires[0].dtype.itemsize
+        packing += spec.layout.numel * spec.wires[0].scratch_bytes
+        peak, partial = packing, 0
         for one in self.sums:
             sent = 0 if one.sends_partial else one.hop.parts * one.message_bytes
             received = one.received_parts * one.message_bytes
-            summed = one.hop.part_numel * torch.float32.itemsize if one is not self.sums[-1] else 0
+            summed = one.hop.part_numel * one.wire.scratch_bytes
+            if one is not self.sums[-1]:
+                summed += one.hop.part_numel * torch.float32.itemsize
             # Where the partial sum is not sent itself, what it becomes is made beside it.
-            peak = max(peak, partial + sent, partial * (not sent) + sent + received + summed)
-            partial = summed
-        return peak if self.sums else self.packed_numel * self.spec.wires[0].dtype.itemsize
+            whole = one.hop.stop - one.hop.start
+            made = partial + sent + (whole * one.wire.scratch_bytes if partial else 0)
+            peak = max(peak, made, partial * (not sent) + sent + received + summed)
+            partial = one.hop.part_numel * torch.float32.itemsize
+        return peak
 
 
 class Exchange:
