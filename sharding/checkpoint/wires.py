@@ -28,9 +28,10 @@ from ..runtime import Runtime
 from ..untrusted import shown
 from .ranks import Ranks
 from .read import Contents
-from .stored import BadCheckpoint, Key, Stored
+from .stored import BadCheckpoint, Key, Stored, counts
 
 _PLACE, _NAME = 1, 2  # in the path of a key
+_MAX_DIGITS = 10  # of a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,7 @@ class FittingWires:
             BadCheckpoint: they are none.
         """
         found = values.pop("wires", {}).get("backwards", [])
-        if not all(type(number) is int and number >= 0 for number in found):
-            raise BadCheckpoint(f"wires.backwards: expected whole numbers, got {found!r:.80}")
-        return list(found)
+        return list(counts(found))
 
     def fill(self, contents: Contents, backwards: list[int]) -> None:
         """Read what is owed, nothing where there is no source, and count from `backwards` on. A
@@ -199,7 +198,7 @@ def _saved(stored: Stored) -> dict[str, tuple[Key, ...]]:
     found: dict[str, dict[int, Key]] = {}
     for key in stored.keys_under("wires"):
         path = [str(part) for part in stored.paths[key]]
-        if len(path) > _NAME and path[_PLACE].isdecimal():
+        if len(path) > _NAME and path[_PLACE].isdecimal() and len(path[_PLACE]) < _MAX_DIGITS:
             found.setdefault(".".join(path[_NAME:]), {})[int(path[_PLACE])] = key
     world_size = 1 + max((place for places in found.values() for place in places), default=0)
     for name, places in found.items():

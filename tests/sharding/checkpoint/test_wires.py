@@ -174,6 +174,17 @@ def test_other_readers_and_writers(tmp_path: Path) -> None:
     assert runtime_of(model).exchange_order.backwards == 7
 
 
+def test_what_is_no_count_is_refused(tmp_path: Path) -> None:
+    model, _ = make("nvfp4")
+    for count in (-1, "1", None):
+        state = {"model": model.state_dict(), "wires": {"backwards": count}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, checkpoint_id=tmp_path / f"{count}")
+        with pytest.raises(ValueError, match="expected counts"):
+            ss.load_checkpoint(tmp_path / f"{count}", model)
+
+
 def skipping(rank: int, world_size: int) -> None:
     """A step that is left out leaves nothing owed to its gradients, nor does a reset."""
     torch.manual_seed(0)
