@@ -13,11 +13,20 @@ infinity, as IEEE 754 has it. The others have a codec, named in the table of for
 what elements are multiplied by before they are rounded, and codes after: see `fp8.codec`,
 `mx.codec` and `nvfp4.codec`.
 
-So a block knows nothing but itself, and for nvfp4 its row. NaN and infinity behave as those
-modules say, in their block or row alone; what shares it with them, the gap after a tensor
-included, is encoded as they say too. A scale that is NaN, byte 255 of E8M0 or 0x7F of E4M3, makes
-its own block NaN and no other element. Stochastic rounding rounds elements, never scales; its noise
-is that of `first_index` plus an element's place in its tensor.
+So a block knows nothing but itself, and for nvfp4 the amax of its row. What is not finite stays
+visible, and harms nobody else:
+
+- An element that times `scale`, in FP32, is NaN or infinite makes its block's scale NaN: 255 of
+  E8M0, 0x7F of E4M3, 0x7FC00000 of FP32, whichever the format has; the row's where the row is the
+  block. All codes of the block are that of a NaN: 0x7F of e4m3, 7 of e2m1. So all of it is decoded
+  as NaN, the gap after a tensor too where that shares the block.
+- No other block changes: the amax of a row of nvfp4 leaves such blocks out, and is 0 of nothing
+  else. A format without scales has the one element.
+- In a sum a NaN scale makes its own block NaN and no other element. Infinity comes out where finite
+  values sum to more than FP32 or `out` can hold.
+
+Stochastic rounding rounds elements, never scales; its noise is that of `first_index` plus an
+element's place in its tensor.
 """
 
 from __future__ import annotations
