@@ -1,7 +1,6 @@
 """How messages are cut into tiles: every element in one tile, and the paths that these need."""
 
 import pytest
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
