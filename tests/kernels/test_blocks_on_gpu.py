@@ -109,7 +109,9 @@ def test_hadamard(inverse, dtype):
     for shape in SHAPES:
         x = inputs(shape, dtype)
         for on_gpu in (x.cuda(), shifted(x)):
-            assert_same(hadamard16(on_gpu, inverse=inverse), hadamard16(x, inverse=inverse))
+            expected = hadamard16(x, inverse=inverse)
+            assert_same(hadamard16(on_gpu, inverse=inverse), expected)
+            assert_same(hadamard16(on_gpu, inverse=inverse, out=on_gpu), expected)
 
 
 def test_swizzle():
