@@ -139,7 +139,10 @@ class MessageWire(Wire):
         residual = source.residual
         if residual is not None:
             flat.add_(residual)
-        made = hadamard16(flat) if self.hadamard else flat
+        made = flat
+        if self.hadamard:
+            # In place, unless what is lost will be told by the difference.
+            made = hadamard16(flat, out=flat if residual is None else None)
         self._encode(messages, source, *source.places.cut(made))
         if residual is not None:
             residual.copy_(flat.sub_(self._decoded(messages, made)))
@@ -167,7 +170,7 @@ class MessageWire(Wire):
         """What `messages` say, in the memory of `values` if they were transformed."""
         decoded = values if self.hadamard else torch.empty_like(values)
         unpack_message_([decoded], messages, FORMATS[self.format], offsets=[0])
-        return hadamard16(decoded, inverse=True) if self.hadamard else decoded
+        return hadamard16(decoded, inverse=True, out=decoded) if self.hadamard else decoded
 
     def reduce(
         self,
@@ -185,7 +188,7 @@ class MessageWire(Wire):
             return
         total = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         reduce_peer_messages_(total, rows, form)
-        total = hadamard16(total, inverse=True)
+        hadamard16(total, inverse=True, out=total)
         reduce_(out, None, scale=scale, accumulate=accumulate, rows=[total])
 
 
