@@ -149,19 +149,18 @@ def measure(
         RanksFailed: one of them did; the others are ended.
     """
     stop = threading.Event()
+    limit_s = _START_S + _STEP_S * settings.steps
+
+    def do(run: Run) -> Outcome:
+        return run_ranks(train, settings.ranks, (settings, run), timeout_s=limit_s, stop=stop)[0]
+
     with ThreadPoolExecutor(jobs) as pool:
-
-        def do(run: Run) -> Outcome:
-            limit_s = _START_S + _STEP_S * settings.steps
-            return run_ranks(train, settings.ranks, (settings, run), timeout_s=limit_s, stop=stop)[
-                0
-            ]
-
-        futures = {pool.submit(do, run): run for run in runs}
         try:
+            futures = {pool.submit(do, run): run for run in runs}
             for future in as_completed(futures):
                 on_done(futures[future], future.result())
         finally:
+            # Whatever ends this, an interruption too: the pool's end waits for what runs.
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -120,9 +120,9 @@ def _measure(options: argparse.Namespace, settings: Settings, unigram_loss: floa
     )
     from ..convergence_wires import DEFAULT_WIRES
 
+    require_writable_folder(str(options.out), "--out")
     runs = runs_of(options.wires or DEFAULT_WIRES, options.seeds)
     todo = missing(runs, read_results(options.out), settings)
-    require_writable_folder(str(options.out), "--out")
     found = document("convergence", options.arguments, torch.device("cpu"))
     machine = {**found["machine"], "threads": 1, "cores": os.cpu_count()}
     beside = Circumstances(unigram_loss, found["date"], found["command"], machine)

@@ -105,9 +105,9 @@ def test_the_exact_wire_trains_as_plain_pytorch_does_and_others_nearly(text, set
         assert first.losses != pytest.approx(exact, rel=2e-5) or wire == "fp32"
         assert list(first.validation) == [2, 4, 6]
         assert first.validation == second.validation
-        # The tensors of so small a model are padded by some percent.
-        assert num_bytes <= first.grad_bytes <= 1.1 * num_bytes
-        assert num_bytes <= first.weight_bytes <= 1.1 * num_bytes
+        # Of so small a model much is padding, and vectors, which travel in wider formats.
+        assert num_bytes <= first.grad_bytes <= 1.2 * num_bytes
+        assert num_bytes <= first.weight_bytes <= 1.2 * num_bytes
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_on_all_ranks(settings):
