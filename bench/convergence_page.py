@@ -46,15 +46,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One wire. gap_percent: of the final validation loss, seed by seed, over the baseline's; None
-    where no seed has both. `broken`: seeds whose loss was not finite.
+    """One wire. gradients, weights: how they travel, and bytes an element. gap_percent: of the
+    final validation loss over the baseline's, seed by seed; None where no seed has both. `broken`:
+    seeds whose loss was not finite.
     """
 
     wire: str
+    gradients: str
+    weights: str
     seeds: int
     broken: int
-    grad_bytes: float | None
-    weight_bytes: float | None
     final: Spread | None
     gap_percent: Spread | None
     seconds: float
@@ -110,14 +111,18 @@ def _row(wire: str, results: Sequence[Result], baseline: dict[int, float | None]
     ]
     return Row(
         wire=wire,
+        gradients=_sent(results[0].wire_settings["gradients"], results[0].grad_bytes),
+        weights=_sent(results[0].wire_settings["weights"], results[0].weight_bytes),
         seeds=len(results),
         broken=len(results) - len(finals),
-        grad_bytes=results[0].grad_bytes,
-        weight_bytes=results[0].weight_bytes,
         final=spread_of(list(finals.values())),
         gap_percent=spread_of(gaps),
         seconds=statistics.median(result.seconds for result in results),
     )
+
+
+def _sent(how: str, num_bytes: float | None) -> str:
+    return f"{how}: {'-' if num_bytes is None else f'{num_bytes:.3f}'}"
 
 
 def lines_of(results: Sequence[Result]) -> list[Line]:
@@ -237,7 +242,7 @@ def _each(texts: Iterable[str]) -> list[str]:
 def table_of(rows: Sequence[Row]) -> list[str]:
     """The table's lines, in Markdown."""
     head = (
-        "wire", "gradients, bytes an element", "weights, bytes an element", "final validation loss",
+        "wire", "gradients: bytes an element", "weights: bytes an element", "final validation loss",
         f"% above {BASELINE}", "at most", "not finite", "seeds", "seconds a run",
     )  # fmt: skip
     cells = [head, ("---",) * len(head), *(_cells(row) for row in rows)]
@@ -247,8 +252,8 @@ def table_of(rows: Sequence[Row]) -> list[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.wire,
-        _bytes(row.grad_bytes),
-        _bytes(row.weight_bytes),
+        row.gradients,
+        row.weights,
         "-" if row.final is None else row.final.text(4),
         "-" if row.gap_percent is None else row.gap_percent.text(_PERCENT_DIGITS, "+"),
         row.verdict,
@@ -256,10 +261,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.seeds}",
         f"{row.seconds:.0f}",
     )
-
-
-def _bytes(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _notes(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..sharding import MessageWire, MixedPrecisionPolicy
+from ..sharding import MessageWire, MixedPrecisionPolicy, Wire
 
 BASELINE = "fp32"
 
@@ -37,9 +37,10 @@ class WirePair:
         return MixedPrecisionPolicy(grad_wire=wire, param_wire=self.weights)
 
     def described(self) -> dict[str, str]:
-        """All that a run depends on, as words."""
-        options = {name: str(value) for name, value in self.options.items()}
-        return {"gradients": self.gradients, "weights": self.weights, **options}
+        """All that a run depends on, as words: how both travel, with what is usual spelt out."""
+        wire = self.policy().grad_wire
+        assert isinstance(wire, Wire), "a policy makes a wire of its name"
+        return {"gradients": wire.name, "weights": self.weights}
 
 
 WIRES: Mapping[str, WirePair] = {

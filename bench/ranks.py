@@ -81,6 +81,7 @@ def run_ranks(
     """
     if world < 1:
         raise ValueError(f"world must be at least 1, got {world}; ask for one rank or more.")
+    stop = stop or threading.Event()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as name:
         folder = Path(name)
@@ -96,10 +97,12 @@ def run_ranks(
         try:
             for rank in ranks:
                 rank.start()
-            _wait(folder, ranks, timeout_s, stop or threading.Event())
+            _wait(folder, ranks, timeout_s, stop)
             values, failures = answers(folder, ranks)
         finally:
             end(ranks)
+    if stop.is_set():
+        raise RanksFailed("the ranks were ended before they gave a result, as was asked for.")
     if failures:
         raise RanksFailed(
             "\n".join(f"rank {rank} failed:\n{text}" for rank, text in sorted(failures.items()))

@@ -102,7 +102,10 @@ def test_a_wire_without_the_baseline_has_no_gap():
 def test_the_table_has_a_line_for_each_wire():
     lines = table_of(rows_of(RESULTS))
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[4] == ("| nvfp4 | 0.562 | - | 2.0200 | +1.00 | 1: held | never | 2 | 20 |")
+    nvfp4 = (
+        "nvfp4 | nvfp4, stochastic: 0.562 | mxfp8: - | 2.0200 | +1.00 | 1: held | never | 2 | 20"
+    )
+    assert lines[4] == f"| {nvfp4} |"
     assert "| +10.00 |  | 1 of 2 | 2 |" in lines[5]
 
 
@@ -163,7 +166,7 @@ def test_the_page_says_what_was_run_and_what_came_of_it():
     for part in (
         "279,168 parameters", "200 steps on 2 ranks", "128 sequences", "would have 3.250",
         "    sidestream bench convergence\n", "a CPU, 2 cores", "torch 2.13.0, commit abc",
-        "![validation loss by step](curves.svg)", "| nvfp4 | 0.562 |",
+        "![validation loss by step](curves.svg)", "| nvfp4 | nvfp4, stochastic: 0.562 |",
         "the same losses, and the same bits", "Left out: 3 results of other settings",
         "some wires have fewer seeds",
     ):  # fmt: skip
