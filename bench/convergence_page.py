@@ -155,7 +155,7 @@ def curves_of(results: Sequence[Result]) -> str:
     whole, last = (0.0, float(steps)), (steps * (1.0 - _LAST_PART), float(steps))
     panels = [
         Panel("validation loss", "step", "nats a byte", whole, _window(lines, whole)),
-        Panel("its last quarter", "step", "nats a byte", last, _window(lines, last, _ROOM_ABOVE)),
+        Panel("the last quarter", "step", "nats a byte", last, _window(lines, last, _ROOM_ABOVE)),
     ]
     return as_svg(panels, lines)
 

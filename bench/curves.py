@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 470, 330
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 34, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 22, 34, 44
 _LEGEND_ROW, _LEGEND_COLUMN, _SAMPLE = 20, 180, 28
 _MOST_TICKS = 6
 _STEPS_OF_TEN = (1.0, 2.0, 5.0, 10.0)
