@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...training.interruption import raising_signals
+from ...training.options import GRAD_WIRES, PARAM_WIRES
 from ...training.paths import require_writable_file
 from ..models import STEP_TIME_CONFIG, TINY_CONFIG, DecoderConfig
 from ..network_namespaces import NetworkFailed, enter, network, require_network, this_process
 from ..network_plan import MAX_RANKS, MIN_RANKS, plan_network
 from ..ranks import RanksFailed, run_ranks
 from ..reports import document, write_json
-from ..trainer_names import GRAD_WIRES, NETWORK_RIVALS, PARAM_WIRES
+from ..trainer_names import NETWORK_RIVALS
 from .parsing import count, counts, rates
 
 if TYPE_CHECKING:
