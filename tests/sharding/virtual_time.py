@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import sidestream as ss
-from sidestream.tests.sharding.fake_streams import LoopbackGroup, Machine, Stream
+from sidestream.bench.virtual_streams import LoopbackGroup, Machine, Stream
 from sidestream.tests.sharding.on_streams import LANES, Along, Lanes, sharding
 
 NVLINK_GBPS, INFINIBAND_GBPS, MEMORY_GBPS = 350.0, 50.0, 2500.0
