@@ -29,16 +29,17 @@ from ..buffers import BufferPool, Hop, Movement, Placement, cut
 from .collectives import Channel, Collectives, Pending
 from .grad_watch import GradientWatch
 from .lanes import Event, Lane
+from .message_wire import mixed
 from .optimizer_view import OptimizerView, Shown
 from .unit_spec import UnitSpec
-from .wire import FlatSource, GradientPacker, Gradients, PlainWire, Source, Wire
+from .wire import FlatSource, GradientPacker, Gradients, Places, PlainWire, Source, Wire
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
     """One sum along an axis, decided: `hop` along `channel` by `wire`, which sends `message_numel`
-    elements for a part, and brings `received_parts` of them. `sends_partial`: whether the partial
-    sum that goes in is sent as it is, without a copy.
+    elements for a part, and brings `received_parts` of them. `places`: what goes in. `sends_partial`:
+    whether the partial sum that goes in is sent as it is, without a copy.
     """
 
     hop: Hop
@@ -46,6 +47,7 @@ class Sum:
     wire: Wire
     message_numel: int
     received_parts: int
+    places: Places
     sends_partial: bool
 
     @property
@@ -54,7 +56,8 @@ class Sum:
         return self.message_numel * self.wire.dtype.itemsize
 
 
-def _sum_along(hop: Hop, channel: Channel, wire: Wire, *, is_first: bool) -> Sum:
+def _sum_along(spec: UnitSpec, hop: Hop, channel: Channel, *, is_first: bool) -> Sum:
+    wire = spec.wires[0 if is_first else 1]
     is_plain = isinstance(wire, PlainWire) and wire.dtype == torch.float32
     return Sum(
         hop=hop,
@@ -62,6 +65,7 @@ def _sum_along(hop: Hop, channel: Channel, wire: Wire, *, is_first: bool) -> Sum
         wire=wire,
         message_numel=wire.part_numel(hop.part_numel),
         received_parts=wire.received_parts(channel),
+        places=Places(spec.layout, spec.first_indices, (hop.start, hop.stop)),
         sends_partial=is_plain and not is_first,
     )
 
@@ -81,7 +85,7 @@ class Reduction:
         hops = collectives.hops(layout.numel, partial, spec.placements.main) if layout.numel else []
         sums = [hop for hop in hops if hop.movement is Movement.SUM]
         self.sums = [
-            _sum_along(hop, self.channels[hop.axis], spec.wires[min(place, 1)], is_first=not place)
+            _sum_along(spec, hop, self.channels[hop.axis], is_first=not place)
             for place, hop in enumerate(sums)
         ]
         self.gathers = [hop for hop in hops if hop.movement is Movement.GATHER]
@@ -89,7 +93,19 @@ class Reduction:
         # Of the first message: the buffer in parts, as a whole where nothing is sent.
         self.parts = sums[0].parts if sums else 1
         self.packed_numel = self.parts * spec.wires[0].part_numel(layout.numel // self.parts)
-        self._packer = GradientPacker(layout, spec.dtypes.compute, pool)
+        self._packer = GradientPacker(layout, spec.dtypes.compute, pool, spec.first_indices)
+        # What is filled by a wire and no tensor's is zero again after each sum.
+        self.gaps = [
+            Places(layout, spec.first_indices, span) if wire.fills_gaps else None
+            for span, wire in (
+                [(one.hop.own_span, one.wire) for one in self.sums] or [(self.own, spec.wires[0])]
+            )
+        ]
+        self.rank = collectives.rank
+        self.residual: Tensor | None = None
+        """What the wire of gradients has lost so far on this rank, if it is fed back [numel]."""
+        if spec.wires[0].residual_dtype is not None:
+            self.residual = pool.lease(layout.numel, spec.wires[0].residual_dtype).zero_()
         self.name = f"gradient exchange of unit '{spec.name}'"
         self._accumulation = f"gradient accumulation of unit '{spec.name}'"
 
@@ -117,9 +133,10 @@ class Reduction:
         self._packer.take(self._params)
         self.view.drop_sum()
 
-    def start(self, lane: Lane, *, sync: bool) -> Exchange:
+    def start(self, lane: Lane, *, sync: bool, number: int) -> Exchange:
         """Start to reduce this backward's gradients, which the parameters lose, and what was
-        accumulated; or (not `sync`) to add them to what was, without communication.
+        accumulated; or (not `sync`) to add them to what was, without communication. `number`: of
+        the backward, of those that exchange.
 
         Raises:
             RuntimeError: the visible gradients of that sum were changed in place.
@@ -127,7 +144,7 @@ class Reduction:
         self.watch.rearm()
         self.view.free_cleared()  # not written anew: somebody may hold them
         shown = self.view.begin()
-        exchange = Exchange(self, self._packer.take(self._params), shown)
+        exchange = Exchange(self, self._packer.take(self._params), shown, number)
         try:
             if sync:
                 exchange.event = lane.submit(self.name, *exchange.stages())
@@ -170,8 +187,9 @@ class Exchange:
 
     event: Event
 
-    def __init__(self, how: Reduction, grads: Gradients, shown: Shown) -> None:
+    def __init__(self, how: Reduction, grads: Gradients, shown: Shown, number: int) -> None:
         self._how = how
+        self._number = number
         self._grads = grads
         self._shown = shown
         self._place = 0  # of the sum that is under way
@@ -224,11 +242,13 @@ class Exchange:
 
     def _pack(self) -> Sequence[Pending]:
         how, waiting = self._how, self._waiting
-        source: Source = self._grads
+        grads, key = self._grads, self._noise_key()
+        grads.noise_key, grads.residual = key, how.residual
+        source: Source = grads
         if waiting is not None:
             how.view.forget_cleared(waiting, self._shown)
-            self._grads.add_to(waiting)
-            source = FlatSource(waiting)
+            grads.add_to(waiting)
+            source = FlatSource(waiting, grads.places, key, how.residual)
         wire = how.spec.wires[0]
         self._sent = how.pool.lease(how.packed_numel, wire.dtype)
         wire.pack(self._sent, source, how.parts)
@@ -264,7 +284,8 @@ class Exchange:
             self._sent, self._partial = partial, None
         else:
             self._sent = how.pool.lease(one.hop.parts * one.message_numel, one.wire.dtype)
-            one.wire.pack(self._sent, FlatSource(partial), one.hop.parts)
+            source = FlatSource(partial, one.places, self._noise_key())
+            one.wire.pack(self._sent, source, one.hop.parts)
             how.pool.release(partial)
             self._partial = None
         return self._send()
@@ -293,6 +314,9 @@ class Exchange:
             # On a GPU the pack is only enqueued: the gradients live until the event advances.
             self._grads.clear()
 
+    def _noise_key(self) -> int:
+        return mixed(self._number, self._how.rank, self._place)
+
     def _reduce(self, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         """Sum into `out` what the sum that is under way has brought."""
         how, sent, received = self._how, self._sent, self._received
@@ -308,6 +332,9 @@ class Exchange:
             if len(rows) == len(arrived):
                 table = whole
         wire.reduce(out, rows, table=table, scale=scale, accumulate=accumulate)
+        gaps = how.gaps[self._place]
+        if gaps is not None:
+            gaps.clear_gaps(out)
         how.pool.release(sent)
         if received is not None:
             how.pool.release(received)

@@ -180,7 +180,7 @@ def summary(module: nn.Module) -> Summary:
 def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
     spec, buffers = unit.spec, unit.buffers
     uses = 2 if buffers.frees and group.reshard_after_forward else 1
-    sent = buffers.sent_bytes(uses)
+    sent = buffers.way.sent_bytes(uses)
     is_gathered = bool(sent)
     if unit.reduction.is_needed:
         sent += unit.reduction.sent_bytes()
@@ -192,7 +192,7 @@ def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
         wire=spec.wires[0].name,
         wire_dtype=spec.wires[0].dtype,
         main_bytes=buffers.main.nbytes,
-        compute_bytes_at_rest=buffers.rest_bytes,
+        compute_bytes_at_rest=buffers.way.rest_bytes,
         grad_bytes=unit.gradients.grad.nbytes if unit.reduction.is_needed else 0,
         gathered_bytes=buffers.gathered.nbytes if buffers.frees else 0,
         gathers_per_step=uses if is_gathered else 0,

@@ -165,7 +165,7 @@ def partials(rank: int, world_size: int) -> None:
         between = runtime_of(model).collectives.channels[1].axis.name
         sent[partial] = runtime_of(model).collectives.traffic.axis_bytes[between]
         planned = ss.summary(model).sent_bytes_by_axis
-        gathered = runtime_of(model).units[0].buffers.sent_bytes(1)
+        gathered = runtime_of(model).units[0].buffers.way.sent_bytes(1)
         assert sent[partial] == planned[between] - gathered[between]
         if partial is not None:
             wired = torch.stack(
