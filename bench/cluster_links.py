@@ -18,15 +18,12 @@ messages are issued one by one.
 
 from __future__ import annotations
 
-import argparse
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .virtual_time import Work
 
 NVLINK, NIC = "nvlink", "nic"
-_BITS, _BYTES = {"mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}, {"MBs": 1e-3, "GBs": 1.0, "TBs": 1e3}
-_GB_PER_S = {**{name: gbit / 8 for name, gbit in _BITS.items()}, **_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,35 +50,6 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
-    """`text` as it was given."""
-
-    text: str
-    gb_per_s: float
-
-    def __str__(self) -> str:
-        return f"{self.text} ({self.gb_per_s:g} GB/s)"
-
-
-def rate(text: str) -> Rate:
-    """A positive number and its unit; bits and bytes of a second, powers of ten."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]+?)(?:/s)?", text)
-    unit = found[2] if found else ""
-    unit = unit if unit in _GB_PER_S else f"{unit}s"  # GB/s
-    if not found or unit not in _GB_PER_S or not float(found[1]):
-        raise argparse.ArgumentTypeError(
-            f"expected a rate such as 400gbit or 50GBs, got {text!r}; write a positive number and "
-            f"one of {', '.join(_GB_PER_S)} behind it"
-        )
-    return Rate(text, float(found[1]) * _GB_PER_S[unit])
-
-
-def rates(text: str) -> tuple[Rate, ...]:
-    """Such rates with commas between them, in their order."""
-    return tuple(map(rate, text.split(",")))
-
-
-@dataclass(frozen=True, slots=True)
 class Shape:
     """`nodes` of `per_node` GPUs."""
 
@@ -94,13 +62,25 @@ class Shape:
         return self.nodes * self.per_node
 
 
-def shape(text: str) -> Shape:
-    """NODESxGPUS, both at least 1 and not both 1."""
-    found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
-    shape = Shape(int(found[1]), int(found[2])) if found else Shape(0, 0)
-    if shape.world_size < 2:
-        raise argparse.ArgumentTypeError(
-            f"expected nodes and GPUs of a node, two GPUs at least, got {text!r}; write such as "
-            "8x8 for 8 nodes of 8"
-        )
-    return shape
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """`splits`: a first axis inside nodes, a second across them. `options`: of `fully_shard`."""
+
+    splits: bool
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def spans(self, cluster: Shape) -> tuple[Span, ...]:
+        """The axes, the first one first."""
+        if self.splits:
+            return Span(cluster.per_node, cluster.per_node), Span(cluster.nodes, 1)
+        return (Span(cluster.world_size, cluster.per_node),)
+
+
+_OUTER = {"dp_outer_dim": "outer"}
+FLAT = "flat"
+EXCHANGES: Mapping[str, Exchange] = {
+    FLAT: Exchange(splits=False),
+    "hierarchical": Exchange(splits=True),
+    "hsdp": Exchange(True, {**_OUTER, "outer_dp_sharding_strategy": "no_shard"}),
+    "hfsdp": Exchange(True, {**_OUTER, "outer_dp_sharding_strategy": "optim"}),
+}

@@ -94,7 +94,7 @@ def record(
 class _Part(nn.Module):
     def __init__(self, layer: Layer, machine: Recorder) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(layer.numel))
+        self.weight = nn.Parameter(torch.zeros(layer.numel // 128, 128))
         self._layer, self._machine = layer, machine
 
     def forward(self, x: Tensor) -> Tensor:
