@@ -53,6 +53,10 @@ class DecoderConfig:
 STEP_TIME_CONFIG = DecoderConfig(
     layers=8, width=512, heads=8, hidden=1408, vocabulary=256, sequence=128, batch=4
 )
+# A few thousand parameters: to try a bench, and to warm up a process.
+TINY_CONFIG = DecoderConfig(
+    layers=2, width=16, heads=2, hidden=32, vocabulary=32, sequence=8, batch=2
+)
 
 
 def host_cost_config(layers: int) -> DecoderConfig:

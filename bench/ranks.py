@@ -69,11 +69,13 @@ def run_ranks(
     argument: Any,
     *,
     device_type: str = "cpu",
+    enter: Callable[[int], None] | None = None,
     timeout_s: float = 1800.0,
 ) -> list[Any]:
     """`work(rank, argument)` in `world` new processes; what each returned, in rank order.
 
-    `work` must be importable and everything it takes or returns must pickle. Raises RanksFailed
+    `work` must be importable and everything it takes or returns must pickle. `enter(rank)` is what
+    a rank does first of all, such as to move into a network of its own. Raises RanksFailed
     with the traceback of the first rank that failed, or when a rank ended or `timeout_s` passed
     without a result; no process is left behind.
     """
@@ -86,7 +88,7 @@ def run_ranks(
         ranks = [
             context.Process(
                 target=answer,
-                args=(folder, rank, partial(_in_group, folder, rank, *given)),
+                args=(folder, rank, partial(_in_group, folder, rank, *given, enter=enter)),
                 daemon=True,
             )
             for rank in range(world)
@@ -127,7 +129,11 @@ def _in_group(
     argument: Any,
     world: int,
     device_type: str,
+    *,
+    enter: Callable[[int], None] | None,
 ) -> Any:
+    if enter is not None:
+        enter(rank)
     os.environ.update(_ENVIRONMENT)
     if Path("/sys/class/net", _LOOPBACK).exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
