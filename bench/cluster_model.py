@@ -28,8 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add `--cluster` and what belongs to it; without it they say nothing."""
     group = parser.add_argument_group(
         "a model of a GPU cluster",
-        "in virtual time, on one process of this machine, in place of a measurement. Nobody "
-        "measured the defaults.",
+        "in virtual time, in this process, in place of a measurement. Nobody measured the "
+        "defaults.",
     )
     group.add_argument(
         "--cluster", type=shape, metavar="NxG", help="N nodes of G GPUs; asks for the model"
@@ -126,7 +126,7 @@ def _fitted(decoder: Decoder, options: argparse.Namespace) -> Decoder:
             "larger blocks (--block-params)"
         )
     small = stand_ins(decoder, world_size)
-    numel = decoder.blocks * small.block + 2 * small.table
+    numel = small.numel(decoder)
     if numel > MAX_STAND_IN_NUMEL:
         raise UsageError(
             f"--cluster: expected stand-ins of at most {MAX_STAND_IN_NUMEL} elements in all, got "
@@ -200,9 +200,9 @@ def _compute_ms(decoder: Decoder, options: argparse.Namespace) -> float:
 
 def _assumptions(decoder: Decoder, options: argparse.Namespace) -> str:
     cluster: Shape = options.cluster
-    tables = (
-        f", embedding and head of {decoder.table_numel / 1e6:.1f} M" if decoder.table_numel else ""
-    )
+    asked = f" (for {options.table_params / 1e6:.1f} M)"
+    tables = f", embedding and head of {decoder.table_numel / 1e6:.1f} M"
+    tables = tables + asked if decoder.table_numel else ""
     rows = {
         "cluster": f"{cluster.nodes} nodes of {cluster.per_node} GPUs, each with NVLink of "
         f"{options.nvlink} in its node and a NIC of {options.nic[0]} to others, one way",

@@ -28,6 +28,7 @@ from .virtual_time import Recorder, Transfer, Work
 PART_NUMEL = 1024
 """Elements of a stand-in are a small multiple of this for each rank: what all wires can cut."""
 MAX_STAND_IN_NUMEL = 2**27
+_FINEST = (8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,26 @@ class StandIns:
     table: int
     scale: float
 
+    def numel(self, decoder: Decoder) -> int:
+        """Of all layers together."""
+        return decoder.blocks * self.block + 2 * self.table
+
 
 def stand_ins(decoder: Decoder, world_size: int) -> StandIns:
-    """Multiples of `PART_NUMEL` for each rank, in the ratio of the layers or within 6 % of it, a
-    table an eighth of a block at least.
+    """Multiples of `PART_NUMEL` for each rank, in the ratio of the layers or near it: the finest
+    that has `MAX_STAND_IN_NUMEL` elements at most in all, or the coarsest.
     """
+    found = [_in_ratio(decoder, finest, world_size) for finest in _FINEST]
+    fitting = [one for one in found if one.numel(decoder) <= MAX_STAND_IN_NUMEL]
+    return [*fitting, found[-1]][0]
+
+
+def _in_ratio(decoder: Decoder, finest: int, world_size: int) -> StandIns:
+    """A block has at most `finest` parts for each rank, and a table is at least one of them."""
     ratio = Fraction(0)
     if decoder.table_numel:
         exact = Fraction(decoder.table_numel, decoder.block_numel)
-        ratio = max(exact.limit_denominator(8), Fraction(1, 8))
+        ratio = max(exact.limit_denominator(finest), Fraction(1, finest))
     part = PART_NUMEL * world_size
     block = ratio.denominator * part
     return StandIns(block, ratio.numerator * part, decoder.block_numel / block)

@@ -14,6 +14,7 @@ from sidestream.bench.cluster_parsing import rate
 from sidestream.bench.cluster_steps import Decoder, Gpu, record_step, stand_ins
 from sidestream.bench.virtual_steps import Recording
 from sidestream.bench.virtual_time import Work, schedule
+from sidestream.cli import main
 from sidestream.kernels import message_layout
 from sidestream.training.errors import UsageError
 
@@ -203,3 +204,24 @@ IMPOSSIBLE = {
 def test_impossible(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         cluster_model.report(_options(*arguments))
+
+
+MIXED = {
+    "of measurements": (["--cluster=2x2", "--rate=250mbit,3gbit"], "no --rate with --cluster"),
+    "results": (["--cluster=2x2", "--json=found.json"], "no --json with --cluster"),
+    "of the model": (["--latency-us=0", "--ranks=3"], "no --latency-us without --cluster"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MIXED.values(), ids=MIXED)
+def test_options_that_nobody_would_look_at(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "network", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--cluster=1x2", "--blocks=2", "--wires=mxfp8/mxfp8", "--nic=400gbit"]
+    assert main(["bench", "network", *arguments]) == 0
+    assert "mxfp8/mxfp8        flat" in capsys.readouterr().out
