@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,24 @@ if TYPE_CHECKING:
 DEFAULT_WIRES = ("fp32/bf16", "bf16/bf16", "mxfp8/mxfp8", "nvfp4/mxfp8")
 BASELINE = ("bf16/bf16", FLAT)
 PARTIALS = ("fp32", "bf16")
+# Defaults are texts, as if they were given.
+_NUMBERS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
+    (
+        "--nic",
+        rates,
+        "400gbit,200gbit,100gbit,50gbit",
+        "rates of a GPU to other nodes, one way; the tables begin with the first",
+    ),
+    ("--nvlink", rate, "450GBs", "rate of a GPU inside its node, one way"),
+    ("--memory", rate, "3000GBs", "rate of a GPU's memory"),
+    ("--latency-us", not_negative, "5", "of a message, in a node and between nodes"),
+    ("--tflops", positive, "989", "peak of a GPU's matrix products"),
+    ("--mfu", share, "0.5", "the part of it that compute reaches"),
+    ("--tokens", count, "4096", "of a step, a GPU"),
+    ("--blocks", count, "32", "of the decoder"),
+    ("--block-params", count, "218112000", "parameters of a block"),
+    ("--table-params", whole, "525336576", "of the embedding and of the head each, 0: none"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,32 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cluster", type=shape, metavar="NxG", help="N nodes of G GPUs; asks for the model"
     )
-    group.add_argument(
-        "--nic",
-        type=rates,
-        default=rates("400gbit,200gbit,100gbit,50gbit"),
-        metavar="RATE,...",
-        help="of a GPU to other nodes, one way; the tables begin with the first",
-    )
-    group.add_argument(
-        "--nvlink",
-        type=rate,
-        default=rate("450GBs"),
-        metavar="RATE",
-        help="of a GPU inside its node, one way",
-    )
-    group.add_argument(
-        "--memory", type=rate, default=rate("3000GBs"), metavar="RATE", help="of a GPU's kernels"
-    )
-    for name, type_, default, text in (
-        ("--latency-us", not_negative, 5.0, "of a message, in a node and between nodes"),
-        ("--tflops", positive, 989.0, "peak of a GPU's matrix products"),
-        ("--mfu", share, 0.5, "the part of it that compute reaches"),
-        ("--tokens", count, 4096, "of a step, a GPU"),
-        ("--blocks", count, 32, "of the decoder"),
-        ("--block-params", count, 218_112_000, "parameters of a block"),
-        ("--table-params", whole, 525_336_576, "of the embedding and of the head, 0: none"),
-    ):
+    for name, type_, default, text in _NUMBERS:
         group.add_argument(
             name, type=type_, default=default, metavar="N", help=f"{text} (default: {default})"
         )

@@ -8,6 +8,7 @@ takes is asked of the wire, for a part of the size that stands behind it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -118,8 +119,9 @@ def record_step(
 
     def transfers(model: nn.Module, along: Along) -> Transfer:
         places = {group: place for place, groups in enumerate(along) for group in groups}
-        spec = runtime_of(model).units[0].spec
-        sizes = _Sizes(spec, tuple(span.ranks for span in spans), small.scale)
+        specs = [unit.spec for unit in runtime_of(model).units]
+        block = next(spec for spec in specs if spec.layout.numel == small.block)
+        sizes = _Sizes(block, [span.ranks for span in spans], small.scale)
 
         def take(group: LoopbackGroup, kind: str, target: Tensor) -> Work:
             span = spans[places[group]]
@@ -134,9 +136,9 @@ def record_step(
 
 
 class _Sizes:
-    """Bytes that buffers stand for, headers and padding of messages as they would be."""
+    """Bytes that buffers stand for, headers and padding of messages as they are for a block."""
 
-    def __init__(self, spec: UnitSpec, sizes: tuple[int, ...], scale: float) -> None:
+    def __init__(self, spec: UnitSpec, sizes: Sequence[int], scale: float) -> None:
         def large(numel: int) -> int:
             return round(numel * scale / PART_NUMEL) * PART_NUMEL
 

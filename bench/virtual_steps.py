@@ -102,7 +102,7 @@ class _Part(nn.Module):
 
 
 class _Unit(_Part):
-    pass
+    """The class of units."""
 
 
 class _Compute(torch.autograd.Function):

@@ -154,7 +154,7 @@ def require_defaults(
     given = [name for name, default in defaults.items() if getattr(options, name) != default]
     if given:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(f"expected no {named} {where}, got {len(given)} such; leave them out")
+        raise UsageError(f"{named}: expected the default {where}, got another value; leave it out")
 
 
 def measure(

@@ -207,9 +207,9 @@ def test_impossible(arguments: list[str], message: str) -> None:
 
 
 MIXED = {
-    "of measurements": (["--cluster=2x2", "--rate=250mbit,3gbit"], "no --rate with --cluster"),
-    "results": (["--cluster=2x2", "--json=found.json"], "no --json with --cluster"),
-    "of the model": (["--latency-us=0", "--ranks=3"], "no --latency-us without --cluster"),
+    "of measurements": (["--cluster=2x2", "--rate=250mbit,3gbit"], "--rate: expected the default"),
+    "results": (["--cluster=2x2", "--json=found.json"], "--json: expected the default"),
+    "of the model": (["--latency-us=0", "--ranks=3"], "--latency-us: expected the default"),
 }
 
 
