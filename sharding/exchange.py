@@ -38,8 +38,8 @@ from .wire import FlatSource, GradientPacker, Gradients, Places, PlainWire, Sour
 @dataclass(frozen=True, slots=True)
 class Sum:
     """One sum along an axis, decided: `hop` along `channel` by `wire`, which sends `message_numel`
-    elements for a part, and brings `received_parts` of them. `places`: what goes in. `sends_partial`:
-    whether the partial sum that goes in is sent as it is, without a copy.
+    elements for a part, and brings `received_parts` of them. `places`: of what goes in.
+    `sends_partial`: whether the partial sum that goes in is sent as it is, without a copy.
     """
 
     hop: Hop
@@ -101,7 +101,7 @@ class Reduction:
                 [(one.hop.own_span, one.wire) for one in self.sums] or [(self.own, spec.wires[0])]
             )
         ]
-        self.rank = collectives.rank
+        self.coordinate = collectives.grid.coordinate
         self.residual: Tensor | None = None
         """What the wire of gradients has lost so far on this rank, if it is fed back [numel]."""
         if spec.wires[0].residual_dtype is not None:
@@ -169,15 +169,22 @@ class Reduction:
 
     def peak_bytes(self) -> int:
         """The most that the buffers of one exchange take at once."""
-        peak = partial = 0
+        spec = self.spec
+        packing = self.packed_numel * spec.wires[0].dtype.itemsize
+        packing += spec.layout.numel * spec.wires[0].scratch_bytes
+        peak, partial = packing, 0
         for one in self.sums:
             sent = 0 if one.sends_partial else one.hop.parts * one.message_bytes
             received = one.received_parts * one.message_bytes
-            summed = one.hop.part_numel * torch.float32.itemsize if one is not self.sums[-1] else 0
+            summed = one.hop.part_numel * one.wire.scratch_bytes
+            if one is not self.sums[-1]:
+                summed += one.hop.part_numel * torch.float32.itemsize
             # Where the partial sum is not sent itself, what it becomes is made beside it.
-            peak = max(peak, partial + sent, partial * (not sent) + sent + received + summed)
-            partial = summed
-        return peak if self.sums else self.packed_numel * self.spec.wires[0].dtype.itemsize
+            whole = one.hop.stop - one.hop.start
+            made = partial + sent + (whole * one.wire.scratch_bytes if partial else 0)
+            peak = max(peak, made, partial * (not sent) + sent + received + summed)
+            partial = one.hop.part_numel * torch.float32.itemsize
+        return peak
 
 
 class Exchange:
@@ -315,7 +322,12 @@ class Exchange:
             self._grads.clear()
 
     def _noise_key(self) -> int:
-        return mixed(self._number, self._how.rank, self._place)
+        """That of whoever has these summands: along the axes that are summed already, ranks share
+        them as units are cut, which no noise may show.
+        """
+        how = self._how
+        axis = how.sums[self._place].hop.axis if how.sums else 0
+        return mixed(self._number, self._place, *how.coordinate[axis:])
 
     def _reduce(self, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         """Sum into `out` what the sum that is under way has brought."""

@@ -109,6 +109,7 @@ class MessageWire(Wire):
         self.rounding, self.hadamard, self.seed = rounding, hadamard, seed
         self.residual_dtype = _checked_residual(format, error_feedback)
         self.align_numel, self.fills_gaps = align_of(format), hadamard
+        self.scratch_bytes = 8 if hadamard or error_feedback is not None else 0
         more = {
             "stochastic": rounding == "stochastic",
             f"seed {seed}": rounding == "stochastic" and seed,

@@ -100,6 +100,7 @@ class Wire:
     buffers that travel. `align_numel`: what starts of tensors and parts are multiples of, a
     multiple of 128. `fills_gaps`: what it sums may not be zero where no tensor is.
     `residual_dtype`: of what it keeps for each element of a unit on each rank, if anything.
+    `scratch_bytes`: for an element, what `pack` takes beside what it writes, and `reduce`.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Wire:
     align_numel: int = ALIGN_NUMEL
     fills_gaps: bool = False
     residual_dtype: torch.dtype | None = None
+    scratch_bytes: int = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

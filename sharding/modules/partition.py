@@ -3,8 +3,8 @@ changed.
 
 Each parameter goes to the nearest enclosing module whose class is in `fsdp_unit_modules`, else to
 the root. What several units would own, a tied parameter or a module that stands in two of them,
-goes to the root. A module's parameters are then split by dtype, by whether they are trainable and by the wires that
-they travel in, and into buckets where these are asked for.
+goes to the root. A module's parameters are then split by dtype, by whether they are trainable and
+by the wires that they travel in, and into buckets where these are asked for.
 
 Of what the root owns, the trainable parameters of a large module, as an embedding and a head are,
 have a unit of their own: a head's gradient is there first and an embedding's last, and one unit

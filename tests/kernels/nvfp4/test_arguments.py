@@ -155,6 +155,7 @@ BAD_QUANTIZE = [
     ({"x": X.t()}, r"x: expected a contiguous tensor, got .*strides"),
     ({"rounding": "up"}, r"rounding: expected one of nearest, stochastic, got 'up'"),
     ({"variant": "ao"}, r"variant: expected one of te, torchao, got 'ao'"),
+    ({"nonfinite": "zero"}, r"nonfinite: expected one of saturate, nan, got 'zero'"),
     ({"rounding": "stochastic"}, r"seed: expected an integer with 'stochastic' rounding, got None"),
     ({"seed": 3}, r"seed: expected None with 'nearest' rounding, got 3"),
     ({"rounding": "stochastic", "seed": 2**64}, r"seed: expected -9223.* to 1844"),
