@@ -122,12 +122,12 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of one batch."""
+        """The loss of one batch, in float32 whatever the logits are in."""
         hidden = self.embedding(tokens.flatten())
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(self.norm(hidden))
-        return functional.cross_entropy(logits, targets.flatten())
+        return functional.cross_entropy(logits.float(), targets.flatten())
 
 
 def build_decoder(config: DecoderConfig, *, seed: int = 0) -> Decoder:

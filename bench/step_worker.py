@@ -37,7 +37,7 @@ WIRE_STEPS = 3
 # another order of summing moves an Adam step by up to its own size where a gradient is next to
 # zero.
 PARAMETER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# A loss in bfloat16 has eight bits: 5.5 is known to 0.02.
+# Logits in bfloat16 have eight bits: 5.5 is known to 0.02.
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
