@@ -2,16 +2,18 @@
 
     sudo sidestream bench network --rate 250mbit,1gbit --ranks 2,4 --json now.json
     sudo sidestream bench network --trainers fsdp2,bf16/bf16,nvfp4/mxfp8
+    sidestream bench network --cluster 8x8 --nic 400gbit,100gbit
 
 Makes network namespaces of its own, joined by links of the rate (Linux, root and iproute2), and
-removes them, also when interrupted. All trainers share the processes of a run and take turns.
+removes them, also when interrupted. All trainers share the processes of a run and take turns. With
+--cluster nothing is measured: a model of a GPU cluster is run instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...training.errors import UsageError
 from ...training.interruption import raising_signals
 from ...training.options import GRAD_WIRES, PARAM_WIRES
 from ...training.paths import require_writable_file
+from .. import cluster_model
 from ..models import STEP_TIME_CONFIG, TINY_CONFIG, DecoderConfig
 from ..network_namespaces import NetworkFailed, enter, network, require_network, this_process
 from ..network_plan import MAX_RANKS, MIN_RANKS, plan_network
@@ -76,7 +80,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--rounds", type=count, default=5, help="timed turns of every trainer")
     parser.add_argument("--steps", type=count, default=1, help="that it takes in each turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and samples here")
-    parser.set_defaults(run=run)
+    measured = vars(parser.parse_args([]))
+    cluster_model.add_options(parser)
+    modelled = {
+        name: value
+        for name, value in vars(parser.parse_args([])).items()
+        if name not in measured and name != "cluster"
+    }
+    parser.set_defaults(run=run, measured=measured, modelled=modelled)
 
 
 def ranks(text: str) -> tuple[int, ...]:
@@ -104,7 +115,12 @@ def trainers(text: str) -> tuple[str, ...]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print; 1 when a network could not be made or a rank failed."""
+    """Measure, or run the model, and print; 1 when a network could not be made or a rank failed."""
+    if options.cluster is not None:
+        require_defaults(options, options.measured, "with --cluster, which measures nothing")
+        print(cluster_model.report(options))
+        return 0
+    require_defaults(options, options.modelled, "without --cluster, which they describe")
     if options.json:
         require_writable_file(str(options.json), "--json")
     require_network()
@@ -126,6 +142,20 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         write_json(options.json, content_of(options, results))
     return 0
+
+
+def require_defaults(
+    options: argparse.Namespace, defaults: Mapping[str, object], where: str
+) -> None:
+    """Refuse options that would not be looked at.
+
+    Raises:
+        UsageError: one of `defaults` has another value; named.
+    """
+    given = [name for name, default in defaults.items() if getattr(options, name) != default]
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{named}: expected the default {where}, got another value; leave it out")
 
 
 def measure(
