@@ -103,11 +103,16 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def poisoned(
-    rank: int, world_size: int, make: str, options: dict[str, Any], wires: tuple[str, ...]
+    rank: int,
+    world_size: int,
+    make: str,
+    levels: tuple[int, ...],
+    wires: tuple[str, ...],
+    options: dict[str, Any],
 ) -> None:
     """One rank's gradient has a bad element in the second of three steps."""
     bad = world_size - 1
-    for zero in LEVELS[world_size]:
+    for zero in levels:
         for wire, (value, added) in zip(wires, itertools.cycle(VALUES.items()), strict=False):
             dtypes = WIRES[wire]
             case = f"zero{zero}, {value}, {wire}"
@@ -145,18 +150,18 @@ def poisoned(
             assert counts == [0, 1, 0], case
 
 
-@pytest.mark.parametrize(("world_size", "make"), [(1, "SGD"), (2, "SGD"), (2, "ours"), (3, "ours")])
+@pytest.mark.parametrize(("world_size", "make"), [(1, "SGD"), (2, "ours"), (3, "SGD")])
 def test_one_bad_element_stops_the_step_on_all_ranks(world_size: int, make: str) -> None:
-    run_on_ranks(poisoned, world_size, make, {}, ("fp32", "bf16"))
+    run_on_ranks(poisoned, world_size, make, LEVELS[world_size], ("fp32", "bf16"), {})
 
 
 def test_where_ranks_may_differ() -> None:
-    run_on_ranks(poisoned, 2, "SGD", {"ranks_may_differ": True}, ("mxfp8",))
+    run_on_ranks(poisoned, 2, "SGD", (3,), ("mxfp8",), {"ranks_may_differ": True})
 
 
-@pytest.mark.parametrize("wire", [*WIRES][2:])
-def test_whatever_gradients_travel_in(wire: str) -> None:
-    run_on_ranks(poisoned, 2, "SGD", {}, (wire,))
+@pytest.mark.parametrize("zero", [0, 3])
+def test_whatever_gradients_travel_in(zero: int) -> None:
+    run_on_ranks(poisoned, 2, "SGD", (zero,), tuple(WIRES)[2:], {})
 
 
 def poisoned_on_meshes(rank: int, world_size: int) -> None:
