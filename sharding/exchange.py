@@ -18,6 +18,7 @@ of them has been submitted.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, Hop, Movement, Placement, cut
-from .collectives import Channel, Collectives, Pending
+from .collectives import Channel, Collectives, Lender, Pending
 from .grad_watch import GradientWatch
 from .lanes import Event, Lane
 from .optimizer_view import OptimizerView, Shown
@@ -37,8 +38,8 @@ from .wire import FlatSource, GradientPacker, Gradients, PlainWire, Source, Wire
 @dataclass(frozen=True, slots=True)
 class Sum:
     """One sum along an axis, decided: `hop` along `channel` by `wire`, which sends `message_numel`
-    elements for a part, and brings `received_parts` of them. `sends_partial`: whether the partial
-    sum that goes in is sent as it is, without a copy.
+    elements for a part, and brings `received_parts` of them. `lender`: of what is sent.
+    `sends_partial`: whether the partial sum that goes in is sent as it is, without a copy.
     """
 
     hop: Hop
@@ -46,6 +47,7 @@ class Sum:
     wire: Wire
     message_numel: int
     received_parts: int
+    lender: Lender
     sends_partial: bool
 
     @property
@@ -54,14 +56,35 @@ class Sum:
         return self.message_numel * self.wire.dtype.itemsize
 
 
-def _sum_along(hop: Hop, channel: Channel, wire: Wire, *, is_first: bool) -> Sum:
+def _hops(spec: UnitSpec, collectives: Collectives) -> list[Hop]:
+    """From what each rank has of all elements to sums as they are kept."""
+    partial = (Placement.PARTIAL,) * len(collectives.channels)
+    numel = spec.layout.numel
+    return collectives.hops(numel, partial, spec.placements.main) if numel else []
+
+
+def plan_sums(spec: UnitSpec, collectives: Collectives, pool: BufferPool) -> list[Sum]:
+    """The sums of a unit's gradients, one along each axis that has some, in their order."""
+    hops = [hop for hop in _hops(spec, collectives) if hop.movement is Movement.SUM]
+    return [
+        _sum_along(hop, collectives, spec.wires[min(place, 1)], pool, is_first=not place)
+        for place, hop in enumerate(hops)
+    ]
+
+
+def _sum_along(
+    hop: Hop, collectives: Collectives, wire: Wire, pool: BufferPool, *, is_first: bool
+) -> Sum:
     is_plain = isinstance(wire, PlainWire) and wire.dtype == torch.float32
+    numel = wire.part_numel(hop.part_numel)
+    channel = collectives.sum_channel(hop.axis, wire, hop.parts * numel * wire.dtype.itemsize)
     return Sum(
         hop=hop,
         channel=channel,
         wire=wire,
-        message_numel=wire.part_numel(hop.part_numel),
+        message_numel=numel,
         received_parts=wire.received_parts(channel),
+        lender=channel.lender(pool),
         sends_partial=is_plain and not is_first,
     )
 
@@ -77,17 +100,12 @@ class Reduction:
         self.pool = pool
         self.channels = collectives.channels
         layout = spec.layout
-        partial = (Placement.PARTIAL,) * len(self.channels)
-        hops = collectives.hops(layout.numel, partial, spec.placements.main) if layout.numel else []
-        sums = [hop for hop in hops if hop.movement is Movement.SUM]
-        self.sums = [
-            _sum_along(hop, self.channels[hop.axis], spec.wires[min(place, 1)], is_first=not place)
-            for place, hop in enumerate(sums)
-        ]
+        self.sums = sums = plan_sums(spec, collectives, pool)
+        hops = _hops(spec, collectives)
         self.gathers = [hop for hop in hops if hop.movement is Movement.GATHER]
-        self.own = sums[-1].own_span if sums else (0, layout.numel)
+        self.own = sums[-1].hop.own_span if sums else (0, layout.numel)
         # Of the first message: the buffer in parts, as a whole where nothing is sent.
-        self.parts = sums[0].parts if sums else 1
+        self.parts = sums[0].hop.parts if sums else 1
         self.packed_numel = self.parts * spec.wires[0].part_numel(layout.numel // self.parts)
         self._packer = GradientPacker(layout, spec.dtypes.compute, pool)
         self.name = f"gradient exchange of unit '{spec.name}'"
@@ -150,15 +168,22 @@ class Reduction:
             sent[self.channels[hop.axis].axis.name] += (hop.parts - 1) * part
         return sent
 
+    def lender_of_partial(self, following: Sum) -> Lender:
+        """Of the partial sum that goes into `following`."""
+        return following.lender if following.sends_partial else self.pool
+
     def peak_bytes(self) -> int:
         """The most that the buffers of one exchange take at once."""
         peak = partial = 0
-        for one in self.sums:
-            sent = 0 if one.sends_partial else one.hop.parts * one.message_bytes
+        for one, following in itertools.zip_longest(self.sums, self.sums[1:]):
+            is_copied = one.lender is self.pool and not one.sends_partial
+            sent = is_copied * one.hop.parts * one.message_bytes
             received = one.received_parts * one.message_bytes
-            summed = one.hop.part_numel * torch.float32.itemsize if one is not self.sums[-1] else 0
+            is_made = following is not None and self.lender_of_partial(following) is self.pool
+            summed = is_made * one.hop.part_numel * torch.float32.itemsize
             # Where the partial sum is not sent itself, what it becomes is made beside it.
-            peak = max(peak, partial + sent, partial * (not sent) + sent + received + summed)
+            stays = partial * one.sends_partial
+            peak = max(peak, partial + sent, stays + sent + received + summed)
             partial = summed
         return peak if self.sums else self.packed_numel * self.spec.wires[0].dtype.itemsize
 
@@ -175,18 +200,18 @@ class Exchange:
         self._grads = grads
         self._shown = shown
         self._place = 0  # of the sum that is under way
-        # What is on lease. The sum that waits is taken when the exchange begins: what the next
-        # backward accumulates waits for the next exchange.
+        # The sum that waits is taken when the exchange begins: what the next backward accumulates
+        # waits for the next exchange.
         self._waiting: Tensor | None = None
-        self._partial: Tensor | None = None
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
+        self._leases: dict[int, tuple[Lender, Tensor]] = {}
 
     def stages(self) -> list[Callable[[], Sequence[Pending]]]:
         """All of an exchange."""
         how = self._how
-        if how.view.waiting is not None:
-            self._waiting = how.view.take_sum()
+        if (waiting := how.view.take_sum()) is not None:
+            self._waiting = self._hold(how.pool, waiting)
         if not how.sums:
             return [self._pack, self._sum]
         # The pack alone reads gradients: they are freed while the rest is on its way.
@@ -203,10 +228,21 @@ class Exchange:
 
     def drop(self) -> None:
         """Let go of all memory, after an error. Operations may hold it: nobody gets it next."""
-        for lease in (self._waiting, self._partial, self._sent, self._received):
-            if lease is not None:
-                self._how.pool.lose(lease)
-        self._waiting = self._partial = self._sent = self._received = None
+        for lender, tensor in self._leases.values():
+            lender.lose(tensor)
+        self._leases.clear()
+        self._waiting = self._sent = self._received = None
+
+    def _lease(self, lender: Lender, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._hold(lender, lender.lease(numel, dtype))
+
+    def _hold(self, lender: Lender, tensor: Tensor) -> Tensor:
+        self._leases[id(tensor)] = lender, tensor
+        return tensor
+
+    def _release(self, tensor: Tensor) -> None:
+        lender, _ = self._leases.pop(id(tensor))
+        lender.release(tensor)
 
     # ---- stages
 
@@ -230,10 +266,11 @@ class Exchange:
             self._grads.add_to(waiting)
             source = FlatSource(waiting)
         wire = how.spec.wires[0]
-        self._sent = how.pool.lease(how.packed_numel, wire.dtype)
+        lender = how.sums[0].lender if how.sums else how.pool
+        self._sent = self._lease(lender, how.packed_numel, wire.dtype)
         wire.pack(self._sent, source, how.parts)
         if waiting is not None:
-            how.pool.release(waiting)
+            self._release(waiting)
             self._waiting = None
         self._free_packed()
         return ()
@@ -242,9 +279,11 @@ class Exchange:
         how = self._how
         one, wire = how.sums[self._place], how.sums[self._place].wire
         assert self._sent is not None
-        # Only now, in what the gradients took.
-        self._received = how.pool.lease(one.received_parts * one.message_numel, wire.dtype)
-        under_way = wire.exchange(one.channel, self._received, self._sent, how.name)
+        received = self._sent[:0]
+        if one.received_parts:  # only now, in what the gradients took
+            numel = one.received_parts * one.message_numel
+            self._received = received = self._lease(how.pool, numel, wire.dtype)
+        under_way = wire.exchange(one.channel, received, self._sent, how.name)
         if under_way is None:  # nothing would wait for it
             raise TypeError(
                 f"{how.name}: expected exchange() of {wire!r} to return the operations that it "
@@ -255,18 +294,16 @@ class Exchange:
     def _pass_on(self) -> Sequence[Pending]:
         """Sum what has come to a partial sum, and send that along the next axis."""
         how = self._how
-        numel = how.sums[self._place].hop.part_numel
-        self._partial = partial = how.pool.lease(numel, torch.float32)
+        numel, one = how.sums[self._place].hop.part_numel, how.sums[self._place + 1]
+        partial = self._lease(how.lender_of_partial(one), numel, torch.float32)
         self._reduce(partial)
         self._place += 1
-        one = how.sums[self._place]
-        if one.sends_partial:
-            self._sent, self._partial = partial, None
-        else:
-            self._sent = how.pool.lease(one.hop.parts * one.message_numel, one.wire.dtype)
+        self._sent = partial
+        if not one.sends_partial:
+            numel = one.hop.parts * one.message_numel
+            self._sent = self._lease(one.lender, numel, one.wire.dtype)
             one.wire.pack(self._sent, FlatSource(partial), one.hop.parts)
-            how.pool.release(partial)
-            self._partial = None
+            self._release(partial)
         return self._send()
 
     def _sum(self) -> Sequence[Pending]:
@@ -298,19 +335,19 @@ class Exchange:
         how, sent, received = self._how, self._sent, self._received
         assert sent is not None
         wire, table = how.spec.wires[0], None
-        if received is None:
+        if not how.sums:
             table, *rows = self._rows(sent, 1)
         else:
             one = how.sums[self._place]
             wire = one.wire
-            whole, *arrived = self._rows(received, one.received_parts)
-            rows = wire.rows(one.channel, arrived, sent)
-            if len(rows) == len(arrived):
-                table = whole
+            views = [] if received is None else self._rows(received, one.received_parts)
+            rows = wire.rows(one.channel, views[1:], sent)
+            if 1 + len(rows) == len(views):
+                table = views[0]
         wire.reduce(out, rows, table=table, scale=scale, accumulate=accumulate)
-        how.pool.release(sent)
+        self._release(sent)
         if received is not None:
-            how.pool.release(received)
+            self._release(received)
         self._sent = self._received = None
 
     def _rows(self, buffer: Tensor, parts: int) -> list[Tensor]:

@@ -60,6 +60,7 @@ def fully_shard(
     outer_dp_sharding_strategy: str = "no_shard",
     ranks_per_node: int | None = None,
     reduce: str = "exact",
+    symmetric_memory: str = "off",
     gradient_divide_factor: float | None = None,
     fsdp_unit_modules: Iterable[UnitClass] | None = None,
     zero_dp_strategy: int | str = 3,
@@ -100,6 +101,14 @@ def fully_shard(
             1: never.
         reduce: 'exact': sums in FP32, in rank order. 'native': the backend's own reduce-scatter,
             in its own order and precision.
+        symmetric_memory: whether sums of gradients read what the other GPUs have packed where it
+            lies, in place of messages that are received first: the same bits, no buffer to receive
+            into, no multiprocessors for a collective; two of the largest messages are held for good
+            (four with "pipelined"). Needs GPUs of one machine that read each other's memory. 'off':
+            never; the default, as nobody has measured the others on GPUs yet. 'auto': along the
+            axes where all ranks can; `summary` says which, and why not elsewhere. 'on': refused
+            where the ranks of the first axis (of the shard axis, or of a node with
+            `ranks_per_node`) cannot; sums over axes beyond it use it where they can.
         gradient_divide_factor: what the sum over all data-parallel ranks is divided by (None: how
             many there are, so gradients are means; 1: they are sums).
         fsdp_unit_modules: classes whose instances are gathered and reduced as one unit each; or
@@ -158,6 +167,7 @@ def fully_shard(
         outer_dim=dp_outer_dim,
         outer_strategy=outer_dp_sharding_strategy,
         reduce=reduce,
+        symmetric_memory=symmetric_memory,
         gradient_divide_factor=gradient_divide_factor,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
