@@ -7,11 +7,11 @@
 Nothing is received into a buffer of its own, and no kernel of the backend takes multiprocessors.
 
 Exchanges of one axis take slots in turn, in the one order of all ranks. `depth` of them are under
-way at once, and there are twice as many slots: exchange n packs into slot n % (2 depth) and meets in
-channel n % depth. On each rank it begins behind the end of exchange n - depth: a lane's streams take
-turns, and a backward ends behind all its exchanges. So a rank that has met in exchange n has summed
-exchange n - depth, and where exchange n + depth packs into that one's slot, all ranks have: there is
-no second barrier.
+way at once, and there are twice as many slots: exchange n packs into slot n % (2 depth) and meets
+in channel n % depth. On each rank it begins behind the end of exchange n - depth: a lane's streams
+take turns, and a backward ends behind all its exchanges. So a rank that has met in exchange n has
+summed exchange n - depth, and all ranks have when exchange n + depth packs into the slot of that
+one. There is no second barrier.
 """
 
 from __future__ import annotations
