@@ -11,6 +11,7 @@ from .fully_shard import (
     is_sharded,
     no_sync,
 )
+from .message_wire import MessageWire
 from .optim.adamw import AdamW
 from .optim.grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
@@ -19,14 +20,17 @@ from .safetensors import load_safetensors, save_safetensors
 from .summary import summary
 from .tensor.sharded_tensor import ShardedTensor
 from .wire import Wire
+from .wire_choice import WireRule
 
 __all__ = [
     "AdamW",
     "CommunicationError",
     "DivergentUseError",
+    "MessageWire",
     "MixedPrecisionPolicy",
     "ShardedTensor",
     "Wire",
+    "WireRule",
     "clip_grad_norm_",
     "explain",
     "full_state_dict",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from .config import ShardConfig
 from .hooks import Entry, install_hooks, install_root_hooks
 from .initialisation import Initialisation, Staging
 from .lanes import LaneStreams, make_lane
+from .message_wire import align_of
 from .modules.cached_params import let_rnns_be
 from .modules.hidden_writes import modules_that_use_data
 from .modules.partition import GroupPlan, ParamEntry
@@ -21,7 +23,7 @@ from .modules.tree_watch import TreeWatch
 from .optim import replaced_params
 from .param_faces import ParamSlot
 from .placements import unit_placements
-from .precision import resolve_dtypes, resolve_wires
+from .precision import resolve_dtypes, resolve_param_wire, resolve_wires
 from .routes import open_channels
 from .runtime import Runtime
 from .tensor.sharded_tensor import ShardedTensor
@@ -220,14 +222,26 @@ def _unit_spec(
     first = members[0].param
     dtypes = resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad)
     num_axes = len(collectives.channels)
+    chosen = members[0].wires
+    wires = resolve_wires(config.policy, chosen, dtypes.compute, native=config.native)
+    param_wire = resolve_param_wire(chosen, dtypes.compute)
+    aligns = [wire.align_numel for wire in wires]
+    if param_wire is not None:
+        aligns.append(align_of(param_wire))
     return UnitSpec(
         index=index,
         name=plan.unit_name(members),
         names=tuple(entry.name for entry in members),
-        layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
+        layout=flat_layout(
+            [entry.param.shape for entry in members],
+            collectives.world_size,
+            align_numel=math.lcm(*aligns),
+        ),
+        first_indices=tuple(entry.first_index for entry in members),
         dtypes=dtypes,
         placements=unit_placements(config.strategy, config.outer, num_axes),
-        wires=resolve_wires(config.policy, dtypes.compute, native=config.native),
+        wires=wires,
+        param_wire=param_wire,
         scale=1.0 / (config.divide_factor or collectives.world_size),
     )
 

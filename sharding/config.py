@@ -12,7 +12,8 @@ from .arguments import require_flag, require_number
 from .modules.init_stages import Initialiser, require_initialiser
 from .placements import Held, Strategy, resolve_outer, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
-from .wire import bytes_on
+from .wire import Wire
+from .wire_choice import bytes_on
 
 # Below it an exchange costs more to start than its bytes take.
 SPLIT_ROOT_MIB = 16.0
@@ -69,7 +70,9 @@ class ShardConfig:
             "reduce": "native" if self.native else "exact",
             "symmetric_memory": self.symmetric_memory,
             "mixed_precision_policy": self.policy,
-            "grad_wire": None if self.policy.grad_wire is None else bytes_on(self.policy.grad_wire),
+            "grad_wire": bytes_on(self.policy.grad_wire)
+            if isinstance(self.policy.grad_wire, Wire)
+            else None,
             "fsdp_unit_modules": self.classes,
             "reshard_after_forward": self.reshard_after_forward,
             "bucket_mib": _mib(self.sizes.bucket_bytes),
@@ -165,10 +168,13 @@ def _is_native(reduce: str, policy: MixedPrecisionPolicy | None) -> bool:
             f"reduce: expected 'exact' or 'native', got {reduce!r}; pass 'exact' for sums in FP32 "
             "in rank order, 'native' for the backend's own"
         )
-    if reduce == "native" and policy is not None and policy.grad_wire is not None:
+    rules = () if policy is None else policy.wire_rules
+    wires = [None if policy is None else policy.grad_wire, *(rule.grad_wire for rule in rules)]
+    summed = next((wire for wire in wires if wire is not None), None)
+    if reduce == "native" and summed is not None:
         raise ValueError(
-            f"reduce: expected 'exact' with MixedPrecisionPolicy(grad_wire={policy.grad_wire!r}), "
-            "which only itself can sum, got 'native'; leave one of them out"
+            f"reduce: expected 'exact' with MixedPrecisionPolicy(grad_wire={summed!r}), which only "
+            "itself can sum, got 'native'; leave one of them out"
         )
     return reduce == "native"
 

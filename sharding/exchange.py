@@ -30,15 +30,17 @@ from ..buffers import BufferPool, Hop, Movement, Placement, cut
 from .collectives import Channel, Collectives, Lender, Pending
 from .grad_watch import GradientWatch
 from .lanes import Event, Lane
+from .message_wire import mixed
 from .optimizer_view import OptimizerView, Shown
 from .unit_spec import UnitSpec
-from .wire import FlatSource, GradientPacker, Gradients, PlainWire, Source, Wire
+from .wire import FlatSource, GradientPacker, Gradients, Places, PlainWire, Source, Wire
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
     """One sum along an axis, decided: `hop` along `channel` by `wire`, which sends `message_numel`
-    elements for a part, and brings `received_parts` of them. `lender`: of what is sent.
+    elements for a part, and brings `received_parts` of them. `places`: of what goes in. `lender`:
+    of what is sent.
     `sends_partial`: whether the partial sum that goes in is sent as it is, without a copy.
     """
 
@@ -47,6 +49,7 @@ class Sum:
     wire: Wire
     message_numel: int
     received_parts: int
+    places: Places
     lender: Lender
     sends_partial: bool
 
@@ -67,14 +70,15 @@ def plan_sums(spec: UnitSpec, collectives: Collectives, pool: BufferPool) -> lis
     """The sums of a unit's gradients, one along each axis that has some, in their order."""
     hops = [hop for hop in _hops(spec, collectives) if hop.movement is Movement.SUM]
     return [
-        _sum_along(hop, collectives, spec.wires[min(place, 1)], pool, is_first=not place)
+        _sum_along(spec, hop, collectives, pool, is_first=not place)
         for place, hop in enumerate(hops)
     ]
 
 
 def _sum_along(
-    hop: Hop, collectives: Collectives, wire: Wire, pool: BufferPool, *, is_first: bool
+    spec: UnitSpec, hop: Hop, collectives: Collectives, pool: BufferPool, *, is_first: bool
 ) -> Sum:
+    wire = spec.wires[0 if is_first else 1]
     is_plain = isinstance(wire, PlainWire) and wire.dtype == torch.float32
     numel = wire.part_numel(hop.part_numel)
     channel = collectives.sum_channel(hop.axis, wire, hop.parts * numel * wire.dtype.itemsize)
@@ -84,6 +88,7 @@ def _sum_along(
         wire=wire,
         message_numel=numel,
         received_parts=wire.received_parts(channel),
+        places=Places(spec.layout, spec.first_indices, (hop.start, hop.stop)),
         lender=channel.lender(pool),
         sends_partial=is_plain and not is_first,
     )
@@ -107,7 +112,19 @@ class Reduction:
         # Of the first message: the buffer in parts, as a whole where nothing is sent.
         self.parts = sums[0].hop.parts if sums else 1
         self.packed_numel = self.parts * spec.wires[0].part_numel(layout.numel // self.parts)
-        self._packer = GradientPacker(layout, spec.dtypes.compute, pool)
+        self._packer = GradientPacker(layout, spec.dtypes.compute, pool, spec.first_indices)
+        # What is filled by a wire and no tensor's is zero again after each sum.
+        self.gaps = [
+            Places(layout, spec.first_indices, span) if wire.fills_gaps else None
+            for span, wire in (
+                [(one.hop.own_span, one.wire) for one in self.sums] or [(self.own, spec.wires[0])]
+            )
+        ]
+        self.coordinate = collectives.grid.coordinate
+        self.residual: Tensor | None = None
+        """What the wire of gradients has lost so far on this rank, if it is fed back [numel]."""
+        if spec.wires[0].residual_dtype is not None:
+            self.residual = pool.lease(layout.numel, spec.wires[0].residual_dtype).zero_()
         self.name = f"gradient exchange of unit '{spec.name}'"
         self._accumulation = f"gradient accumulation of unit '{spec.name}'"
 
@@ -135,9 +152,10 @@ class Reduction:
         self._packer.take(self._params)
         self.view.drop_sum()
 
-    def start(self, lane: Lane, *, sync: bool) -> Exchange:
+    def start(self, lane: Lane, *, sync: bool, number: int) -> Exchange:
         """Start to reduce this backward's gradients, which the parameters lose, and what was
-        accumulated; or (not `sync`) to add them to what was, without communication.
+        accumulated; or (not `sync`) to add them to what was, without communication. `number`: of
+        the backward, of those that exchange.
 
         Raises:
             RuntimeError: the visible gradients of that sum were changed in place.
@@ -145,7 +163,7 @@ class Reduction:
         self.watch.rearm()
         self.view.free_cleared()  # not written anew: somebody may hold them
         shown = self.view.begin()
-        exchange = Exchange(self, self._packer.take(self._params), shown)
+        exchange = Exchange(self, self._packer.take(self._params), shown, number)
         try:
             if sync:
                 exchange.event = lane.submit(self.name, *exchange.stages())
@@ -174,18 +192,23 @@ class Reduction:
 
     def peak_bytes(self) -> int:
         """The most that the buffers of one exchange take at once."""
-        peak = partial = 0
+        spec = self.spec
+        packed = self.packed_numel * spec.wires[0].dtype.itemsize
+        packed *= not self.sums or self.sums[0].lender is self.pool
+        peak, partial = packed + spec.layout.numel * spec.wires[0].scratch_bytes, 0
         for one, following in itertools.zip_longest(self.sums, self.sums[1:]):
             is_copied = one.lender is self.pool and not one.sends_partial
             sent = is_copied * one.hop.parts * one.message_bytes
             received = one.received_parts * one.message_bytes
+            scratch = one.hop.part_numel * one.wire.scratch_bytes
             is_made = following is not None and self.lender_of_partial(following) is self.pool
             summed = is_made * one.hop.part_numel * torch.float32.itemsize
             # Where the partial sum is not sent itself, what it becomes is made beside it.
+            making = (one is not self.sums[0]) * one.hop.parts * scratch
             stays = partial * one.sends_partial
-            peak = max(peak, partial + sent, stays + sent + received + summed)
+            peak = max(peak, partial + sent + making, stays + sent + received + scratch + summed)
             partial = summed
-        return peak if self.sums else self.packed_numel * self.spec.wires[0].dtype.itemsize
+        return peak
 
 
 class Exchange:
@@ -195,8 +218,9 @@ class Exchange:
 
     event: Event
 
-    def __init__(self, how: Reduction, grads: Gradients, shown: Shown) -> None:
+    def __init__(self, how: Reduction, grads: Gradients, shown: Shown, number: int) -> None:
         self._how = how
+        self._number = number
         self._grads = grads
         self._shown = shown
         self._place = 0  # of the sum that is under way
@@ -260,11 +284,13 @@ class Exchange:
 
     def _pack(self) -> Sequence[Pending]:
         how, waiting = self._how, self._waiting
-        source: Source = self._grads
+        grads, key = self._grads, self._noise_key()
+        grads.noise_key, grads.residual = key, how.residual
+        source: Source = grads
         if waiting is not None:
             how.view.forget_cleared(waiting, self._shown)
-            self._grads.add_to(waiting)
-            source = FlatSource(waiting)
+            grads.add_to(waiting)
+            source = FlatSource(waiting, grads.places, key, how.residual)
         wire = how.spec.wires[0]
         lender = how.sums[0].lender if how.sums else how.pool
         self._sent = self._lease(lender, how.packed_numel, wire.dtype)
@@ -302,7 +328,8 @@ class Exchange:
         if not one.sends_partial:
             numel = one.hop.parts * one.message_numel
             self._sent = self._lease(one.lender, numel, one.wire.dtype)
-            one.wire.pack(self._sent, FlatSource(partial), one.hop.parts)
+            source = FlatSource(partial, one.places, self._noise_key())
+            one.wire.pack(self._sent, source, one.hop.parts)
             self._release(partial)
         return self._send()
 
@@ -330,6 +357,14 @@ class Exchange:
             # On a GPU the pack is only enqueued: the gradients live until the event advances.
             self._grads.clear()
 
+    def _noise_key(self) -> int:
+        """That of whoever has these summands: along the axes that are summed already, ranks share
+        them as units are cut, which no noise may show.
+        """
+        how = self._how
+        axis = how.sums[self._place].hop.axis if how.sums else 0
+        return mixed(self._number, self._place, *how.coordinate[axis:])
+
     def _reduce(self, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         """Sum into `out` what the sum that is under way has brought."""
         how, sent, received = self._how, self._sent, self._received
@@ -345,6 +380,9 @@ class Exchange:
             if 1 + len(rows) == len(views):
                 table = views[0]
         wire.reduce(out, rows, table=table, scale=scale, accumulate=accumulate)
+        gaps = how.gaps[self._place]
+        if gaps is not None:
+            gaps.clear_gaps(out)
         self._release(sent)
         if received is not None:
             self._release(received)

@@ -45,6 +45,7 @@ from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups
 from .runtime import Runtime
 from .tensor.sharded_tensor import ShardedTensor
+from .wire_choice import choose_wires
 
 _logger = logging.getLogger("sidestream")
 _RUNTIMES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
@@ -116,7 +117,7 @@ def fully_shard(
             `_no_split_modules`, for every class of that name in the model. None: the whole module
             is one unit, and nothing overlaps.
         zero_dp_strategy: 0 'no_shard', 1 'optim', 2 'optim_grads', 3 'optim_grads_params'.
-        mixed_precision_policy: dtypes of compute, main parameters, gradients and wire.
+        mixed_precision_policy: dtypes of compute, main parameters and gradients, and the wires.
         overlap_grad_reduce: exchange gradients beside backward. "pipelined": on a GPU an exchange
             also starts while the one before is being summed, for a second pair of buffers; worth it
             where exchanges take longer than backward.
@@ -181,7 +182,7 @@ def fully_shard(
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     root = without_compile(module)
-    entries = _params_of(root, takes_meta=bool(config.initialiser))
+    entries = _params_of(root, config.policy, takes_meta=bool(config.initialiser))
     plans = partition(root, entries, config.classes, config.policy, config.sizes)
     located = _locate(optimizer, plans, entries)
     devices = {entry.param.device for entry in entries}
@@ -195,11 +196,16 @@ def fully_shard(
     return module, optimizer
 
 
-def _params_of(root: nn.Module, *, takes_meta: bool) -> list[ParamEntry]:
+def _params_of(
+    root: nn.Module, policy: MixedPrecisionPolicy, *, takes_meta: bool
+) -> list[ParamEntry]:
     entries = collect_params(root, takes_meta=takes_meta)
     if not entries:
         raise ValueError("module: expected at least one floating-point parameter, got none")
     find_cached_params(root, entries)
+    wires = choose_wires(root, [(entry.name, entry.param) for entry in entries], policy)
+    for entry, chosen in zip(entries, wires, strict=True):
+        entry.wires = chosen
     return entries
 
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 class UnitBytes:
     """One unit on one rank, in bytes. `group`: units of one number are gathered together. `stays`:
     gathered parameters stay from forward to backward. `is_last`: its gradients come from the first
-    to the last moment of backward, as the root's do. `unpacked`: whole gradients, as autograd makes
-    them.
+    to the last moment of backward, as the root's do. `gathered`: what is freed after use, and what
+    a gather takes beside it. `unpacked`: whole gradients, as autograd makes them.
     """
 
     group: int

@@ -25,7 +25,8 @@ from .use_order import UnitGroup
 @dataclass(frozen=True, slots=True)
 class UnitSummary:
     """One unit's row. Bytes are this rank's; `sent_bytes` are what it sends to other ranks in one
-    step with one backward, `sent_bytes_by_axis` the same for each axis of the mesh.
+    step with one backward, `sent_bytes_by_axis` the same for each axis of the mesh. `wire`,
+    `param_wire`: in what gradients travel, and parameters. `residual_bytes`: what the wire keeps.
     """
 
     name: str
@@ -34,9 +35,11 @@ class UnitSummary:
     compute_dtype: torch.dtype
     wire: str
     wire_dtype: torch.dtype
+    param_wire: str
     main_bytes: int
     compute_bytes_at_rest: int
     grad_bytes: int
+    residual_bytes: int
     gathered_bytes: int
     gathers_per_step: int
     exchanges_per_step: int
@@ -45,10 +48,10 @@ class UnitSummary:
 
     @property
     def bytes_at_rest(self) -> int:
-        """Parameters and gradients between steps, after the first; no optimizer state. The next
-        forward frees gradients that were cleared.
+        """Parameters, gradients and what wires keep, between steps, after the first; no optimizer
+        state. The next forward frees gradients that were cleared.
         """
-        return self.main_bytes + self.compute_bytes_at_rest + self.grad_bytes
+        return self.main_bytes + self.compute_bytes_at_rest + self.grad_bytes + self.residual_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class Summary:
             "tensors",
             "elements",
             "compute",
+            "gathered in",
             "wire",
             "at rest",
             "gathered",
@@ -99,6 +103,7 @@ class Summary:
                     f"{unit.num_params}",
                     f"{unit.numel:,}",
                     _dtype_name(unit.compute_dtype),
+                    unit.param_wire,
                     unit.wire,
                     _mib(unit.bytes_at_rest),
                     _mib(unit.gathered_bytes),
@@ -187,7 +192,7 @@ def summary(module: nn.Module) -> Summary:
 def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
     spec, buffers = unit.spec, unit.buffers
     uses = 2 if buffers.frees and group.reshard_after_forward else 1
-    sent = buffers.sent_bytes(uses)
+    sent = buffers.way.sent_bytes(uses)
     is_gathered = bool(sent)
     if unit.reduction.is_needed:
         sent += unit.reduction.sent_bytes()
@@ -198,9 +203,11 @@ def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
         compute_dtype=spec.dtypes.compute,
         wire=spec.wires[0].name,
         wire_dtype=spec.wires[0].dtype,
+        param_wire=spec.param_wire or _dtype_name(spec.dtypes.compute),
         main_bytes=buffers.main.nbytes,
-        compute_bytes_at_rest=buffers.rest_bytes,
+        compute_bytes_at_rest=buffers.way.rest_bytes,
         grad_bytes=unit.gradients.grad.nbytes if unit.reduction.is_needed else 0,
+        residual_bytes=0 if (residual := unit.reduction.residual) is None else residual.nbytes,
         gathered_bytes=buffers.gathered.nbytes if buffers.frees else 0,
         gathers_per_step=uses if is_gathered else 0,
         exchanges_per_step=int(unit.reduction.is_needed),
@@ -227,8 +234,8 @@ def _unit_bytes(unit: Unit, group: UnitGroup, row: UnitSummary) -> UnitBytes:
         group=group.index,
         stays=group.is_root or not group.reshard_after_forward,
         is_last=group.is_root,
-        at_rest=row.main_bytes + row.compute_bytes_at_rest,
-        gathered=row.gathered_bytes,
+        at_rest=row.main_bytes + row.compute_bytes_at_rest + row.residual_bytes,
+        gathered=row.gathered_bytes + unit.buffers.way.gathering_bytes,
         reduced=row.grad_bytes,
         exchanging=unit.reduction.peak_bytes() if reduces else 0,
         unpacked=row.numel * row.compute_dtype.itemsize if reduces else 0,

@@ -211,6 +211,9 @@ class Codec:
         scaled(x, CODEC, ROW, HARDWARE) -> (x times that, scales [n], row scales)
         factors(scales, row_scales, CODEC, HARDWARE) -> FP32 of the shape of either
 
+    A block with an element that is NaN or infinite is multiplied by a NaN and its scale is one, so
+    that all of it is decoded as NaN; no other block, nor its row's scale, depends on it.
+
     x is FP32 [n, elements of a block], or with ``in_halves`` two of them, [n, half of a block], so
     that a thread has all of a block. Of the two kinds of scales, one that the format has not may be
     anything that is returned, and is None where it is passed. `CODEC` is the `device_table.Codec`.

@@ -5,6 +5,9 @@ With a the largest magnitude of a block and x an element of it:
     byte    = rule(a, element)                 one of `table.SCALE_RULES`
     code    = encode(x * 2^(127 - byte))       to nearest or stochastically
     decoded = decode(code) * 2^(byte - 127)
+
+Where an element of the block is NaN or infinite the byte is 255, which is a NaN, and every code
+that of a NaN.
 """
 
 from __future__ import annotations

@@ -42,11 +42,13 @@ _AMAX_GATES = {
     "of bf16": Gate(4.0, 72),
     "of fp32": Gate(3.5, 72),
     "of fp32 hadamard": Gate(8.5),
+    "of bf16 nan": Gate(4.0, 72),
 }
 _QUANTIZE_GATES = {
     "from bf16": Gate(20.0),
     "from fp32": Gate(19.5),
     "from bf16 stochastic": Gate(20.0, 96),
+    "from bf16 nan": Gate(20.0),
     "from bf16 torchao": Gate(22.0),
     "from bf16 swizzled": Gate(22.0),
     "from bf16 hadamard": Gate(27.0, 72),
@@ -65,13 +67,14 @@ Make = Callable[[torch.device, int], Operands]
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "hadamard": {"hadamard": True},
     "inverse": {"inverse": True},
+    "nan": {"nonfinite": "nan"},
     "stochastic": NOISE,
     "swizzled": {"swizzled": True},
     "torchao": {"variant": "torchao"},
 }
 # For all dtypes, and those that only the gates look at.
 _QUANTIZED = ("", "hadamard", "stochastic")
-_GATED = ("torchao", "swizzled", "hadamard stochastic", "hadamard stochastic swizzled")
+_GATED = ("nan", "torchao", "swizzled", "hadamard stochastic", "hadamard stochastic swizzled")
 
 
 def rows() -> tuple[Row, ...]:
@@ -89,6 +92,7 @@ def cases() -> Iterator[Case]:
         yield _dequantize_case(dtype, "")
         for words in ("", "inverse"):
             yield _hadamard_case(dtype, words)
+    yield _amax_case("bf16", "nan")
     for words in _GATED:
         yield _quantize_case("bf16", words)
     yield _dequantize_case("fp32", "torchao")

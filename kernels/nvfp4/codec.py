@@ -13,6 +13,9 @@ A is the amax of the tensor, or of a message's row, a that of a block, x an elem
 2688 is 448 * 6, the largest scale times the largest element. Where A is not a positive finite
 number, E, D and P are 1. Decoding takes A below 2688 / FLT_MAX for that, as E does. Messages have
 the variant "te", a row of theirs being a tensor.
+
+In a message a block with a NaN or an infinity has a NaN for a: its scale is byte 0x7F, f is NaN and
+every code that of a NaN. A leaves the block out, so that no other one knows of it.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ def scales_of(
     blocks: torch.Tensor, form: BlockFormat, rule: None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `table.Codec`."""
-    block_amax = magnitudes(blocks).amax(-1)
-    row_amax = block_amax.amax(-1, keepdim=True)
+    block_amax, counted = block_amaxes(blocks, True)
+    row_amax = counted.amax(-1, keepdim=True)
     scale_bytes, factors = block_scales(block_amax, row_amax, False)
     return factors, scale_bytes, row_amax
 
@@ -43,6 +46,20 @@ def scales_of(
 def factors_of(scales: torch.Tensor, row_scales: torch.Tensor) -> torch.Tensor:
     """See `table.Codec`."""
     return block_factors(scales, row_scales, False)
+
+
+def block_amaxes(blocks: torch.Tensor, as_nan: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of FP32 [..., elements of one]: the amax of each, and what of it the amax of all looks at.
+
+    as_nan: a block with an element that is not finite has a NaN, and 0; else a NaN counts as 0.
+    """
+    magnitudes = blocks.abs()
+    if not as_nan:
+        amax = magnitudes.masked_fill_(magnitudes.isnan(), 0.0).amax(-1)
+        return amax, amax
+    amax = magnitudes.amax(-1)
+    is_finite = amax.isfinite()
+    return torch.where(is_finite, amax, torch.nan), torch.where(is_finite, amax, 0.0)
 
 
 def block_scales(
@@ -77,11 +94,6 @@ def block_factors(
     """What codes are multiplied by, FP32 of the scale bytes' shape; `tensor_amax` as above."""
     multiplier, divisor = _decode_factors(tensor_amax, torchao)
     return (codes.decode(scale_bytes, E4M3) * multiplier) * divisor
-
-
-def magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """|values|, 0 for a NaN."""
-    return values.abs().masked_fill_(values.isnan(), 0.0)
 
 
 def _decode_factors(tensor_amax: torch.Tensor, torchao: bool) -> tuple[torch.Tensor, torch.Tensor]:

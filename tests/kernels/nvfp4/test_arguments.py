@@ -23,8 +23,8 @@ def test_ops_pass_the_checks_of_torch():
     amax, out = torch.zeros(()), torch.empty(4, 32)
     data, scales = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
     calls = {
-        "amax_nvfp4_": (amax, x, True),
-        "quantize_nvfp4_": (data, scales, x, UNIT, 3, 0, False, True, False),
+        "amax_nvfp4_": (amax, x, True, True),
+        "quantize_nvfp4_": (data, scales, x, UNIT, 3, 0, False, True, False, True),
         "dequantize_nvfp4_": (out, data, scales, UNIT, False, False),
         "hadamard16_": (out, x, False),
     }

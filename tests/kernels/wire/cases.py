@@ -16,6 +16,20 @@ STOCHASTIC = tuple(name for name in FORMATS if name not in ALWAYS_NEAREST)
 POISON = 0xAB
 MARGIN = 32  # bytes around a message, which must stay as they were; keeps it 16-byte aligned
 SEED = -(2**63) + 12345
+BLOCK_NUMELS = {"fp8_1x128": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+NAN_DATA = {"fp8_row": 0x7F, "fp8_1x128": 0x7F, "mxfp8": 0x7F, "mxfp4": 0x77, "nvfp4": 0x77}
+_NAN_FP32 = (0x00, 0x00, 0xC0, 0x7F)
+NAN_SCALES = {
+    name: torch.tensor(scale, dtype=torch.uint8)
+    for name, scale in {
+        "fp8_row": _NAN_FP32,
+        "fp8_1x128": _NAN_FP32,
+        "mxfp8": (0xFF,),
+        "mxfp4": (0xFF,),
+        "nvfp4": (0x7F,),
+    }.items()
+}
+"""The bytes of the data, and of the scale, of a block with an element that is not finite."""
 
 
 def tensors(shapes, *, seed=1, transposed=(), unaligned=()):
@@ -28,6 +42,11 @@ def tensors(shapes, *, seed=1, transposed=(), unaligned=()):
         tensor = memory[late:]
         made.append(tensor.view(shape[::-1]).t() if index in transposed else tensor.view(shape))
     return made
+
+
+def block_numel(name, row_numel):
+    """Elements that one that is not finite spoils."""
+    return row_numel if name == "fp8_row" else BLOCK_NUMELS.get(name, 1)
 
 
 def layout_for(name, given, row_numel):
