@@ -18,80 +18,21 @@ of them has been submitted.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..buffers import BufferPool, Hop, Movement, Placement, cut
-from .collectives import Channel, Collectives, Lender, Pending
+from ..buffers import BufferPool, Hop, cut
+from .collectives import Collectives, Lender, Pending
 from .grad_watch import GradientWatch
 from .lanes import Event, Lane
 from .message_wire import mixed
 from .optimizer_view import OptimizerView, Shown
+from .sum_plan import peak_bytes, plan_gathers, plan_sums
 from .unit_spec import UnitSpec
-from .wire import FlatSource, GradientPacker, Gradients, Places, PlainWire, Source, Wire
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """One sum along an axis, decided: `hop` along `channel` by `wire`, which sends `message_numel`
-    elements for a part, and brings `received_parts` of them. `places`: of what goes in. `lender`:
-    of what is sent.
-    `sends_partial`: whether the partial sum that goes in is sent as it is, without a copy.
-    """
-
-    hop: Hop
-    channel: Channel
-    wire: Wire
-    message_numel: int
-    received_parts: int
-    places: Places
-    lender: Lender
-    sends_partial: bool
-
-    @property
-    def message_bytes(self) -> int:
-        """Of one part."""
-        return self.message_numel * self.wire.dtype.itemsize
-
-
-def _hops(spec: UnitSpec, collectives: Collectives) -> list[Hop]:
-    """From what each rank has of all elements to sums as they are kept."""
-    partial = (Placement.PARTIAL,) * len(collectives.channels)
-    numel = spec.layout.numel
-    return collectives.hops(numel, partial, spec.placements.main) if numel else []
-
-
-def plan_sums(spec: UnitSpec, collectives: Collectives, pool: BufferPool) -> list[Sum]:
-    """The sums of a unit's gradients, one along each axis that has some, in their order."""
-    hops = [hop for hop in _hops(spec, collectives) if hop.movement is Movement.SUM]
-    return [
-        _sum_along(spec, hop, collectives, pool, is_first=not place)
-        for place, hop in enumerate(hops)
-    ]
-
-
-def _sum_along(
-    spec: UnitSpec, hop: Hop, collectives: Collectives, pool: BufferPool, *, is_first: bool
-) -> Sum:
-    wire = spec.wires[0 if is_first else 1]
-    is_plain = isinstance(wire, PlainWire) and wire.dtype == torch.float32
-    numel = wire.part_numel(hop.part_numel)
-    channel = collectives.sum_channel(hop.axis, wire, hop.parts * numel * wire.dtype.itemsize)
-    return Sum(
-        hop=hop,
-        channel=channel,
-        wire=wire,
-        message_numel=numel,
-        received_parts=wire.received_parts(channel),
-        places=Places(spec.layout, spec.first_indices, (hop.start, hop.stop)),
-        lender=channel.lender(pool),
-        sends_partial=is_plain and not is_first,
-    )
+from .wire import FlatSource, GradientPacker, Gradients, Places, Source
 
 
 class Reduction:
@@ -106,8 +47,7 @@ class Reduction:
         self.channels = collectives.channels
         layout = spec.layout
         self.sums = sums = plan_sums(spec, collectives, pool)
-        hops = _hops(spec, collectives)
-        self.gathers = [hop for hop in hops if hop.movement is Movement.GATHER]
+        self.gathers = plan_gathers(spec, collectives)
         self.own = sums[-1].hop.own_span if sums else (0, layout.numel)
         # Of the first message: the buffer in parts, as a whole where nothing is sent.
         self.parts = sums[0].hop.parts if sums else 1
@@ -186,29 +126,9 @@ class Reduction:
             sent[self.channels[hop.axis].axis.name] += (hop.parts - 1) * part
         return sent
 
-    def lender_of_partial(self, following: Sum) -> Lender:
-        """Of the partial sum that goes into `following`."""
-        return following.lender if following.sends_partial else self.pool
-
     def peak_bytes(self) -> int:
         """The most that the buffers of one exchange take at once."""
-        spec = self.spec
-        packed = self.packed_numel * spec.wires[0].dtype.itemsize
-        packed *= not self.sums or self.sums[0].lender is self.pool
-        peak, partial = packed + spec.layout.numel * spec.wires[0].scratch_bytes, 0
-        for one, following in itertools.zip_longest(self.sums, self.sums[1:]):
-            is_copied = one.lender is self.pool and not one.sends_partial
-            sent = is_copied * one.hop.parts * one.message_bytes
-            received = one.received_parts * one.message_bytes
-            scratch = one.hop.part_numel * one.wire.scratch_bytes
-            is_made = following is not None and self.lender_of_partial(following) is self.pool
-            summed = is_made * one.hop.part_numel * torch.float32.itemsize
-            # Where the partial sum is not sent itself, what it becomes is made beside it.
-            making = (one is not self.sums[0]) * one.hop.parts * scratch
-            stays = partial * one.sends_partial
-            peak = max(peak, partial + sent + making, stays + sent + received + scratch + summed)
-            partial = summed
-        return peak
+        return peak_bytes(self.spec, self.sums, self.packed_numel, self.pool)
 
 
 class Exchange:
@@ -321,7 +241,7 @@ class Exchange:
         """Sum what has come to a partial sum, and send that along the next axis."""
         how = self._how
         numel, one = how.sums[self._place].hop.part_numel, how.sums[self._place + 1]
-        partial = self._lease(how.lender_of_partial(one), numel, torch.float32)
+        partial = self._lease(one.partial_lender, numel, torch.float32)
         self._reduce(partial)
         self._place += 1
         self._sent = partial

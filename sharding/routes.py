@@ -10,15 +10,16 @@ from typing import TypeVar
 from ..buffers import BufferPool
 from . import peer_memory
 from .collectives import Collectives, Pending
-from .exchange import plan_sums
 from .lanes import Lane
 from .process_groups import DataParallelGroups
+from .sum_plan import plan_sums
 from .symmetric import Slots, SymmetricChannel, leaves_moving
 from .unit_spec import UnitSpec
 
 T = TypeVar("T")
 _SLOT_ALIGN_BYTES = 512
 """As an allocation of torch's: the kernels' widest accesses find every part aligned."""
+_NOTHING = "no unit sends along it what others could read where it lies"
 
 
 def find_obstacles(
@@ -86,9 +87,10 @@ def open_channels(
     obstacles = find_obstacles(mode, groups, reaches)
     sizes = _message_bytes(specs, collectives, pool)
     for place, (axis, why) in enumerate(zip(groups.axes, obstacles, strict=True)):
-        if not why and sizes[place]:
-            why = _open(place, sizes[place], collectives, pool, lane)
-            if why and mode == "on" and place == _first_of(groups):
+        if not why:
+            size = sizes[place]
+            why = _open(place, size, collectives, pool, lane) if size else _NOTHING
+            if why and why is not _NOTHING and mode == "on" and place == _first_of(groups):
                 raise ValueError(_refusal(axis.name, why))
         collectives.detours[axis.name] = why
 

@@ -29,11 +29,13 @@ JOBS = {
     "zero2, bf16": Job(zero=2, steps=2, policy=BF16),
     "zero3, one lane": Job(zero=3, steps=2, options={"overlap_grad_reduce": False}),
     "zero3, bf16": Job(zero=3, steps=2, policy=BF16),
+    "zero2, mxfp8": Job(zero=2, steps=2, policy={"grad_wire": "mxfp8"}),
+    "zero3, nvfp4": Job(zero=3, steps=2, policy={"grad_wire": "nvfp4", "param_wire": "mxfp8"}),
 }
 MESHES = {
     "HSDP": Job(zero=1, steps=2),
     "HFSDP": Job(zero=3, steps=2, policy={**BF16, "grad_partial_dtype": torch.bfloat16}),
-    "two nodes": Job(zero=3, steps=2),
+    "two nodes": Job(zero=3, steps=2, policy={"grad_wire": "mxfp8"}),
 }
 
 
