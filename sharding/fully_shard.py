@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -189,8 +189,7 @@ def fully_shard(
     groups = data_parallel_groups(
         device_mesh, dp_shard_dim, dp_outer_dim, ranks_per_node=ranks_per_node, devices=devices
     )
-    options = {**config.described(), "optimizer": describe_options(optimizer)}
-    runtime = _build(root, entries, plans, config, groups, options)
+    runtime = _build(root, entries, plans, config, groups, optimizer)
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return module, optimizer
@@ -215,10 +214,11 @@ def _build(
     plans: list[GroupPlan],
     config: ShardConfig,
     groups: DataParallelGroups,
-    options: Mapping[str, str],
+    optimizer: torch.optim.Optimizer | None,
 ) -> Runtime:
-    """Shard `root` as all ranks agree; `options`: what they compare beside the model."""
+    """Shard `root` as all ranks agree, who compare the options of `optimizer` too."""
     collectives = Collectives(groups)
+    options = {**config.described(), "optimizer": describe_options(optimizer)}
     refuse_rank_dependent_writes(root, collectives.world_size)
     signature = tree_signature(root, entries)
     check_ranks_agree(collectives, signature, options, fingerprint(groups.device))

@@ -133,7 +133,11 @@ class Summary:
             f"more), {_mib(self.sent_bytes_per_step)} sent per step" + (by_axis and f": {by_axis}")
         )
         lines.append(self._beside())
-        lines += [f"exchange along {name}: {by}" for name, by in self.exchanges.items()]
+        lines += [
+            f"exchange along {name}: {by}"
+            for name, by in self.exchanges.items()
+            if self.axes[name] > 1
+        ]
         return "\n".join(lines)
 
     def _beside(self) -> str:
