@@ -59,9 +59,9 @@ class MessageWire(Wire):
     """Gradients in a format with scales, or rounded stochastically.
 
     Sent for an element, headers apart: 1.03 bytes with "mxfp8" and "fp8_1x128", 1.004 with "fp8" (a
-    scale for 1,024 elements), 0.53 with "mxfp4", 0.566 with "nvfp4". The largest error, relative to
-    the largest magnitude that shares the scale: 2^-4 of an element for 8 bits, 1/6 for 4 bits, to
-    nearest; twice that with noise, which makes the expected error 0 instead.
+    scale for 1,024 elements), 0.53 with "mxfp4", 0.566 with "nvfp4". The largest error to nearest:
+    with 8 bits 2^-4 of an element, or 2^-17 of the largest magnitude that shares its scale; with 4
+    bits 0.18 ("nvfp4") or 0.25 ("mxfp4") of that. Twice that with noise, whose expected error is 0.
 
     Args:
         format: "bf16", "fp16", "fp8", "fp8_1x128", "mxfp8", "mxfp4" or "nvfp4"; "fp32" is a
@@ -139,7 +139,10 @@ class MessageWire(Wire):
         residual = source.residual
         if residual is not None:
             flat.add_(residual)
-        made = hadamard16(flat) if self.hadamard else flat
+        made = flat
+        if self.hadamard:
+            # In place, unless what is lost will be told by the difference.
+            made = hadamard16(flat, out=flat if residual is None else None)
         self._encode(messages, source, *source.places.cut(made))
         if residual is not None:
             residual.copy_(flat.sub_(self._decoded(messages, made)))
@@ -167,7 +170,7 @@ class MessageWire(Wire):
         """What `messages` say, in the memory of `values` if they were transformed."""
         decoded = values if self.hadamard else torch.empty_like(values)
         unpack_message_([decoded], messages, FORMATS[self.format], offsets=[0])
-        return hadamard16(decoded, inverse=True) if self.hadamard else decoded
+        return hadamard16(decoded, inverse=True, out=decoded) if self.hadamard else decoded
 
     def reduce(
         self,
@@ -185,7 +188,7 @@ class MessageWire(Wire):
             return
         total = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         reduce_peer_messages_(total, rows, form)
-        total = hadamard16(total, inverse=True)
+        hadamard16(total, inverse=True, out=total)
         reduce_(out, None, scale=scale, accumulate=accumulate, rows=[total])
 
 

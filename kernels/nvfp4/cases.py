@@ -22,7 +22,8 @@ _AMAX = Row(
 )  # fmt: skip
 _QUANTIZE = Row(
     "quantize_nvfp4_", "quantize_nvfp4", "fp32, bf16, fp16 -> nvfp4 (e2m1, e4m3, fp32)",
-    "source + 0.5 + 1/16", "codes: nearest even or stochastic; scales: nearest even",
+    "source + 0.5 + 1/16",
+    "codes: nearest even or stochastic; scales: nearest even; not finite: the largest, or NaN",
     "bit-exact: torchao (its variant), golden vectors (TE's)", "TransformerEngine; torchao", 0.70,
 )  # fmt: skip
 _DEQUANTIZE = Row(

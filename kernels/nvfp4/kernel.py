@@ -59,7 +59,7 @@ def _quantize_masked_blocks(
     """Writes the codes of `blocks`; returns their scale bytes."""
     num_blocks, row_blocks, row_numel = cut
     seed, first_index = noise
-    low, high, places, _ = masked_halves(source, blocks, cut, HADAMARD, False)
+    low, high, places, element = masked_halves(source, blocks, cut, HADAMARD, False)
     low_bits = None
     high_bits = None
     if seed is not None:
@@ -67,6 +67,9 @@ def _quantize_masked_blocks(
         high_bits = device.noise_of(seed, first_index + places + 8)
     block_amax, _ = block_amaxes(low, high, AS_NAN)
     low, high, scale_bytes = scaled_halves(low, high, block_amax, tensor_scale, TORCHAO, HARDWARE)
+    if AS_NAN:  # such a block has NaNs in the place of what does not exist
+        low = tl.where(element < row_numel, low, 0.0)
+        high = tl.where(element + 8 < row_numel, high, 0.0)
     row_bytes = (row_numel + 1) // 2
     columns = (blocks % row_blocks)[:, None] * 8 + tl.arange(0, 4)[None, :]
     columns = tl.where((blocks < num_blocks)[:, None], columns, row_bytes)

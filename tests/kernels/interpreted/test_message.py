@@ -1,5 +1,6 @@
 """The interpreted message kernels against `wire.reference`, bit for bit, canaries included."""
 
+import math
 import mmap
 
 import pytest
@@ -26,13 +27,15 @@ def given(seed=1):
 
 
 def check_pack(layout, tensors, **options):
-    """The message, packed by kernel and reference alike."""
+    """The message, or messages, packed by kernel and reference alike."""
     found = cases.packed(pack.pack_message_, layout, tensors, **options)
     expected = cases.packed(reference.pack_message_, layout, tensors, **options)
     margin = options.get("margin", cases.MARGIN)
     found, expected = cases.message_in(found, margin), cases.message_in(expected, margin)
-    cases.assert_same_messages(found, expected, layout)
-    return expected
+    rows = [memory.view(-1, layout.num_bytes) for memory in (found, expected)]
+    for one, other in zip(*rows, strict=True):
+        cases.assert_same_messages(one, other, layout)
+    return expected if options.get("parts") is None else rows[1]
 
 
 def check_unpack(layout, message, like, scale=1.0, accumulate=False):
@@ -131,14 +134,31 @@ def test_little_or_nothing(name, numels):
     check_unpack(layout, message, tensors)
 
 
+@pytest.mark.parametrize("name", cases.NAN_SCALES)
 @pytest.mark.parametrize("row_numel", [128, 4096])
-def test_bad_elements_stay_where_they_are(row_numel):
-    tensors = list(torch.randn(3, 600, generator=torch.Generator().manual_seed(2)))
-    for tensor, bad in zip(tensors, (float("nan"), float("inf"), -float("inf")), strict=True):
-        tensor[550] = bad
-    for name in ("fp8_row", "fp8_1x128", "mxfp4", "nvfp4"):
-        layout = cases.layout_for(name, tensors, row_numel)
-        check_unpack(layout, check_pack(layout, tensors), tensors)
+def test_bad_elements_stay_where_they_are(name, row_numel):
+    """First, inner and last ones of blocks, in full tiles and in tails; 3e38 becomes infinite."""
+    tensors = list(torch.randn(4, 4700, generator=torch.Generator().manual_seed(2)))
+    for tensor, bad in zip(tensors, (math.nan, math.inf, -math.inf, 3e38), strict=True):
+        tensor[[0, 1037, 4095, 4699]] = bad
+    layout = cases.layout_for(name, tensors, row_numel)
+    for seed in (None, cases.SEED):
+        message = check_pack(layout, tensors, scale=2.0, seed=seed)
+        check_unpack(layout, message, tensors)
+    values = cases.unpacked(reference.unpack_message_, layout, message, tensors)
+    block = cases.block_numel(name, row_numel)
+    for made in values:
+        is_nan = made.isnan()
+        assert is_nan[[0, 1037, 4095, 4699]].all()
+        assert is_nan.sum() <= 4 * block
+        assert made[~is_nan].isfinite().all()
+
+
+def test_a_row_without_finite_blocks():
+    layout = cases.layout_for("nvfp4", [torch.empty(384)], 128)
+    tensor = torch.full((384,), math.inf)
+    tensor[130:250], tensor[256:] = 0.0, 1.0
+    check_unpack(layout, check_pack(layout, [tensor]), [tensor])
 
 
 def sparse(numel):
@@ -158,8 +178,8 @@ def test_elements_beyond_32_bits(name, monkeypatch):
     layout = layout_of_numel(name, FAR + near.numel)
     cast = MessageCast(seed=cases.SEED)
 
-    def far_entries(keys, tile_numel):
-        entries, num_tiles = tiles.piece_entries(keys, tile_numel)
+    def far_entries(pieces, tile_numel):
+        entries, num_tiles = tiles.piece_entries(pieces, tile_numel)
         entries[tables.ADDRESS] -= FAR * tensor.element_size()
         entries[tables.NUMEL] += FAR
         entries[tables.FIRST_TILE] -= FAR // tile_numel
@@ -167,12 +187,12 @@ def test_elements_beyond_32_bits(name, monkeypatch):
         entries[tiles.EXTENT] += FAR
         return entries, num_tiles
 
-    (key,) = tiles.packed_pieces([tensor], [0], [0], near.numel)
-    far_key = (*key[:2], FAR, *key[3:])
+    (key,) = tiles.packed_pieces([tensor], [0], [0], near).keys
+    far = tiles.Pieces(((*key[:2], FAR, *key[3:]),), layout.numel, layout.num_bytes)
     for module in (pack, unpack):
         monkeypatch.setattr(module, "_tables", tables.TableCache(entries_of=far_entries))
     message = sparse(layout.num_bytes)
-    pack._launch(message, (far_key,), layout, cast)
+    pack._launch(message, far, layout, cast)
     expected = cases.message_in(
         cases.packed(reference.pack_message_, near, [tensor], seed=cases.SEED, first_indices=[FAR])
     )
@@ -183,14 +203,48 @@ def test_elements_beyond_32_bits(name, monkeypatch):
         assert torch.equal(message[end - (near_end - begin) : end], expected[begin:near_end])
     assert bytes(message[:16].tolist()) == header_bytes(layout)
     out = torch.full_like(tensor, oracle.CANARY)
-    monkeypatch.setattr(unpack, "unpacked_pieces", lambda *_: (far_piece(out, key),))
+    monkeypatch.setattr(unpack, "unpacked_pieces", lambda *_: far_pieces(out, key, layout))
     unpack.unpack_message_([out], message, name, layout.numel, [FAR], 1.0, False, 1024)
     wanted = cases.unpacked(reference.unpack_message_, near, expected, [tensor])[0]
     oracle.assert_same_bits(out, wanted)
 
 
-def far_piece(out, key):
-    return (out.data_ptr(), out.numel(), FAR, *key[3:5], out.numel(), 0)
+def far_pieces(out, key, layout):
+    keys = ((out.data_ptr(), out.numel(), FAR, *key[3:5], out.numel(), 0),)
+    return tiles.Pieces(keys, layout.numel, layout.num_bytes)
+
+
+@FORMAT
+def test_several_messages_in_one_launch(name):
+    """Of full tiles and tails: tensors over several, one without any, and a gap over a cut."""
+    numel, offsets, parts = 5120, [0, 20480, 11264, 27648], 7
+    tensors = cases.tensors([(8300,), (0,), (91, 83), (600,)], transposed=(2,), unaligned=(3,))
+    layout = cases.with_offsets(cases.layout_for(name, [], 1024), offsets, numel)
+    noise = {"seed": cases.SEED, "first_indices": [0, 0, 2**33, 5]}
+    for options in ({"scale": -0.3}, noise if name in cases.STOCHASTIC else {}):
+        messages = check_pack(layout, tensors, parts=parts, **options)
+    check_unpack(layout, messages, tensors, 0.7, True)
+    check_unpack(cases.with_offsets(layout, [0], numel), messages, [torch.ones(parts * numel)])
+
+
+def test_messages_beyond_32_bits():
+    """The fifth of messages that are longer than 2**30 bytes, and the frames of all."""
+    tensor = oracle.values(5000, torch.bfloat16, seed=1)
+    near, layout = message_layout("mxfp8", [5000]), layout_of_numel("mxfp8", 2**30)
+    messages = sparse(5 * layout.num_bytes).view(5, -1)
+    ((address, numel, _, *rest),) = tiles.packed_pieces([tensor], [0], None, near).keys
+    place = 4 * layout.numel
+    pieces = tiles.Pieces(((address, numel, place, *rest),), layout.numel, layout.num_bytes)
+    pack._launch(messages, pieces, layout, MessageCast())
+    for message in messages:
+        assert bytes(message[:16].tolist()) == header_bytes(layout)
+    expected = cases.message_in(cases.packed(reference.pack_message_, near, [tensor]))
+    found = messages[4, layout.data_at :][: near.numel]
+    assert torch.equal(found, expected[near.data_at : near.scales_at])
+    out = torch.full_like(tensor, oracle.CANARY)
+    unpack.unpack_message_([out], messages, "mxfp8", layout.numel, [place], 1.0, False, 1024)
+    wanted = cases.unpacked(reference.unpack_message_, near, expected, [tensor])[0]
+    oracle.assert_same_bits(out, wanted)
 
 
 def test_tables_are_found_again():
@@ -204,3 +258,7 @@ def test_tables_are_found_again():
     assert len(pack._tables) == before + 1
     check_pack(layout, tensors, seed=1, first_indices=[16])
     assert len(pack._tables) == before + 2
+    for value in (1.0, 2.0):
+        tensors[0].fill_(value)
+        check_pack(layout, tensors, parts=3)
+    assert len(pack._tables) == before + 3
