@@ -27,6 +27,7 @@ class UnitSummary:
     """One unit's row. Bytes are this rank's; `sent_bytes` are what it sends to other ranks in one
     step with one backward, `sent_bytes_by_axis` the same for each axis of the mesh. `wire`,
     `param_wire`: in what gradients travel, and parameters. `residual_bytes`: what the wire keeps.
+    `exchange`: what gradients go by, "messages", "symmetric memory" or, on one rank, "none".
     """
 
     name: str
@@ -43,6 +44,7 @@ class UnitSummary:
     gathered_bytes: int
     gathers_per_step: int
     exchanges_per_step: int
+    exchange: str
     sent_bytes: int
     sent_bytes_by_axis: Mapping[str, int]
 
@@ -215,6 +217,7 @@ def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
         gathered_bytes=buffers.gathered.nbytes if buffers.frees else 0,
         gathers_per_step=uses if is_gathered else 0,
         exchanges_per_step=int(unit.reduction.is_needed),
+        exchange=next((one.channel.route for one in unit.reduction.sums), "none"),
         sent_bytes=sent.total(),
         sent_bytes_by_axis=dict(sent),
     )

@@ -179,6 +179,8 @@ def frozen_first(rank: int, world_size: int) -> None:
     trained = [unit for unit in runtime_of(shared).units if "block" not in unit.spec.name]
     symmetric = ss.summary(shared).stream_peaks.symmetric
     assert symmetric == 2 * max(4 * unit.spec.layout.numel for unit in trained)
+    by = {unit.name: unit.exchange for unit in ss.summary(shared).units}
+    assert by == {n: "messages" if "block" in n else "symmetric memory" for n in by}
     for name, param in expected.named_parameters():
         assert torch.equal(param.grad.full_tensor(), found[name].grad.full_tensor()), name
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestream.bench.virtual_streams import LoopbackGroup, Machine, Stream, join
 from sidestream.sharding import peer_memory
 from sidestream.sharding.collectives import Collectives
 from sidestream.sharding.runtime import Runtime
 from sidestream.sharding.symmetric import Slots
-from sidestream.tests.sharding.fake_streams import Late, LoopbackGroup, Machine, Stream, join
+from sidestream.tests.sharding.fake_streams import Late
 from sidestream.tests.sharding.on_streams import LANES, SERIAL, Lanes, mains_of, run
 from sidestream.tests.sharding.race_detector import Racing
 from sidestream.tests.sharding.trainer import Job
