@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sidestream as ss
-from sidestream.sharding import peer_memory
 from sidestream.sharding.collectives import Channel, Pending
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.peer_memory import Reach, obstacle, reach_of
+from sidestream.sharding.peer_memory import Reach
 from sidestream.sharding.process_groups import Axis
 from sidestream.sharding.routes import find_obstacles
 from sidestream.sharding.wire import PlainWire
@@ -22,59 +21,6 @@ from sidestream.tests.sharding.axes import groups_over
 from sidestream.tests.sharding.meshes import options_of
 from sidestream.tests.sharding.shared_files import sharing
 from sidestream.tests.sharding.trainer import Job
-
-GPUS = frozenset({"a", "b", "c", "d"})
-
-
-def on(gpu: str, host: str = "h", reads: frozenset[str] = GPUS, lack: str = "") -> Reach:
-    return Reach(host, gpu, reads, lack)
-
-
-CASES: dict[str, tuple[dict[int, Reach], str]] = {
-    "all can": ({0: on("a"), 1: on("b"), 2: on("c")}, ""),
-    "one rank": ({3: on("a", reads=frozenset())}, ""),
-    "CPU": ({0: on("a"), 2: on("", lack="the model is on the CPU")}, "on rank 2 the model is on"),
-    "two machines": ({0: on("a"), 8: on("b", host="i")}, "ranks 0 and 8 are on two machines"),
-    "a GPU for two": ({0: on("a"), 1: on("b"), 3: on("b")}, "ranks 1 and 3 share a GPU"),
-    "no way": (
-        {0: on("a"), 1: on("b", reads=frozenset("b"))},
-        "the GPU of rank 1 cannot read the memory of rank 0's, or its process does not see it",
-    ),
-}
-
-
-@pytest.mark.parametrize(("reaches", "why"), CASES.values(), ids=CASES)
-def test_why_ranks_cannot_read_each_others_memory(reaches: dict[int, Reach], why: str) -> None:
-    found = obstacle(reaches)
-    assert found == why if not why else found.startswith(why)
-
-
-def test_a_cpu_says_so() -> None:
-    found = reach_of(torch.device("cpu"))
-    assert found.lack == "the model is on the CPU" and found.host
-
-
-@pytest.mark.parametrize("backend", [None, "NVSHMEM", "CUDA"], ids=str)
-def test_what_a_gpu_says_of_itself(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPU 1 of three, of which the last is behind another bridge."""
-
-    class Torch:
-        get_backend = staticmethod(lambda _: backend)
-
-    class Properties:
-        def __init__(self, number: int) -> None:
-            self.uuid = "abc"[number]
-
-    monkeypatch.setattr(peer_memory, "_SymmetricMemory", Torch)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, peer: peer.index != 2)
-    found = reach_of(torch.device("cuda", 1))
-    if backend == "CUDA":
-        assert (found.gpu, found.reads, found.lack) == ("b", frozenset("a"), "")
-    else:
-        assert ("TORCH_SYMMMEM=CUDA" in found.lack) == (backend is not None)
-        assert found.lack
 
 
 def groups(*sizes: int) -> Any:
@@ -109,7 +55,9 @@ def test_on_refuses_where_gradients_travel_along_an_axis_that_cannot() -> None:
         find_obstacles("on", groups(2, 2), apart)
     with pytest.raises(ValueError, match="ranks along 'axis1' that read each other's memory"):
         find_obstacles("on", groups(1, 2), on_nodes(2, "mn"))
-    assert find_obstacles("on", groups(1), [on("", lack="the model is on the CPU")]) == ["one rank"]
+    assert find_obstacles(
+        "on", groups(1), [Reach("m", "", frozenset(), "the model is on the CPU")]
+    ) == ["one rank"]
 
 
 # ---- what fully_shard says
