@@ -24,6 +24,7 @@ from .optim import replaced_params
 from .param_faces import ParamSlot
 from .placements import unit_placements
 from .precision import resolve_dtypes, resolve_param_wire, resolve_wires
+from .routes import open_channels
 from .runtime import Runtime
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.torch_state_dict import part_like, teach_torch
@@ -48,6 +49,11 @@ def build_runtime(
     device = collectives.groups.device
     pool = BufferPool(device)
     maker = _UnitMaker(plans, collectives, pool, config)
+    lanes = (
+        make_lane(device, config.runtime.overlap_param_gather),
+        make_lane(device, config.overlap_grad_reduce),
+    )
+    open_channels(config.symmetric_memory, maker.trained(), collectives, pool, lanes[1])
     if initialisation is not None:
         maker.initialise(initialisation)
     units = iter(maker.make())
@@ -64,10 +70,6 @@ def build_runtime(
         for place, plan in enumerate(plans)
     ]
     pool.trim()
-    lanes = (
-        make_lane(device, config.runtime.overlap_param_gather),
-        make_lane(device, config.overlap_grad_reduce),
-    )
     pool.streams = LaneStreams(lanes) if any(lane.streams for lane in lanes) else None
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
     if config.policy.nonfinite_grads != "keep":
@@ -142,9 +144,21 @@ class _UnitMaker:
         config: ShardConfig,
     ) -> None:
         self._members = [(plan, members) for plan in plans for members in plan.units]
-        self._collectives, self._pool, self._config = collectives, pool, config
+        self._collectives, self._pool = collectives, pool
+        self._specs = [
+            _unit_spec(number, *of_unit, collectives, config)
+            for number, of_unit in enumerate(self._members)
+        ]
         self._units: dict[int, Unit] = {}
         self._filled: set[ParamEntry] = set()
+
+    def trained(self) -> list[UnitSpec]:
+        """Those of units with gradients."""
+        return [
+            spec
+            for spec, (_, members) in zip(self._specs, self._members, strict=True)
+            if any(entry.param.requires_grad for entry in members)
+        ]
 
     def initialise(self, initialisation: Initialisation) -> None:
         """Fill what is on the meta device. Nothing has been changed if that raises."""
@@ -179,8 +193,7 @@ class _UnitMaker:
 
     def _unit(self, number: int) -> Unit:
         if number not in self._units:
-            spec = _unit_spec(number, *self._members[number], self._collectives, self._config)
-            self._units[number] = Unit(spec, self._collectives, self._pool)
+            self._units[number] = Unit(self._specs[number], self._collectives, self._pool)
         return self._units[number]
 
     def _from_rank_0(self, param: Tensor, staging: Staging) -> Tensor:

@@ -46,7 +46,7 @@ class RuntimeOptions:
 class ShardConfig:
     """All options, resolved. `outer`: what is held along the outer axis, if there is one.
     `divide_factor`: of the sum of gradients over all ranks (None: how many there are). `native`:
-    whether the backend sums.
+    whether the backend sums. `symmetric_memory`: whether sums read peers' memory.
     """
 
     strategy: Strategy
@@ -59,6 +59,7 @@ class ShardConfig:
     initialiser: Initialiser
     divide_factor: float | None
     native: bool
+    symmetric_memory: str
     runtime: RuntimeOptions
 
     def described(self) -> dict[str, str]:
@@ -68,6 +69,7 @@ class ShardConfig:
             "outer_dp_sharding_strategy": self.outer,
             "gradient_divide_factor": self.divide_factor,
             "reduce": "native" if self.native else "exact",
+            "symmetric_memory": self.symmetric_memory,
             "mixed_precision_policy": self.policy,
             "grad_wire": bytes_on(self.policy.grad_wire)
             if isinstance(self.policy.grad_wire, Wire)
@@ -108,6 +110,7 @@ def resolve_config(
     outer_dim: str | None,
     outer_strategy: str,
     reduce: str,
+    symmetric_memory: str,
     gradient_divide_factor: float | None,
     overlap_grad_reduce: bool | str,
     overlap_param_gather: bool,
@@ -138,6 +141,7 @@ def resolve_config(
         "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
     )
     require_initialiser(initialiser)
+    _require_symmetric_memory(symmetric_memory, reduce)
     return ShardConfig(
         strategy=level,
         outer=resolve_outer(level, outer_strategy, outer_dim),
@@ -149,6 +153,7 @@ def resolve_config(
         initialiser=initialiser,
         divide_factor=gradient_divide_factor,
         native=_is_native(reduce, policy),
+        symmetric_memory=symmetric_memory,
         runtime=RuntimeOptions(
             strategy=level.name + (f", outer {outer_strategy}" if outer_dim is not None else ""),
             prefetch=int(prefetch),
@@ -174,3 +179,16 @@ def _is_native(reduce: str, policy: MixedPrecisionPolicy | None) -> bool:
             "itself can sum, got 'native'; leave one of them out"
         )
     return reduce == "native"
+
+
+def _require_symmetric_memory(mode: object, reduce: str) -> None:
+    if mode not in ("off", "auto", "on"):
+        raise ValueError(
+            f"symmetric_memory: expected 'off', 'auto' or 'on', got {mode!r}; pass 'auto' to have "
+            "it where it is there"
+        )
+    if mode == "on" and reduce == "native":
+        raise ValueError(
+            "symmetric_memory: expected 'off' or 'auto' with reduce='native', where the backend "
+            "moves and sums, got 'on'; leave one of them out"
+        )

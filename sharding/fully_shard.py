@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ def fully_shard(
     outer_dp_sharding_strategy: str = "no_shard",
     ranks_per_node: int | None = None,
     reduce: str = "exact",
+    symmetric_memory: str = "off",
     gradient_divide_factor: float | None = None,
     fsdp_unit_modules: Iterable[UnitClass] | None = None,
     zero_dp_strategy: int | str = 3,
@@ -102,6 +103,14 @@ def fully_shard(
             1: never.
         reduce: 'exact': sums in FP32, in rank order. 'native': the backend's own reduce-scatter,
             in its own order and precision.
+        symmetric_memory: whether sums of gradients read what the other GPUs have packed where it
+            lies, in place of messages that are received first: the same bits, no buffer to receive
+            into, no multiprocessors for a collective; two of the largest messages are held for good
+            (four with "pipelined"). Needs GPUs of one machine that read each other's memory. 'off':
+            never; the default, as nobody has measured the others on GPUs yet. 'auto': along the
+            axes where all ranks can; `summary` says which, and why not elsewhere. 'on': refused
+            where the ranks of the first axis (of the shard axis, or of a node with
+            `ranks_per_node`) cannot; sums over axes beyond it use it where they can.
         gradient_divide_factor: what the sum over all data-parallel ranks is divided by (None: how
             many there are, so gradients are means; 1: they are sums).
         fsdp_unit_modules: classes whose instances are gathered and reduced as one unit each; or
@@ -160,6 +169,7 @@ def fully_shard(
         outer_dim=dp_outer_dim,
         outer_strategy=outer_dp_sharding_strategy,
         reduce=reduce,
+        symmetric_memory=symmetric_memory,
         gradient_divide_factor=gradient_divide_factor,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
@@ -180,8 +190,7 @@ def fully_shard(
     groups = data_parallel_groups(
         device_mesh, dp_shard_dim, dp_outer_dim, ranks_per_node=ranks_per_node, devices=devices
     )
-    options = {**config.described(), "optimizer": describe_options(optimizer)}
-    runtime = _build(root, entries, plans, config, groups, options)
+    runtime = _build(root, entries, plans, config, groups, optimizer)
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return module, optimizer
@@ -206,10 +215,11 @@ def _build(
     plans: list[GroupPlan],
     config: ShardConfig,
     groups: DataParallelGroups,
-    options: Mapping[str, str],
+    optimizer: torch.optim.Optimizer | None,
 ) -> Runtime:
-    """Shard `root` as all ranks agree; `options`: what they compare beside the model."""
+    """Shard `root` as all ranks agree, who compare the options of `optimizer` too."""
     collectives = Collectives(groups)
+    options = {**config.described(), "optimizer": describe_options(optimizer)}
     refuse_rank_dependent_writes(root, collectives.world_size)
     signature = tree_signature(root, entries)
     check_ranks_agree(collectives, signature, options, fingerprint(groups.device))

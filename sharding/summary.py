@@ -16,6 +16,7 @@ from .fully_shard import runtime_of
 from .memory import Depth, StreamBytes, UnitBytes, stream_bytes
 from .modules.tree_watch import watches_of
 from .process_groups import DataParallelGroups
+from .routes import routes, symmetric_bytes
 from .runtime import Runtime
 from .unit import Unit
 from .use_order import UnitGroup
@@ -26,6 +27,7 @@ class UnitSummary:
     """One unit's row. Bytes are this rank's; `sent_bytes` are what it sends to other ranks in one
     step with one backward, `sent_bytes_by_axis` the same for each axis of the mesh. `wire`,
     `param_wire`: in what gradients travel, and parameters. `residual_bytes`: what the wire keeps.
+    `exchange`: what gradients go by, "messages", "symmetric memory" or, on one rank, "none".
     """
 
     name: str
@@ -42,6 +44,7 @@ class UnitSummary:
     gathered_bytes: int
     gathers_per_step: int
     exchanges_per_step: int
+    exchange: str
     sent_bytes: int
     sent_bytes_by_axis: Mapping[str, int]
 
@@ -56,14 +59,17 @@ class UnitSummary:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """`print` it for a table; read the fields to plan. `axes`: how many ranks along each.
+    `exchanges`: what sums along each go by, "symmetric memory" or "messages", and why.
 
-    `peak_bytes` has parameters, reduced gradients and buffers. Beside it lie activations, optimizer
+    `peak_bytes` has parameters, reduced gradients and buffers, `bytes_at_rest` what of these stays;
+    both have symmetric memory, `stream_peaks.symmetric` of it. Beside it lie activations, optimizer
     state, `stream_peaks.unpacked` of gradients that were not packed yet, and on a GPU what each of
     `num_communicators` takes, outside torch's allocator.
     """
 
     strategy: str
     axes: Mapping[str, int]
+    exchanges: Mapping[str, str]
     units: tuple[UnitSummary, ...]
     bytes_at_rest: int
     peak_bytes: int
@@ -129,6 +135,11 @@ class Summary:
             f"more), {_mib(self.sent_bytes_per_step)} sent per step" + (by_axis and f": {by_axis}")
         )
         lines.append(self._beside())
+        lines += [
+            f"exchange along {name}: {by}"
+            for name, by in self.exchanges.items()
+            if self.axes[name] > 1
+        ]
         return "\n".join(lines)
 
     def _beside(self) -> str:
@@ -166,11 +177,13 @@ def summary(module: nn.Module) -> Summary:
     for watch in watches_of(module):
         watch.check()
     rows = tuple(_row(unit, group) for group in runtime.groups for unit in group.units)
-    at_rest = sum(row.bytes_at_rest for row in rows)
-    peaks = _peaks(runtime, rows)
+    symmetric = symmetric_bytes(runtime.collectives)
+    at_rest = sum(row.bytes_at_rest for row in rows) + symmetric
+    peaks = _peaks(runtime, rows, symmetric)
     return Summary(
         strategy=runtime.options.strategy,
         axes={c.axis.name: c.size for c in runtime.collectives.channels},
+        exchanges=routes(runtime.collectives),
         units=rows,
         bytes_at_rest=at_rest,
         peak_bytes=peaks.total - peaks.unpacked,
@@ -204,12 +217,13 @@ def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
         gathered_bytes=buffers.gathered.nbytes if buffers.frees else 0,
         gathers_per_step=uses if is_gathered else 0,
         exchanges_per_step=int(unit.reduction.is_needed),
+        exchange=next((one.channel.route for one in unit.reduction.sums), "none"),
         sent_bytes=sent.total(),
         sent_bytes_by_axis=dict(sent),
     )
 
 
-def _peaks(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> StreamBytes:
+def _peaks(runtime: Runtime, rows: tuple[UnitSummary, ...], symmetric: int) -> StreamBytes:
     # A CPU's pack has ended when the next unit's gradients come; a GPU's holds them until then.
     unpacked = 2 if runtime.pool.device.type == "cuda" else 1
     depth = Depth(runtime.prefetch, runtime.max_exchanges, unpacked)
@@ -218,7 +232,7 @@ def _peaks(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> StreamBytes:
         for group in runtime.groups
         for unit in group.units
     ]
-    return stream_bytes(units, depth)
+    return stream_bytes(units, depth, symmetric=symmetric)
 
 
 def _unit_bytes(unit: Unit, group: UnitGroup, row: UnitSummary) -> UnitBytes:
