@@ -50,6 +50,7 @@ MIN_ROW_NUMEL, MAX_ROW_NUMEL = 128, 4096
 DEFAULT_ROW_NUMEL = 1024
 SECTION_BYTES = 16
 HEADER_BYTES = 16
+ROWS_DIMS = 2  # of a tensor with a message in each row
 MAGIC = b"SSM1"
 _HEADER = struct.Struct("<4sHHQ")
 
@@ -60,7 +61,8 @@ assert _HEADER.size == HEADER_BYTES
 class MessageLayout:
     """Where everything of one message lies: `offsets` in elements, `*_at` and `num_bytes` in bytes.
 
-    offsets: the first element of each tensor, where the layout was made for tensors.
+    offsets: the first element of each tensor, where the layout was made for tensors; of several
+    messages in the vector of all.
     """
 
     format: MessageFormat
@@ -114,19 +116,23 @@ def message_layout(
     numels: Sequence[int],
     *,
     row_numel: int = DEFAULT_ROW_NUMEL,
+    parts: int = 1,
 ) -> MessageLayout:
     """The layout of a message of tensors of `numels` elements, one after the other.
 
     row_numel: elements of a row, a power of two from 128 to 4096; only fp8_row and nvfp4 look at
-    it. Raises `ValueError` for an unknown format, another `row_numel` and a negative numel.
+    it. parts: that of each of so many messages, all as short as the tensors allow. Raises
+    `ValueError` for an unknown format, another `row_numel`, a negative numel, or no part.
     """
     align = checked_align(format, row_numel)
+    parts = check_integer("parts", parts, 1)
     offsets, end = [], 0
     for index, numel in enumerate(check_integers("numels", numels)):
         check_integer(f"numels[{index}]", numel, 0)
         offsets.append(end)
         end += -(-numel // align) * align
-    return _layout(message_format(format), row_numel, end, tuple(offsets))
+    share = -(-end // (align * parts)) * align
+    return _layout(message_format(format), row_numel, share, tuple(offsets))
 
 
 def layout_of_numel(
@@ -238,12 +244,26 @@ def check_message(name: str, message: torch.Tensor) -> None:
     check_vector(name, message)
 
 
-def check_length(name: str, message: torch.Tensor, layout: MessageLayout) -> None:
-    """Raise `ValueError` unless `message` has the bytes of its layout."""
-    if message.numel() != layout.num_bytes:
+def check_messages(name: str, messages: torch.Tensor) -> None:
+    """Raise `ValueError` unless it is a contiguous uint8 tensor, 1-D or a message a row."""
+    check_dtype(name, messages, (torch.uint8,))
+    if messages.dim() == ROWS_DIMS and messages.shape[0] and messages.is_contiguous():
+        return
+    if messages.dim() != 1 or not messages.is_contiguous():
         raise ValueError(
-            f"{name}: expected {layout.num_bytes} bytes, {layout.format.name} of {layout.numel} "
-            f"elements, got {message.numel()}; allocate layout.num_bytes"
+            f"{name}: expected a contiguous 1-D tensor, or a 2-D one with a row for each message, "
+            f"got shape {tuple(messages.shape)} with strides {messages.stride()}; pass contiguous "
+            "memory"
+        )
+
+
+def check_length(name: str, message: torch.Tensor, layout: MessageLayout) -> None:
+    """Raise `ValueError` unless `message`, or each of its rows, has the bytes of its layout."""
+    if message.shape[-1] != layout.num_bytes:
+        each = " a row" * (message.dim() - 1)
+        raise ValueError(
+            f"{name}: expected {layout.num_bytes} bytes{each}, {layout.format.name} of "
+            f"{layout.numel} elements, got {message.shape[-1]}; allocate layout.num_bytes"
         )
 
 

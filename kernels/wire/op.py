@@ -46,9 +46,10 @@ from . import reference
 from .layout import (
     DEFAULT_ROW_NUMEL,
     HEADER_BYTES,
+    ROWS_DIMS,
     MessageLayout,
     check_length,
-    check_message,
+    check_messages,
     checked_align,
     layout_of_bytes,
     layout_of_numel,
@@ -57,7 +58,6 @@ from .layout import (
 )
 
 _DEFAULT_RULE = "rceil"
-_ROWS_DIMS = 2
 
 _PACK = Op(
     "pack_message_(Tensor(a!) message, Tensor[] tensors, str format, SymInt numel, "
@@ -103,18 +103,22 @@ def pack_message_(
 ) -> None:
     """Write every byte of `message`: the tensors, times `scale` in FP32, in the format.
 
-    message: uint8, 1-D, contiguous, of `message_layout(format, numels, row_numel=...).num_bytes`.
+    message: uint8, 1-D, contiguous, of `message_layout(format, numels, row_numel=...).num_bytes`;
+    or [parts, bytes], a message for each of several ranks. Then the vector of all elements, gaps
+    counted, is cut into equal parts, of which each row is the message, as if packed by itself:
+    tensors may begin in one and end in another, and `offsets` and indices go on over the cuts. By
+    default each has `message_layout(..., parts=parts).num_bytes`.
     tensors: FP32, BF16 or FP16, mixed, any shapes and strides, on the message's device, none of
     their memory the message's. format: fp32, bf16, fp16, fp8_row, fp8_1x128, mxfp8, mxfp4 or nvfp4,
     or another that is in the table. offsets: where each tensor begins, in elements, by default one
-    after the other; multiples of the layout's alignment, disjoint. With them the message may be of
+    after the other; multiples of the layout's alignment, disjoint. With them a message may be of
     any length that has room. row_numel: elements of a row of fp8_row and nvfp4. rule: of MX's
     scales, "rceil", "floor", "ceil" or "even". power_of_2: FP8's scales are rounded down to powers
     of two.
 
     rounding: "nearest", ties to even, or "stochastic", not for fp32 and fp16, with noise of `seed`,
     any 64 bits, and an element's index: its place in its tensor plus the tensor's of
-    `first_indices`, by default its offset, and at most 2^63 - 1 less the message's elements. So a
+    `first_indices`, by default its offset, and at most 2^63 - 1 less the vector's elements. So a
     tensor's parts round as the tensor does, wherever they are cut between blocks. Raises
     `ValueError` before anything is written, also for an option without effect on this format.
     """
@@ -126,11 +130,11 @@ def pack_message_(
             f"rounding: expected nearest for {format}, got {rounding!r}; there is no such cast"
         )
     tensors, named = _checked_tensors(message, tensors)
-    layout, offsets = _placed(message, tensors, format, offsets, row_numel)
+    layout, parts, offsets = _placed(message, tensors, format, offsets, row_numel)
     _check_effects(layout.format, rule, power_of_2, seed, first_indices)
     if first_indices is None:
         first_indices = offsets
-    first_indices = _checked_indices(tensors, first_indices, layout)
+    first_indices = _checked_indices(tensors, first_indices, parts * layout.numel)
     check_apart({"message": message}, named)
     options = (check_number("scale", scale), row_numel, rule, power_of_2, seed)
     call(_PACK, message, message, tensors, format, layout.numel, offsets, first_indices, *options)
@@ -146,7 +150,7 @@ def unpack_message_(
     accumulate: bool = False,
     row_numel: int = DEFAULT_ROW_NUMEL,
 ) -> None:
-    """Fill the tensors from a message: the inverse of `pack_message_`, with its arguments.
+    """Fill the tensors from a message, or several: `pack_message_`'s inverse, and its arguments.
 
     tensor = round(decoded * scale), or with `accumulate` round(float32(tensor) + decoded * scale):
     in FP32, no fused multiply-add, rounded once, to nearest even. The tensors share no memory with
@@ -154,7 +158,7 @@ def unpack_message_(
     for it, and `read_header` does. Raises `ValueError` before anything is written.
     """
     tensors, named = _checked_tensors(message, tensors)
-    layout, offsets = _placed(message, tensors, format, offsets, row_numel)
+    layout, _, offsets = _placed(message, tensors, format, offsets, row_numel)
     check_apart({"message": message}, named)
     check_destinations("tensors", tensors)
     scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
@@ -190,7 +194,7 @@ def reduce_messages_(
     layout = _checked_layout(out, format, row_numel)
     check_dtype("messages", messages, (torch.uint8,))
     check_device("messages", messages, out.device)
-    if messages.dim() != _ROWS_DIMS or messages.shape[0] == 0:
+    if messages.dim() != ROWS_DIMS or messages.shape[0] == 0:
         raise ValueError(
             f"messages: expected shape (world, {layout.num_bytes}) with world >= 1, got "
             f"{tuple(messages.shape)}; pass one row per rank"
@@ -263,7 +267,7 @@ def _checked_tensors(
     message: torch.Tensor, tensors: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """The tensors, and by their names those that may share memory with the message."""
-    check_message("message", message)
+    check_messages("message", message)
     tensors = check_tensors("tensors", tensors)
     if is_usual(are_sources, message, tensors, SOURCE_DTYPES):
         return tensors, {}
@@ -280,38 +284,40 @@ def _placed(
     format: str,
     offsets: Sequence[int] | None,
     row_numel: int,
-) -> tuple[MessageLayout, Sequence[int]]:
-    """The message's layout, and where in it the tensors are."""
+) -> tuple[MessageLayout, int, Sequence[int]]:
+    """The layout of each message, how many there are, and where in all of them the tensors are."""
     numels = [tensor.numel() for tensor in tensors]
+    parts = message.shape[0] if message.dim() == ROWS_DIMS else 1
     if offsets is None:
-        layout = message_layout(format, numels, row_numel=row_numel)
+        layout = message_layout(format, numels, row_numel=row_numel, parts=parts)
         check_length("message", message, layout)
-        return layout, layout.offsets
-    layout = layout_of_bytes(format, message.numel(), row_numel=row_numel)
+        return layout, parts, layout.offsets
+    layout = layout_of_bytes(format, message.shape[-1], row_numel=row_numel)
     offsets = check_integers("offsets", offsets)
     check_one_a_tensor("offsets", offsets, tensors)
-    _check_offsets(numels, offsets, layout)
-    return layout, offsets
+    _check_offsets(numels, offsets, layout.align_numel, parts * layout.numel)
+    return layout, parts, offsets
 
 
-def _check_offsets(numels: Sequence[int], offsets: Sequence[int], layout: MessageLayout) -> None:
-    align = layout.align_numel
+def _check_offsets(
+    numels: Sequence[int], offsets: Sequence[int], align: int, whole_numel: int
+) -> None:
     for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
-        if offset < 0 or offset % align or offset + numel > layout.numel:
+        if offset < 0 or offset % align or offset + numel > whole_numel:
             raise ValueError(
                 f"offsets[{index}]: expected a multiple of {align}, with room for {numel} of "
-                f"{layout.numel} elements, got {offset}; see message_layout"
+                f"{whole_numel} elements, got {offset}; see message_layout"
             )
     check_disjoint(numels, offsets)
 
 
 def _checked_indices(
-    tensors: Sequence[torch.Tensor], first_indices: Sequence[int], layout: MessageLayout
+    tensors: Sequence[torch.Tensor], first_indices: Sequence[int], whole_numel: int
 ) -> list[int]:
     """The first indices, so small that even the gaps after tensors, which are encoded, have one."""
     first_indices = check_integers("first_indices", first_indices)
     check_one_a_tensor("first_indices", first_indices, tensors)
-    last = MAX_INDEX - layout.numel
+    last = MAX_INDEX - whole_numel
     for index, first_index in enumerate(first_indices):
         if type(first_index) is not int or not 0 <= first_index <= last:
             check_integer(f"first_indices[{index}]", first_index, 0, last)

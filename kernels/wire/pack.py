@@ -1,11 +1,11 @@
-"""Packing on the GPU: any number of tensors into one wire message, in one launch.
+"""Packing on the GPU: any number of tensors into one or more wire messages, in one launch.
 
 `tiles` tells each program its tile, the format's codec what its scales are. Formulas and rounding
 are those of `reference`. A tile that is full and 16-byte aligned takes the unmasked path, 16 bytes
 an access; the ends of tensors with the gaps after them, and unaligned tensors, take the masked one,
-an element a load: there FULL is false, and what the tensor lacks is zeros. The message is 16-byte
-aligned, and whole blocks of it are stored. One program more writes the header, and the bytes
-between the sections.
+an element a load: there FULL is false, and what the tensor lacks is zeros. Messages are 16-byte
+aligned, and whole blocks of them are stored. One program more a message writes the header, and the
+bytes between the sections.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -33,7 +33,7 @@ from .reference import MessageCast, aligned_memory
 from .tiles import (
     NUM_WARPS,
     TILE_NUMEL,
-    PieceKey,
+    Pieces,
     aligned_from,
     for_piece,
     lanes_of,
@@ -110,8 +110,9 @@ def _store_scales(scales, message, at, start, extent, FULL: tl.constexpr, EACH: 
 @triton.jit
 def _pack_part(piece, kind, begin, arguments, FULL: tl.constexpr, NUMEL: tl.constexpr):
     """NUMEL elements of the tensor from `begin` on to where they belong in the message."""
-    address, numel, offset, extent, index = piece
-    message, scales_at, rows_at, scale, seed = arguments[:5]
+    address, numel, offset, extent, index, message_at = piece
+    messages, scales_at, rows_at, scale, seed = arguments[:5]
+    message = messages + message_at
     CODEC: tl.constexpr = arguments[5]
     ROW: tl.constexpr = arguments[6]
     HARDWARE: tl.constexpr = arguments[7]
@@ -166,10 +167,10 @@ def _store_frame(message, header, numel, scales_end, rows_at, rows_end, num_byte
         *("tiles_at", "num_tiles", "header", "numel", "scales_at", "scales_end"),
         *("rows_at", "rows_end", "num_bytes", "seed"),
     ],
-    do_not_specialize_on_alignment=["message", "table"],
+    do_not_specialize_on_alignment=["messages", "table"],
 )
 def _pack_kernel(
-    message,
+    messages,
     table,
     tiles_at,
     num_tiles,
@@ -191,21 +192,23 @@ def _pack_kernel(
     TILE: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """One tile of one piece, or after the last one the frame around them.
+    """One tile of one piece, or after the last one the frame of a message.
 
     KIND: the code of all tensors' dtype, or MIXED. FULL, MASKED: the paths that are needed. PART:
     how many elements the masked one takes at a time. scale, seed: None where there is none.
 
     Example: tensors of 5000 and 100 elements in fp8_1x128 make pieces of 5120 and 128. Program 1
     has elements 4096 to 4999 of the first and 120 zeros: bytes 16 + 4096 to 16 + 5119 of the
-    message and scales 32 to 39. Program 2 has the second piece, program 3 the frame.
+    message and scales 32 to 39. Program 2 has the second piece, program 3 the frame. In two
+    messages of 2688 elements, the first piece is cut: program 0 has its first 2688, program 1 what
+    is left to 4999, with 120 zeros, program 2 the second piece, programs 3 and 4 have the frames.
     """
     if tl.program_id(0) < num_tiles:
         for_piece(
             _pack_part,
             table,
             tiles_at,
-            (message, scales_at, rows_at, scale, seed, CODEC, ROW, HARDWARE),
+            (messages, scales_at, rows_at, scale, seed, CODEC, ROW, HARDWARE),
             KIND,
             FULL,
             MASKED,
@@ -213,6 +216,8 @@ def _pack_kernel(
             PART,
         )
     else:
+        number = (tl.program_id(0) - num_tiles).to(tl.int64)
+        message = messages + number * num_bytes
         _store_frame(message, header, numel, scales_end, rows_at, rows_end, num_bytes)
 
 
@@ -245,29 +250,29 @@ def pack_message_(
     layout = layout_of_numel(format, numel, row_numel=cast.row_numel)
     indices = None if cast.seed is None else first_indices
     rows = [tensor.contiguous() for tensor in tensors]
-    keys = packed_pieces(rows, offsets, indices, numel)
     made = aligned_memory(message)
-    _launch(made, keys, layout, cast)
+    pieces = packed_pieces(rows, offsets, indices, layout, made.numel() // layout.num_bytes)
+    _launch(made, pieces, layout, cast)
     if made is not message:
         message.copy_(made)
 
 
 def _launch(
-    message: torch.Tensor, keys: tuple[PieceKey, ...], layout: MessageLayout, cast: MessageCast
+    messages: torch.Tensor, pieces: Pieces, layout: MessageLayout, cast: MessageCast
 ) -> None:
     form = layout.format
     row_numel = layout.row_numel if form.has_rows else ALIGN_NUMEL
     stochastic = cast.seed is not None
     case = form.name + " stochastic" * stochastic
     default = default_config(form, stochastic)
-    config = config_for("pack_message_", case, default, message.device)
+    config = config_for("pack_message_", case, default, messages.device)
     tile = config.block_bytes
-    paths = paths_of(keys, tile)
-    table = _tables.get(keys, tile, message.device)
+    paths = paths_of(pieces, tile)
+    table = _tables.get(pieces, tile, messages.device)
     launch(
         _pack_kernel,
-        table.num_tiles + 1,
-        message,
+        table.num_tiles + messages.numel() // layout.num_bytes,
+        messages,
         table.entries,
         table.tiles_at,
         table.num_tiles,
@@ -280,7 +285,7 @@ def _launch(
         layout.num_bytes,
         None if cast.scale == 1.0 else cast.scale,
         cast.seed,
-        on=message,
+        on=messages,
         num_warps=config.num_warps,
         CODEC=codec_of(form, rule_of(form, cast.rule, cast.power_of_2)),
         ROW=row_numel,

@@ -1,7 +1,7 @@
 """The definition of wire messages in plain PyTorch: the GPU kernels' oracle, and the CPU path.
 
     pack_message_    message = header | encode(v), v being 0, and float32(tensor) * scale in FP32
-                     from each tensor's offset on
+                     from each tensor's offset on; several messages are equal parts of one v
     unpack_message_  tensor  = round(decode(message)[o : o + n] * scale), or with `accumulate`
                                round(float32(tensor) + decode(message)[o : o + n] * scale)
     reduce_messages_ acc     = ((decode(message 0) + decode(message 1)) + decode(message 2)) + ...
@@ -43,6 +43,7 @@ from ..formats.table import BITS_PER_BYTE, BlockFormat, WireFormat, named, rule_
 from ..launch import ACCESS_BYTES, is_aligned
 from ..pack import reference
 from .layout import DEFAULT_ROW_NUMEL, MessageLayout, layout_of_numel, write_header
+from .shares import Share, shares_of, whole_or_flat
 
 _FP32_BITS = torch.float32.itemsize * BITS_PER_BYTE
 
@@ -71,24 +72,39 @@ def pack_message_(
     first_indices: Sequence[int],
     *options: Any,
 ) -> None:
-    """Write every byte of `message`, of `numel` elements; `options` are those of `MessageCast`."""
+    """Write every byte of `message`, [bytes] or [parts, bytes], of `numel` elements each.
+
+    options: those of `MessageCast`.
+    """
     cast = MessageCast(*options)
     layout = layout_of_numel(format, numel, row_numel=cast.row_numel)
     made = aligned_memory(message)
-    made.zero_()
-    write_header(made, layout)
-    if cast.seed is None and isinstance(layout.format, WireFormat):
-        data = made[layout.data_at : layout.scales_at].view(layout.format.dtype)
-        reference.pack_(data, tensors, offsets, cast.scale)
-    else:
-        values = torch.zeros(numel, dtype=torch.float32, device=message.device)
-        reference.pack_(values, tensors, offsets, cast.scale)
-        for start, stop, first_index in _runs(numel, tensors, offsets, first_indices):
-            for piece in _pieces(start, stop):
-                index = first_index + piece.start - start
-                _encode_(made, values[piece], layout, cast, piece.start, index)
+    rows = made.view(-1, layout.num_bytes).unbind()
+    sources = whole_or_flat(tensors, offsets, numel)
+    shares = shares_of(sources, offsets, first_indices, numel, len(rows))
+    for row, share in zip(rows, shares, strict=True):
+        _pack_one_(row, share, layout, cast)
     if made is not message:
         message.copy_(made)
+
+
+def _pack_one_(
+    message: torch.Tensor, share: Share, layout: MessageLayout, cast: MessageCast
+) -> None:
+    """Write every byte of one message."""
+    numel, (tensors, offsets, first_indices) = layout.numel, share
+    message.zero_()
+    write_header(message, layout)
+    if cast.seed is None and isinstance(layout.format, WireFormat):
+        data = message[layout.data_at : layout.scales_at].view(layout.format.dtype)
+        reference.pack_(data, tensors, offsets, cast.scale)
+        return
+    values = torch.zeros(numel, dtype=torch.float32, device=message.device)
+    reference.pack_(values, tensors, offsets, cast.scale)
+    for start, stop, first_index in _runs(numel, tensors, offsets, first_indices):
+        for piece in _pieces(start, stop):
+            index = first_index + piece.start - start
+            _encode_(message, values[piece], layout, cast, piece.start, index)
 
 
 def unpack_message_(
@@ -99,16 +115,24 @@ def unpack_message_(
     offsets: Sequence[int],
     *options: Any,
 ) -> None:
-    """Fill each of `tensors` from a message of `numel` elements, from its offset on.
+    """Fill each of `tensors` from messages of `numel` elements each, from its offset on.
 
     options: scale, accumulate, row_numel.
     """
     scale, accumulate, row_numel = options
     layout = layout_of_numel(format, numel, row_numel=row_numel)
+    rows = message.view(-1, layout.num_bytes).unbind()
+    made = whole_or_flat(tensors, offsets, numel)
+    shares = shares_of(made, offsets, offsets, numel, len(rows))
     values = torch.empty(numel, dtype=torch.float32, device=message.device)
-    for piece in _pieces(0, numel):
-        decode_(values[piece], message, layout, piece.start)
-    reference.unpack_(tensors, values, offsets, scale, accumulate)
+    for row, share in zip(rows, shares, strict=True):
+        if share.tensors:
+            for piece in _pieces(0, numel):
+                decode_(values[piece], row, layout, piece.start)
+            reference.unpack_(share.tensors, values, share.offsets, scale, accumulate)
+    for tensor, flat in zip(tensors, made, strict=True):
+        if not (tensor.is_contiguous() or flat is tensor):
+            tensor.copy_(flat.view(tensor.shape))
 
 
 def reduce_messages_(

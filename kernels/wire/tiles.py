@@ -1,9 +1,11 @@
-"""How a message is cut into tiles: tables that tell programs what to work on, and the source.
+"""How messages are cut into tiles: tables that tell programs what to work on, and the source.
 
-A program has a tile of one piece: the elements of a tensor and the gap after it. Table rows are
-those of `tables`, longer by two: EXTENT, how many elements of the message the piece has, and INDEX,
-the first one's for the noise of stochastic rounding. ALIGNED says whether full tiles of the piece
-may take the unmasked path.
+A piece is the elements of a tensor and the gap after it, in the vector of all messages. It is cut
+where they end, and a program has a tile of one cut. Table rows, a cut each, are those of `tables`,
+longer by three: EXTENT, how many elements of the message it has, INDEX, the first one's for the
+noise of stochastic rounding, and MESSAGE_AT, the byte at which its message begins. OFFSET counts
+in that message. ALIGNED says whether full tiles may take the unmasked path: of all cuts of a piece
+or of none, since messages have whole groups of 128 elements.
 
 Rows of up to 4096 elements divide a tile, so a program has whole blocks, and whole rows.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,19 +29,32 @@ from ..formats.noise import GROUP_NUMEL
 from ..launch import ACCESS_BYTES
 from ..portable import INTERPRETED, covered, to_fp32
 from ..wide import aligned_blocks, aligned_eights
-from .layout import MAX_ROW_NUMEL
+from .layout import MAX_ROW_NUMEL, MessageLayout
 
-EXTENT, INDEX = tables.ROW_FIELDS, tables.ROW_FIELDS + 1
-ROW_FIELDS = tables.ROW_FIELDS + 2
+EXTENT, INDEX, MESSAGE_AT = (tables.ROW_FIELDS + field for field in range(3))
+ROW_FIELDS = tables.ROW_FIELDS + 3
 TILE_NUMEL = MAX_ROW_NUMEL  # 32 elements a thread
 NUM_WARPS = 4
 MIXED = len(tables.CODED_DTYPES)  # in the place of a dtype's code: tensors of several
 
 _EIGHT, _MIXED = tl.constexpr(8), tl.constexpr(MIXED)
 _EXTENT, _INDEX, _ROW_FIELDS = tl.constexpr(EXTENT), tl.constexpr(INDEX), tl.constexpr(ROW_FIELDS)
+_MESSAGE_AT = tl.constexpr(MESSAGE_AT)
 
 # Address, numel, offset, dtype code, aligned, extent, index: of one tensor.
 PieceKey = tuple[int, int, int, int, bool, int, int]
+_ITEM_BYTES = tuple(dtype.itemsize for dtype in tables.CODED_DTYPES)
+
+
+class Pieces(NamedTuple):
+    """Pieces of the vector of messages that have `numel` elements and `num_bytes` each.
+
+    A key of tables: it tells all of them, and is no longer for more messages.
+    """
+
+    keys: tuple[PieceKey, ...]
+    numel: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,57 +66,93 @@ class Paths:
     masked: bool
 
 
-def piece_entries(keys: Sequence[PieceKey], tile_numel: int) -> tuple[torch.Tensor, int]:
-    """The entries of the table, on the CPU, and the number of tiles; see `tables`."""
-    rows: list[int] = []
-    tile_counts: list[int] = []
-    first_tile = 0
-    for address, numel, offset, code, aligned, extent, index in keys:
-        rows += (address, numel, offset, first_tile, code, aligned, extent, index)
-        tile_counts.append(-(-extent // tile_numel))
-        first_tile += tile_counts[-1]
-    tiles = torch.repeat_interleave(torch.tensor(tile_counts), output_size=first_tile)
-    return torch.cat((torch.tensor(rows), tiles)), first_tile
+def piece_entries(pieces: Pieces, tile_numel: int) -> tuple[torch.Tensor, int]:
+    """The entries of the table, on the CPU, and the number of tiles; see `tables`.
+
+    Example: of messages of 256 elements, a tensor of 600 at 128 is cut into 128, 256 and 216, with
+    the offsets 128, 0 and 0.
+    """
+    keys, number = _in_each_message(pieces)
+    address, numel, offset, code, aligned, extent, index = keys.unbind(1)
+    message_start = number * pieces.numel
+    begin = torch.maximum(offset, message_start)
+    size = torch.minimum(offset + extent, message_start + pieces.numel) - begin
+    skipped = begin - offset
+    tiles = -(-size // tile_numel)
+    rows = torch.empty(len(keys), ROW_FIELDS, dtype=torch.int64)
+    rows[:, tables.ADDRESS] = address + skipped * torch.tensor(_ITEM_BYTES)[code]
+    rows[:, tables.NUMEL] = torch.minimum(numel - skipped, size).clamp_(min=0)
+    rows[:, tables.OFFSET] = begin - message_start
+    rows[:, tables.FIRST_TILE] = tiles.cumsum(0) - tiles
+    rows[:, tables.DTYPE] = code
+    rows[:, tables.ALIGNED] = aligned
+    rows[:, EXTENT] = size
+    rows[:, INDEX] = index + skipped
+    rows[:, MESSAGE_AT] = number * pieces.num_bytes
+    of_tiles = torch.repeat_interleave(tiles)
+    return torch.cat((rows.view(-1), of_tiles)), len(of_tiles)
+
+
+def _in_each_message(pieces: Pieces) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys [cuts, 7], each as often as it lies in a message, and the numbers of those."""
+    keys = torch.tensor(pieces.keys, dtype=torch.int64)
+    _, _, offset, _, _, extent, _ = keys.unbind(1)
+    message_numel = max(pieces.numel, 1)
+    first = offset // message_numel
+    counts = ((offset + extent - 1) // message_numel - first + 1).clamp_(min=1)
+    of_cuts = torch.repeat_interleave(counts)
+    before = (counts.cumsum(0) - counts)[of_cuts]
+    return keys[of_cuts], first[of_cuts] + torch.arange(len(of_cuts)) - before
 
 
 def packed_pieces(
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
     first_indices: Sequence[int] | None,
-    numel: int,
-) -> tuple[PieceKey, ...]:
-    """Pieces that make all `numel` elements of a message, at least one; contiguous tensors.
+    layout: MessageLayout,
+    num_messages: int = 1,
+) -> Pieces:
+    """Pieces that make all elements of the messages, at least one; contiguous tensors.
 
-    What is before the first tensor, or a message without any, is a piece of its own, all gap.
+    What is before the first tensor, or messages without any, is a piece of its own, all gap.
     """
     placed = _placed(tensors, offsets, first_indices)
-    begins = [*(offset for offset, _, _ in placed), numel]
+    begins = [*(offset for offset, _, _ in placed), layout.numel * num_messages]
     keys: list[PieceKey] = []
     if begins[0] or not placed:
         keys.append((0, 0, 0, 0, False, begins[0], 0))
     for (offset, tensor, index), end in zip(placed, begins[1:], strict=True):
         keys.append(_key(tensor, offset, end - offset, index))
-    return tuple(keys)
+    return Pieces(tuple(keys), layout.numel, layout.num_bytes)
 
 
 def unpacked_pieces(
-    tensors: Sequence[torch.Tensor], offsets: Sequence[int]
-) -> tuple[PieceKey, ...]:
+    tensors: Sequence[torch.Tensor], offsets: Sequence[int], layout: MessageLayout
+) -> Pieces:
     """Pieces that fill the contiguous tensors."""
     placed = _placed(tensors, offsets, None)
-    return tuple(_key(tensor, offset, tensor.numel(), 0) for offset, tensor, _ in placed)
+    keys = tuple(_key(tensor, offset, tensor.numel(), 0) for offset, tensor, _ in placed)
+    return Pieces(keys, layout.numel, layout.num_bytes)
 
 
-def paths_of(keys: Sequence[PieceKey], tile_numel: int) -> Paths:
-    """The paths that tiles of these pieces take."""
-    dtypes = {code for _, numel, _, code, _, _, _ in keys if numel}
-    fulls = [numel // tile_numel if aligned else 0 for _, numel, _, _, aligned, _, _ in keys]
-    tiles = sum(-(-extent // tile_numel) for *_, extent, _ in keys)
-    return Paths(
-        dtype=dtypes.pop() if len(dtypes) == 1 else MIXED,
-        full=any(fulls),
-        masked=sum(fulls) < tiles,
-    )
+def paths_of(pieces: Pieces, tile_numel: int) -> Paths:
+    """The paths that tiles of these pieces take, or of those that are cut may take."""
+    codes = {code for _, numel, _, code, _, _, _ in pieces.keys if numel}
+    full = masked = False
+    for _, numel, offset, _, aligned, extent, _ in pieces.keys:
+        full |= aligned and min(numel, pieces.numel) >= tile_numel
+        has_tail = any(size % tile_numel for size in _sizes(offset, extent, pieces.numel))
+        masked |= has_tail or (extent > 0 and (not aligned or numel < extent))
+    dtype = codes.pop() if len(codes) == 1 else MIXED
+    return Paths(dtype=dtype, full=full, masked=masked)
+
+
+def _sizes(offset: int, extent: int, message_numel: int) -> tuple[int, ...]:
+    """Of the cuts of a piece, of which only the first and the last are not whole messages."""
+    place = offset % max(message_numel, 1)
+    if place + extent <= message_numel:
+        return (extent,)
+    return message_numel - place, message_numel, (place + extent) % message_numel
 
 
 def _placed(
@@ -163,13 +215,15 @@ def for_piece(
 
     Once, FULL, with TILE elements from `begin` on and a kind, the code of the tensor's dtype, that
     is a constant; or for parts of PART_NUMEL, masked. KIND: the code of all tensors' dtype, or
-    MIXED. FULL, MASKED: the paths that are needed. piece: (address, numel, offset, extent, index).
+    MIXED. FULL, MASKED: the paths that are needed. piece: (address, numel, offset, extent, index,
+    byte at which its message begins).
     """
     row, tile = row_of(table, tiles_at, _ROW_FIELDS)
     address, numel, offset, kind, aligned = fields_of(row)
     extent = tl.load(row + _EXTENT)
     index = tl.load(row + _INDEX)
-    piece = (address, numel, offset, extent, index)
+    message_at = tl.load(row + _MESSAGE_AT)
+    piece = (address, numel, offset, extent, index, message_at)
     begin = tile * TILE
     if KIND != _MIXED:
         kind = KIND

@@ -1,4 +1,4 @@
-"""Unpacking on the GPU: one wire message into any number of tensors, in one launch.
+"""Unpacking on the GPU: one or more wire messages into any number of tensors, in one launch.
 
 Formulas and rounding are those of `reference`; `tiles` tells each program its tile.
 A tile that is full and 16-byte aligned takes the unmasked path, 16 bytes an access; the ends of
@@ -157,8 +157,9 @@ def _unpack_part(piece, kind, begin, arguments, FULL: tl.constexpr, NUMEL: tl.co
 
     A kind, a dtype's code, that is known when compiling leaves one of the branches.
     """
-    address, numel, offset, _, _ = piece
-    message, scales_at, rows_at, scale = arguments[:4]
+    address, numel, offset, _, _, message_at = piece
+    messages, scales_at, rows_at, scale = arguments[:4]
+    message = messages + message_at
     CODEC: tl.constexpr = arguments[4]
     ROW: tl.constexpr = arguments[5]
     ACCUMULATE: tl.constexpr = arguments[6]
@@ -173,10 +174,10 @@ def _unpack_part(piece, kind, begin, arguments, FULL: tl.constexpr, NUMEL: tl.co
 
 @triton.jit(
     do_not_specialize=["tiles_at", "scales_at", "rows_at"],
-    do_not_specialize_on_alignment=["message", "table"],
+    do_not_specialize_on_alignment=["messages", "table"],
 )
 def _unpack_kernel(
-    message,
+    messages,
     table,
     tiles_at,
     scales_at,
@@ -201,7 +202,7 @@ def _unpack_kernel(
         _unpack_part,
         table,
         tiles_at,
-        (message, scales_at, rows_at, scale, CODEC, ROW, ACCUMULATE, HARDWARE),
+        (messages, scales_at, rows_at, scale, CODEC, ROW, ACCUMULATE, HARDWARE),
         KIND,
         FULL,
         MASKED,
@@ -228,17 +229,17 @@ def unpack_message_(
     scale, accumulate, row_numel = options
     layout = layout_of_numel(format, numel, row_numel=row_numel)
     rows = [tensor.contiguous() for tensor in tensors]
-    keys = unpacked_pieces(rows, offsets)
-    if not keys:
+    pieces = unpacked_pieces(rows, offsets, layout)
+    if not pieces.keys:
         return
     config = config_for("unpack_message_", format, default_config(), message.device)
     tile = config.block_bytes
-    paths = paths_of(keys, tile)
+    paths = paths_of(pieces, tile)
     row_numel = row_numel if layout.format.has_rows else ALIGN_NUMEL
     source = aligned_memory(message)
     if source is not message:
         source.copy_(message)
-    table = _tables.get(keys, tile, message.device)
+    table = _tables.get(pieces, tile, message.device)
     launch(
         _unpack_kernel,
         table.num_tiles,

@@ -76,7 +76,7 @@ def _calls():
     yield k.pack_, {"flat": _ones(200), "tensors": tensors, "offsets": [0, 96], **into}
     yield k.unpack_, {"flat": _ones(200), "tensors": tensors, "offsets": [0, 96], **into}
     yield k.reduce_, {"out": _ones(96), "parts": x, **into}
-    yield k.message_layout, {"numels": [96, 5], **of_rows}
+    yield k.message_layout, {"numels": [96, 5], "parts": 2, **of_rows}
     yield k.read_header, {"message": _message(), "row_numel": 1024}
     yield k.pack_message_, {"message": _message(), "tensors": tensors, "offsets": [0, 128],
                             "scale": 1.0, "rule": "even", "power_of_2": False,

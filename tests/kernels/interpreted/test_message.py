@@ -158,8 +158,8 @@ def test_elements_beyond_32_bits(name, monkeypatch):
     layout = layout_of_numel(name, FAR + near.numel)
     cast = MessageCast(seed=cases.SEED)
 
-    def far_entries(keys, tile_numel):
-        entries, num_tiles = tiles.piece_entries(keys, tile_numel)
+    def far_entries(pieces, tile_numel):
+        entries, num_tiles = tiles.piece_entries(pieces, tile_numel)
         entries[tables.ADDRESS] -= FAR * tensor.element_size()
         entries[tables.NUMEL] += FAR
         entries[tables.FIRST_TILE] -= FAR // tile_numel
@@ -167,12 +167,12 @@ def test_elements_beyond_32_bits(name, monkeypatch):
         entries[tiles.EXTENT] += FAR
         return entries, num_tiles
 
-    (key,) = tiles.packed_pieces([tensor], [0], [0], near.numel)
-    far_key = (*key[:2], FAR, *key[3:])
+    (key,) = tiles.packed_pieces([tensor], [0], [0], near).keys
+    far = tiles.Pieces(((*key[:2], FAR, *key[3:]),), layout.numel, layout.num_bytes)
     for module in (pack, unpack):
         monkeypatch.setattr(module, "_tables", tables.TableCache(entries_of=far_entries))
     message = sparse(layout.num_bytes)
-    pack._launch(message, (far_key,), layout, cast)
+    pack._launch(message, far, layout, cast)
     expected = cases.message_in(
         cases.packed(reference.pack_message_, near, [tensor], seed=cases.SEED, first_indices=[FAR])
     )
@@ -183,14 +183,15 @@ def test_elements_beyond_32_bits(name, monkeypatch):
         assert torch.equal(message[end - (near_end - begin) : end], expected[begin:near_end])
     assert bytes(message[:16].tolist()) == header_bytes(layout)
     out = torch.full_like(tensor, oracle.CANARY)
-    monkeypatch.setattr(unpack, "unpacked_pieces", lambda *_: (far_piece(out, key),))
+    monkeypatch.setattr(unpack, "unpacked_pieces", lambda *_: far_pieces(out, key, layout))
     unpack.unpack_message_([out], message, name, layout.numel, [FAR], 1.0, False, 1024)
     wanted = cases.unpacked(reference.unpack_message_, near, expected, [tensor])[0]
     oracle.assert_same_bits(out, wanted)
 
 
-def far_piece(out, key):
-    return (out.data_ptr(), out.numel(), FAR, *key[3:5], out.numel(), 0)
+def far_pieces(out, key, layout):
+    keys = ((out.data_ptr(), out.numel(), FAR, *key[3:5], out.numel(), 0),)
+    return tiles.Pieces(keys, layout.numel, layout.num_bytes)
 
 
 def test_tables_are_found_again():
