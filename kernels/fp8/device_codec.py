@@ -12,6 +12,7 @@ from ..formats import device_codes as device
 from ..formats.table import FP32
 
 _EXPONENT = tl.constexpr(0x7F80_0000)
+_QUIET_NAN = tl.constexpr(0x7FC0_0000)
 _MAX_FP32 = tl.constexpr(FP32.max_finite)
 
 
@@ -35,9 +36,13 @@ def inverse_of(scale) -> tl.tensor:
 @triton.jit
 def scaled(x, CODEC: tl.constexpr, ROW: tl.constexpr, HARDWARE: tl.constexpr) -> tuple:
     """FP32 [blocks, elements of one] -> (what is to be encoded, what is stored [blocks], twice)."""
-    scale = scale_of(device.amax(x, 1), CODEC.element, CODEC.rule)
-    stored = inverse_of(scale)
-    return x * scale[:, None], stored, stored
+    amax = device.amax(x, 1)
+    is_finite = amax.to(tl.int32, bitcast=True) < _EXPONENT
+    scale = scale_of(amax, CODEC.element, CODEC.rule)
+    # Processors differ in the bits of a NaN that they make, so none is divided.
+    stored = inverse_of(scale).to(tl.int32, bitcast=True)
+    stored = tl.where(is_finite, stored, _QUIET_NAN).to(tl.float32, bitcast=True)
+    return x * tl.where(is_finite, scale, float("nan"))[:, None], stored, stored
 
 
 @triton.jit

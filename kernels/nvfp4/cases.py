@@ -22,7 +22,8 @@ _AMAX = Row(
 )  # fmt: skip
 _QUANTIZE = Row(
     "quantize_nvfp4_", "quantize_nvfp4", "fp32, bf16, fp16 -> nvfp4 (e2m1, e4m3, fp32)",
-    "source + 0.5 + 1/16", "codes: nearest even or stochastic; scales: nearest even",
+    "source + 0.5 + 1/16",
+    "codes: nearest even or stochastic; scales: nearest even; not finite: the largest, or NaN",
     "bit-exact: torchao (its variant), golden vectors (TE's)", "TransformerEngine; torchao", 0.70,
 )  # fmt: skip
 _DEQUANTIZE = Row(
@@ -42,11 +43,13 @@ _AMAX_GATES = {
     "of bf16": Gate(4.0, 72),
     "of fp32": Gate(3.5, 72),
     "of fp32 hadamard": Gate(8.5),
+    "of bf16 nan": Gate(4.0, 72),
 }
 _QUANTIZE_GATES = {
     "from bf16": Gate(20.0),
     "from fp32": Gate(19.5),
     "from bf16 stochastic": Gate(20.0, 96),
+    "from bf16 nan": Gate(20.0),
     "from bf16 torchao": Gate(22.0),
     "from bf16 swizzled": Gate(22.0),
     "from bf16 hadamard": Gate(27.0, 72),
@@ -65,13 +68,14 @@ Make = Callable[[torch.device, int], Operands]
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "hadamard": {"hadamard": True},
     "inverse": {"inverse": True},
+    "nan": {"nonfinite": "nan"},
     "stochastic": NOISE,
     "swizzled": {"swizzled": True},
     "torchao": {"variant": "torchao"},
 }
 # For all dtypes, and those that only the gates look at.
 _QUANTIZED = ("", "hadamard", "stochastic")
-_GATED = ("torchao", "swizzled", "hadamard stochastic", "hadamard stochastic swizzled")
+_GATED = ("nan", "torchao", "swizzled", "hadamard stochastic", "hadamard stochastic swizzled")
 
 
 def rows() -> tuple[Row, ...]:
@@ -89,6 +93,7 @@ def cases() -> Iterator[Case]:
         yield _dequantize_case(dtype, "")
         for words in ("", "inverse"):
             yield _hadamard_case(dtype, words)
+    yield _amax_case("bf16", "nan")
     for words in _GATED:
         yield _quantize_case("bf16", words)
     yield _dequantize_case("fp32", "torchao")

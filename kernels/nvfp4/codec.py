@@ -37,10 +37,8 @@ def scales_of(
     blocks: torch.Tensor, form: BlockFormat, rule: None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `table.Codec`."""
-    amax = blocks.abs().amax(-1)
-    is_finite = amax.isfinite()
-    row_amax = torch.where(is_finite, amax, 0.0).amax(-1, keepdim=True)
-    block_amax = torch.where(is_finite, amax, torch.nan)
+    block_amax, counted = block_amaxes(blocks, True)
+    row_amax = counted.amax(-1, keepdim=True)
     scale_bytes, factors = block_scales(block_amax, row_amax, False)
     return factors, scale_bytes, row_amax
 
@@ -48,6 +46,20 @@ def scales_of(
 def factors_of(scales: torch.Tensor, row_scales: torch.Tensor) -> torch.Tensor:
     """See `table.Codec`."""
     return block_factors(scales, row_scales, False)
+
+
+def block_amaxes(blocks: torch.Tensor, as_nan: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of FP32 [..., elements of one]: the amax of each, and what of it the amax of all looks at.
+
+    as_nan: a block with an element that is not finite has a NaN, and 0; else a NaN counts as 0.
+    """
+    magnitudes = blocks.abs()
+    if not as_nan:
+        amax = magnitudes.masked_fill_(magnitudes.isnan(), 0.0).amax(-1)
+        return amax, amax
+    amax = magnitudes.amax(-1)
+    is_finite = amax.isfinite()
+    return torch.where(is_finite, amax, torch.nan), torch.where(is_finite, amax, 0.0)
 
 
 def block_scales(
@@ -82,11 +94,6 @@ def block_factors(
     """What codes are multiplied by, FP32 of the scale bytes' shape; `tensor_amax` as above."""
     multiplier, divisor = _decode_factors(tensor_amax, torchao)
     return (codes.decode(scale_bytes, E4M3) * multiplier) * divisor
-
-
-def magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """|values|, 0 for a NaN."""
-    return values.abs().masked_fill_(values.isnan(), 0.0)
 
 
 def _decode_factors(tensor_amax: torch.Tensor, torchao: bool) -> tuple[torch.Tensor, torch.Tensor]:

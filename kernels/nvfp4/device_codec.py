@@ -20,6 +20,7 @@ from . import codec
 
 _E4M3 = element_constant(E4M3)
 _MAX_FP32 = tl.constexpr(FP32.max_finite)
+_EXPONENT = tl.constexpr(0x7F80_0000)  # and the bits of infinity
 _MAX_PRODUCT = tl.constexpr(codec.MAX_PRODUCT)
 _ONE_OVER_PRODUCT = tl.constexpr(1.0 / codec.MAX_PRODUCT)
 _LEAST_AMAX = tl.constexpr(codec.MAX_PRODUCT / FP32.max_finite)
@@ -37,8 +38,8 @@ def scaled(halves, CODEC: tl.constexpr, ROW: tl.constexpr, HARDWARE: tl.constexp
     low, high = halves
     BLOCKS: tl.constexpr = low.shape[0]
     ROWS: tl.constexpr = BLOCKS * 16 // ROW
-    block_amax = amaxes_of(low, high)
-    row_amax = tl.max(tl.reshape(block_amax, [ROWS, ROW // 16]), 1)
+    block_amax, counted = block_amaxes(low, high, True)
+    row_amax = tl.max(tl.reshape(counted, [ROWS, ROW // 16]), 1)
     row_scale = tensor_scale_of(row_amax, False)[:, None] + tl.zeros([ROWS, ROW // 16], tl.float32)
     low, high, scale_bytes = scaled_halves(
         low, high, block_amax, tl.reshape(row_scale, [BLOCKS]), False, HARDWARE
@@ -71,12 +72,13 @@ def tensor_scale_of(amax, TORCHAO: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _block_scales(block_amax, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.constexpr):
-    """(scale bytes, FP32 factors of the elements), for amax >= 0 without NaN."""
+    """(Scale bytes, FP32 factors of the elements), of amax >= 0, or NaN, which makes NaNs."""
     one = tl.full((), 1.0, tl.float32)
     if TORCHAO:
         wanted = tl.div_rn(block_amax, tl.full(block_amax.shape, _MAX_E2M1, tl.float32))
         wanted = tl.div_rn(wanted, tensor_scale + tl.zeros_like(wanted))
-        wanted = tl.minimum(tl.maximum(wanted, _TORCHAO_MIN_SCALE), _MAX_E4M3)
+        wanted = tl.maximum(wanted, _TORCHAO_MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+        wanted = tl.minimum(wanted, _MAX_E4M3, propagate_nan=tl.PropagateNan.ALL)
         scale_bytes = device.code_of(wanted, None, _E4M3, HARDWARE)
         encode = tl.div_rn(one, tensor_scale)
         decoded = device.value_of(scale_bytes, _E4M3, HARDWARE)
@@ -86,7 +88,7 @@ def _block_scales(block_amax, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.
         scale_bytes = device.code_of(wanted, None, _E4M3, HARDWARE)
         decoded = device.value_of(scale_bytes, _E4M3, HARDWARE) * tl.div_rn(one, tensor_scale)
         factors = tl.div_rn(tl.full(decoded.shape, 1.0, tl.float32), decoded)
-    return scale_bytes, tl.minimum(factors, _MAX_FP32)
+    return scale_bytes, tl.minimum(factors, _MAX_FP32, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def decode_factors(scale_bytes, amax, TORCHAO: tl.constexpr, HARDWARE: tl.conste
 
 
 @triton.jit
-def magnitudes(x) -> tl.tensor:
+def _magnitudes(x):
     """|x|; where Triton interprets, 0 for a NaN, as its maxima would keep it."""
     if INTERPRETED:
         x = tl.where(x == x, x, 0.0)
@@ -113,16 +115,19 @@ def magnitudes(x) -> tl.tensor:
 
 
 @triton.jit
-def largest_of(magnitude, axis: tl.constexpr) -> tl.tensor:
-    """The maximum of `magnitudes`. Compiled maxima prefer a number: only all NaNs make one."""
-    largest = tl.max(magnitude, axis)
-    return tl.where(largest == largest, largest, 0.0)
-
-
-@triton.jit
-def amaxes_of(low, high) -> tl.tensor:
-    """The largest magnitudes of blocks, FP32 [blocks, 8] twice -> [blocks]; NaNs are left out."""
-    return largest_of(tl.maximum(magnitudes(low), magnitudes(high)), 1)
+def block_amaxes(low, high, AS_NAN: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """`codec.block_amaxes`: FP32 [blocks, 8] twice -> [blocks] twice."""
+    if AS_NAN:
+        bits = device.amax(low, 1).to(tl.int32, bitcast=True)
+        bits = tl.maximum(bits, device.amax(high, 1).to(tl.int32, bitcast=True))
+        amax = bits.to(tl.float32, bitcast=True)
+        is_finite = bits < _EXPONENT
+        return tl.where(is_finite, amax, float("nan")), tl.where(is_finite, amax, 0.0)
+    else:
+        amax = tl.max(tl.maximum(_magnitudes(low), _magnitudes(high)), 1)
+        # Compiled maxima prefer a number: only all NaNs make one.
+        amax = tl.where(amax == amax, amax, 0.0)
+        return amax, amax
 
 
 @triton.jit

@@ -29,10 +29,8 @@ from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import covered, round_to
 from ..tuned import config_for
 from .device_codec import (
-    amaxes_of,
+    block_amaxes,
     decode_factors,
-    largest_of,
-    magnitudes,
     scaled_halves,
     tensor_scale_of,
 )
@@ -55,19 +53,23 @@ def _quantize_masked_blocks(
     noise,
     HADAMARD: tl.constexpr,
     TORCHAO: tl.constexpr,
+    AS_NAN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Writes the codes of `blocks`; returns their scale bytes."""
     num_blocks, row_blocks, row_numel = cut
     seed, first_index = noise
-    low, high, places, _ = masked_halves(source, blocks, cut, HADAMARD, False)
+    low, high, places, element = masked_halves(source, blocks, cut, HADAMARD, False)
     low_bits = None
     high_bits = None
     if seed is not None:
         low_bits = device.noise_of(seed, first_index + places)
         high_bits = device.noise_of(seed, first_index + places + 8)
-    block_amax = amaxes_of(low, high)
+    block_amax, _ = block_amaxes(low, high, AS_NAN)
     low, high, scale_bytes = scaled_halves(low, high, block_amax, tensor_scale, TORCHAO, HARDWARE)
+    if AS_NAN:  # such a block has NaNs in the place of what does not exist
+        low = tl.where(element < row_numel, low, 0.0)
+        high = tl.where(element + 8 < row_numel, high, 0.0)
     row_bytes = (row_numel + 1) // 2
     columns = (blocks % row_blocks)[:, None] * 8 + tl.arange(0, 4)[None, :]
     columns = tl.where((blocks < num_blocks)[:, None], columns, row_bytes)
@@ -106,6 +108,7 @@ def _quantize_kernel(
     HADAMARD: tl.constexpr,
     TORCHAO: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    AS_NAN: tl.constexpr,
     HARDWARE: tl.constexpr,
     FLAT: tl.constexpr,
     TILE: tl.constexpr,
@@ -124,7 +127,7 @@ def _quantize_kernel(
     if FLAT and start + TILE <= row_numel:
         at = scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS)
         low, high = full_halves(source + start, HADAMARD, False, TILE)
-        block_amax = amaxes_of(low, high)
+        block_amax, _ = block_amaxes(low, high, AS_NAN)
         low, high, scale_bytes = scaled_halves(
             low, high, block_amax, tensor_scale, TORCHAO, HARDWARE
         )
@@ -145,7 +148,7 @@ def _quantize_kernel(
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
             noise = (seed, first_index)
             scale_bytes = _quantize_masked_blocks(
-                source, data, blocks, cut, tensor_scale, noise, HADAMARD, TORCHAO, HARDWARE
+                source, data, blocks, cut, tensor_scale, noise, HADAMARD, TORCHAO, AS_NAN, HARDWARE
             )
             at = scale_pointers(
                 scales, first_block + first, scale_columns, reciprocal, SWIZZLED, False, BLOCKS // 4
@@ -154,11 +157,10 @@ def _quantize_kernel(
 
 
 @triton.jit
-def _raise_amax(amax, low, high):
+def _raise_amax(amax, low, high, AS_NAN: tl.constexpr):
     """max(amax, the largest magnitude of halves of blocks): for floats >= 0 their bits' order."""
-    found = tl.maximum(magnitudes(low), magnitudes(high))
-    largest = largest_of(tl.reshape(found, [found.numel]), 0)
-    tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
+    _, counted = block_amaxes(low, high, AS_NAN)
+    tl.atomic_max(amax, tl.max(counted, 0).to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit(
@@ -172,6 +174,7 @@ def _amax_kernel(
     row_blocks,
     row_numel,
     HADAMARD: tl.constexpr,
+    AS_NAN: tl.constexpr,
     FLAT: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -182,12 +185,12 @@ def _amax_kernel(
     cut = (num_blocks, row_blocks, row_numel)
     if FLAT and start + TILE <= row_numel:
         low, high = full_halves(source + start, HADAMARD, False, TILE)
-        _raise_amax(amax, low, high)
+        _raise_amax(amax, low, high, AS_NAN)
     else:
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
             low, high, _, _ = masked_halves(source, blocks, cut, HADAMARD, False)
-            _raise_amax(amax, low, high)
+            _raise_amax(amax, low, high, AS_NAN)
 
 
 @triton.jit(
@@ -264,7 +267,9 @@ def case_of(hadamard: bool, stochastic: bool = False) -> str:
     return ("hadamard" * hadamard + " stochastic" * stochastic).strip() or "plain"
 
 
-def amax_nvfp4_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
+def amax_nvfp4_(
+    amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False, as_nan: bool = False
+) -> None:
     """`reference.amax_nvfp4_`, in one launch after the one that writes the zero it starts from."""
     amax.zero_()
     config = config_for("amax_nvfp4_", case_of(hadamard), amax_config(hadamard), x.device)
@@ -281,6 +286,7 @@ def amax_nvfp4_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> 
             on=x,
             num_warps=config.num_warps,
             HADAMARD=hadamard,
+            AS_NAN=as_nan,
             FLAT=cut.is_flat and is_aligned(x),
             TILE=config.block_bytes,
         )
@@ -296,6 +302,7 @@ def quantize_nvfp4_(
     torchao: bool = False,
     hadamard: bool = False,
     swizzled: bool = False,
+    as_nan: bool = False,
 ) -> None:
     """`reference.quantize_nvfp4_` in one launch, and one for the padding of swizzled scales."""
     case = case_of(hadamard, seed is not None)
@@ -328,6 +335,7 @@ def quantize_nvfp4_(
         HADAMARD=hadamard,
         TORCHAO=torchao,
         SWIZZLED=swizzled,
+        AS_NAN=as_nan,
         FLAT=is_flat and is_aligned(x, data, scale_bytes),
         TILE=config.block_bytes,
     )

@@ -26,15 +26,17 @@ from ..op import Op, call, on_first_use
 from . import reference
 
 _VARIANTS = ("te", "torchao")
+_NONFINITE = ("saturate", "nan")
 
 _AMAX = Op(
-    "amax_nvfp4_(Tensor(a!) amax, Tensor x, bool hadamard) -> ()",
+    "amax_nvfp4_(Tensor(a!) amax, Tensor x, bool hadamard, bool as_nan) -> ()",
     reference.amax_nvfp4_,
     on_first_use("nvfp4.kernel", "amax_nvfp4_"),
 )
 _QUANTIZE = Op(
     "quantize_nvfp4_(Tensor(a!) data, Tensor(b!) scales, Tensor x, Tensor global_amax, "
-    "SymInt? seed, SymInt first_index, bool torchao, bool hadamard, bool swizzled) -> ()",
+    "SymInt? seed, SymInt first_index, bool torchao, bool hadamard, bool swizzled, bool as_nan) "
+    "-> ()",
     reference.quantize_nvfp4_,
     on_first_use("nvfp4.kernel", "quantize_nvfp4_"),
 )
@@ -61,29 +63,34 @@ def quantize_nvfp4(
     variant: str = "te",
     hadamard: bool = False,
     swizzled: bool = False,
+    nonfinite: str = "saturate",
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """NVFP4 of `x`: 4-bit elements, an E4M3 scale for 16 of them, and one FP32 amax for all.
 
     x: [..., K], FP32, BF16 or FP16, contiguous; blocks run along a row, the last may be short.
     Returns (data, uint8 [..., ceil(K / 2)], the even element in the low nibble; scales,
-    float8_e4m3fn [..., ceil(K / 16)]; the amax, FP32, 0-d). Formulas, NaN and infinity, sources:
-    `reference`. Bytes moved an element of BF16: 4.56, 2.56 if the amax is given.
+    float8_e4m3fn [..., ceil(K / 16)]; the amax, FP32, 0-d). Formulas and sources: `reference`.
+    Bytes moved an element of BF16: 4.56, 2.56 if the amax is given.
 
-    global_amax: `amax_nvfp4(x)` if `None`; ranks that share a tensor pass the largest of theirs. On
-    the device of x, and no host waits for it. What exceeds it saturates.
+    global_amax: `amax_nvfp4(x)`, with the same options, if `None`; ranks that share a tensor pass
+    the largest of theirs. On the device of x, and no host waits for it. What exceeds it saturates.
     rounding: "nearest", ties to even, or "stochastic", with noise of `seed`, any 64 bits, and the
     element's index, which is `first_index` for the first of x, and at most 2^63 - 1: so shards
     round as the whole does.
     variant: "te", TransformerEngine's numerics, for training; "torchao", torchao's, for inference.
     hadamard: of `hadamard16(x)`, in the same pass; the amax is of that, too.
     swizzled: scales are 1-D, in the layout of `swizzle_scales`, padding included.
+    nonfinite: "saturate", a NaN becomes 6 times its block's scale and infinity the largest that
+    there is; or "nan", all of a block that has either becomes NaN, its scale byte 0x7F, and no
+    other block changes, whatever rank has it, if an amax that is given leaves it out too.
     out: written into instead, contiguous (data, scales), which share memory with nothing; for the
     amax there is `amax_nvfp4(x, out=...)`. Raises `ValueError` before anything is written.
     """
     _check_input(x)
     check_choice("variant", variant, _VARIANTS)
     hadamard, swizzled = check_flag("hadamard", hadamard), check_flag("swizzled", swizzled)
+    check_choice("nonfinite", nonfinite, _NONFINITE)
     seed = checked_seed(rounding, seed)
     check_first_index(first_index, x.numel())
     if global_amax is not None:
@@ -91,24 +98,31 @@ def quantize_nvfp4(
     wanted = _parts_of(x.shape, swizzled)
     data, scales = results_of(out, wanted, x.device, {"x": x, "global_amax": global_amax})
     if global_amax is None:
-        global_amax = amax_nvfp4(x, hadamard=hadamard)
-    options = (seed, first_index, variant == "torchao", hadamard, swizzled)
+        global_amax = amax_nvfp4(x, hadamard=hadamard, nonfinite=nonfinite)
+    options = (seed, first_index, variant == "torchao", hadamard, swizzled, nonfinite == "nan")
     call(_QUANTIZE, x, data, scales, x, global_amax, *options)
     return data, scales, global_amax
 
 
 def amax_nvfp4(
-    x: torch.Tensor, *, hadamard: bool = False, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    *,
+    hadamard: bool = False,
+    nonfinite: str = "saturate",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The largest magnitude in `x`, or in `hadamard16(x)`, NaNs left out: FP32, 0-d, on its device.
 
-    x: [..., K], FP32, BF16 or FP16, contiguous. out: written into instead, FP32, 0-d, its memory
-    apart from that of x. Raises `ValueError` before anything is written.
+    x: [..., K], FP32, BF16 or FP16, contiguous. nonfinite: as for `quantize_nvfp4`; with "nan" all
+    of a block with a NaN or an infinity is left out, so that the result is finite. out: written
+    into instead, FP32, 0-d, its memory apart from that of x. Raises `ValueError` before anything is
+    written.
     """
     _check_input(x)
     hadamard = check_flag("hadamard", hadamard)
+    check_choice("nonfinite", nonfinite, _NONFINITE)
     out = result_of(out, ((), torch.float32), x.device, {"x": x})
-    call(_AMAX, x, out, x, hadamard)
+    call(_AMAX, x, out, x, hadamard, nonfinite == "nan")
     return out
 
 

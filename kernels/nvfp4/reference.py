@@ -4,10 +4,14 @@ Blocks of 16 consecutive elements of a row share an E4M3 scale; the tensor has a
 `codec` has the formulas, in FP32, every operation rounded, divisions IEEE's. With stochastic
 rounding, which concerns the elements alone, noise is that of an element's index in the tensor.
 
-NaN and infinity: a NaN counts as 0 in every amax and gets the code of +6. An infinity makes its own
-block's scale 448, itself +-6, and costs the other blocks their share of the range; it does not
-reach their values. A block too small for a byte has byte 0 and decodes to zeros ("te"; its codes
-are +-6 then, as f is FLT_MAX). Decoding never overflows before the last product.
+NaN and infinity, by default ("saturate"): a NaN counts as 0 in every amax and gets the code of +6.
+An infinity makes its own block's scale 448, itself +-6, and costs the other blocks their share of
+the range; it does not reach their values. With "nan" a block that has either, after the transform
+if there is one, has scale byte 0x7F and codes of 7 throughout, so that all of it is decoded as NaN;
+the tensor's amax, always finite then, leaves the block out, so that no other one changes.
+
+A block too small for a byte has byte 0 and decodes to zeros ("te"; its codes are +-6 then, as f is
+FLT_MAX). Decoding never overflows before the last product.
 
 Sources: TransformerEngine, `common/cast/nvfp4/core_nvfp4.cuh` and `dequantize_nvfp4.cuh`; torchao,
 `prototype/mx_formats/nvfp4_tensor.py`. The bits are theirs for finite input with A from 1e-34 to
@@ -38,7 +42,7 @@ from ..formats.codes import loaded, stored
 from ..formats.noise import noise_bits
 from ..formats.rows import blocks_of, pieces_of, width_of
 from ..formats.table import E2M1, NVFP4
-from .codec import block_factors, block_scales, magnitudes
+from .codec import block_amaxes, block_factors, block_scales
 
 BLOCK_NUMEL = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -47,16 +51,19 @@ NORM = 0.25  # one over the square root of a block's length
 assert NVFP4.block_numel == BLOCK_NUMEL
 
 
-def amax_nvfp4_(amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False) -> None:
+def amax_nvfp4_(
+    amax: torch.Tensor, x: torch.Tensor, hadamard: bool = False, as_nan: bool = False
+) -> None:
     """Make the 0-d FP32 `amax` the largest magnitude in `x` [..., K], or in its transform.
 
-    NaNs count as 0, as does an empty tensor.
+    NaNs count as 0, as does an empty tensor, and with `as_nan` a block with one or an infinity.
     """
     amax.zero_()
     width = width_of(x.shape[-1], BLOCK_NUMEL)
     rows = x.view(-1, width)
     for piece in pieces_of(len(rows), width):
-        amax.copy_(torch.maximum(amax, magnitudes(_values(rows[piece], hadamard)).max()))
+        blocks = blocks_of(_values(rows[piece], hadamard), BLOCK_NUMEL)
+        amax.copy_(torch.maximum(amax, block_amaxes(blocks, as_nan)[1].max()))
 
 
 def quantize_nvfp4_(
@@ -69,11 +76,13 @@ def quantize_nvfp4_(
     torchao: bool = False,
     hadamard: bool = False,
     swizzled: bool = False,
+    as_nan: bool = False,
 ) -> None:
     """`x` [..., K] -> codes, uint8 [..., ceil(K / 2)], and scales, float8_e4m3fn [..., ceil(K/16)].
 
     All contiguous. With a `seed`, signed, of 64 bits, elements are rounded stochastically;
     first_index: that of the first one in the whole tensor. swizzled: scales as `swizzle` has them.
+    as_nan: blocks that are not finite are NaN.
     """
     width = width_of(x.shape[-1], BLOCK_NUMEL)
     rows = x.view(-1, width)
@@ -87,7 +96,11 @@ def quantize_nvfp4_(
         if seed is not None:
             first = first_index + piece.start * width
             noise = noise_bits(seed, first, values.numel(), x.device).view(values.shape)
-        made_data[piece], by_row[piece] = _quantized_rows(values, global_amax, noise, torchao)
+        blocks = blocks_of(values, BLOCK_NUMEL)
+        block_amax, _ = block_amaxes(blocks, as_nan)
+        by_row[piece], factors = block_scales(block_amax, global_amax, torchao)
+        scaled = (blocks * factors.unsqueeze(-1)).flatten(-2)[:, :width]
+        made_data[piece] = stored(scaled.contiguous(), E2M1, noise)
     if swizzled:
         scales.view(torch.uint8).copy_(swizzle.swizzle_scales(plain))
 
@@ -138,16 +151,6 @@ def _transform(groups: torch.Tensor, inverse: bool) -> torch.Tensor:
         low, high = pairs.unbind(2)
         groups = torch.stack((low + high, low - high), 2).view(-1, BLOCK_NUMEL)
     return groups * factors if inverse else groups
-
-
-def _quantized_rows(
-    values: torch.Tensor, global_amax: torch.Tensor, noise: torch.Tensor | None, torchao: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 [r, K] -> bytes of codes [r, ceil(K / 2)], and of scales [r, ceil(K / 16)]."""
-    blocks = blocks_of(values, BLOCK_NUMEL)
-    scale_bytes, factors = block_scales(magnitudes(blocks).amax(-1), global_amax, torchao)
-    scaled = (blocks * factors.unsqueeze(-1)).flatten(-2)[:, : values.shape[1]]
-    return stored(scaled.contiguous(), E2M1, noise), scale_bytes
 
 
 def _values(rows: torch.Tensor, hadamard: bool) -> torch.Tensor:

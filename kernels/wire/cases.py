@@ -22,7 +22,8 @@ _GATED_DTYPES = ("fp32", "bf16")
 _MESSAGE = "fp32, bf16, fp16, fp8_row, fp8_1x128, mxfp8, mxfp4, nvfp4 with scales"
 _PACK = Row(
     "pack_message_", "pack_message_", f"fp32, bf16, fp16, mixed -> {_MESSAGE}",
-    "source + message", "as the format's cast; or stochastic (not fp32, fp16)",
+    "source + message",
+    "as the format's cast, or stochastic (not fp32, fp16); a block that is not finite is NaN",
     "bit-exact: the formats' own casts, golden vectors", "this project", 0.92,
 )  # fmt: skip
 _UNPACK = Row(

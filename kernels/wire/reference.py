@@ -20,8 +20,8 @@ visible, and harms nobody else:
   E8M0, 0x7F of E4M3, 0x7FC00000 of FP32, whichever the format has; the row's where the row is the
   block. All codes of the block are that of a NaN: 0x7F of e4m3, 7 of e2m1. So all of it is decoded
   as NaN, the gap after a tensor too where that shares the block.
-- No other block changes: the amax of a row of nvfp4 leaves such blocks out, and is 0 of nothing
-  else. A format without scales has the one element.
+- Every other block is as if that one held zeros: the amax of a row of nvfp4 leaves such blocks out,
+  and is 0 where there is no other. A format without scales has the one element.
 - In a sum a NaN scale makes its own block NaN and no other element. Infinity comes out where finite
   values sum to more than FP32 or `out` can hold.
 

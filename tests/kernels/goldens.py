@@ -189,6 +189,17 @@ def _nvfp4() -> Calls:
         suffix += f"{' stochastic' * stochastic} {seed}"
         yield f"quantize_nvfp4 {suffix}", there
         yield f"dequantize_nvfp4 {suffix}", back
+    for variant, hadamard in itertools.product(("te", "torchao"), (False, True)):
+
+        def as_nan(variant=variant, hadamard=hadamard):
+            return [
+                kernels.quantize_nvfp4(
+                    values(SHAPE, dtype), variant=variant, hadamard=hadamard, nonfinite="nan"
+                )
+                for dtype in DTYPES.values()
+            ]
+
+        yield f"quantize_nvfp4 {variant}{' hadamard' * hadamard} nan", as_nan
     for name, dtype in DTYPES.items():
         x = values(SHAPE, dtype, 2)
         yield (

@@ -64,12 +64,12 @@ def _calls():
     yield k.dequantize_mx, {"data": mx[0], "scales": mx[1], "element": "e4m3", "row_numel": 96,
                             "dtype": torch.float32, "swizzled": False, "out": x}  # fmt: skip
     yield k.quantize_nvfp4, {"x": x, "global_amax": _ones(), **STOCHASTIC, "variant": "te",
-                             "hadamard": False, "swizzled": False,
+                             "hadamard": False, "swizzled": False, "nonfinite": "nan",
                              "out": nvfp4[:2]}  # fmt: skip
     yield k.dequantize_nvfp4, {"data": nvfp4[0], "scales": nvfp4[1], "global_amax": nvfp4[2],
                                "row_numel": 96, "dtype": torch.float32, "variant": "te",
                                "swizzled": False, "out": x}  # fmt: skip
-    yield k.amax_nvfp4, {"x": x, "hadamard": False, "out": _ones()}
+    yield k.amax_nvfp4, {"x": x, "hadamard": False, "nonfinite": "nan", "out": _ones()}
     yield k.hadamard16, {"x": x, "inverse": False, "out": _ones(4, 96)}
     yield k.swizzle_scales, {"scales": mx[1]}
     yield k.unswizzle_scales, {"swizzled": k.swizzle_scales(mx[1]), "rows": 4, "columns": 3}

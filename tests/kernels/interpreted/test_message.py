@@ -1,5 +1,6 @@
 """The interpreted message kernels against `wire.reference`, bit for bit, canaries included."""
 
+import math
 import mmap
 
 import pytest
@@ -131,14 +132,31 @@ def test_little_or_nothing(name, numels):
     check_unpack(layout, message, tensors)
 
 
+@pytest.mark.parametrize("name", cases.NAN_SCALES)
 @pytest.mark.parametrize("row_numel", [128, 4096])
-def test_bad_elements_stay_where_they_are(row_numel):
-    tensors = list(torch.randn(3, 600, generator=torch.Generator().manual_seed(2)))
-    for tensor, bad in zip(tensors, (float("nan"), float("inf"), -float("inf")), strict=True):
-        tensor[550] = bad
-    for name in ("fp8_row", "fp8_1x128", "mxfp4", "nvfp4"):
-        layout = cases.layout_for(name, tensors, row_numel)
-        check_unpack(layout, check_pack(layout, tensors), tensors)
+def test_bad_elements_stay_where_they_are(name, row_numel):
+    """First, inner and last ones of blocks, in full tiles and in tails; 3e38 becomes infinite."""
+    tensors = list(torch.randn(4, 4700, generator=torch.Generator().manual_seed(2)))
+    for tensor, bad in zip(tensors, (math.nan, math.inf, -math.inf, 3e38), strict=True):
+        tensor[[0, 1037, 4095, 4699]] = bad
+    layout = cases.layout_for(name, tensors, row_numel)
+    for seed in (None, cases.SEED):
+        message = check_pack(layout, tensors, scale=2.0, seed=seed)
+        check_unpack(layout, message, tensors)
+    values = cases.unpacked(reference.unpack_message_, layout, message, tensors)
+    block = cases.block_numel(name, row_numel)
+    for made in values:
+        is_nan = made.isnan()
+        assert is_nan[[0, 1037, 4095, 4699]].all()
+        assert is_nan.sum() <= 4 * block
+        assert made[~is_nan].isfinite().all()
+
+
+def test_a_row_without_finite_blocks():
+    layout = cases.layout_for("nvfp4", [torch.empty(384)], 128)
+    tensor = torch.full((384,), math.inf)
+    tensor[130:250], tensor[256:] = 0.0, 1.0
+    check_unpack(layout, check_pack(layout, [tensor]), [tensor])
 
 
 def sparse(numel):

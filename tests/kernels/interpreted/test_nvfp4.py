@@ -47,10 +47,10 @@ def check(x, amax=None, *, dtype=torch.float32, torchao=False, swizzled=False, *
     """Amax, codes and scales, and the way back, of the kernels and of the definition."""
     if amax is None:
         amax = torch.tensor(math.nan)
-        hadamard = options.get("hadamard", False)
-        reference.amax_nvfp4_(amax, x, hadamard)
+        wanted = {key: options[key] for key in ("hadamard", "as_nan") if key in options}
+        reference.amax_nvfp4_(amax, x, **wanted)
         found = Poisoned((), torch.float32)
-        nvfp4.amax_nvfp4_(found.tensor, x, hadamard)
+        nvfp4.amax_nvfp4_(found.tensor, x, **wanted)
         found.assert_same(amax)
 
     data_shape = (*x.shape[:-1], -(-x.shape[-1] // 2))
@@ -102,11 +102,21 @@ def test_special_values(torchao, seed):
     check(tiny, torchao=torchao, seed=seed)
 
 
+@pytest.mark.parametrize(("torchao", "seed"), [(False, 1), (True, None)], ids=str)
+def test_blocks_that_are_not_finite_as_nan(torchao, seed):
+    """In a full tile, in a tail, and in rows with short blocks; nothing finite at all."""
+    options = {"torchao": torchao, "seed": seed, "as_nan": True}
+    check(nvfp4_cases.special(4096 + 160), **options)
+    check(nvfp4_cases.special(160).view(4, 40), hadamard=True, swizzled=True, **options)
+    check(torch.full((33,), math.nan), **options)
+
+
 @VARIANTS
 def test_amaxes_beyond_use(torchao):
     x = nvfp4_cases.special(4096)
     for amax in AMAXES:
-        check(x, torch.tensor(amax), torchao=torchao)
+        for as_nan in (False, True):
+            check(x, torch.tensor(amax), torchao=torchao, as_nan=as_nan)
 
 
 @pytest.mark.parametrize("shape", [(3, 16 * 128), (2, 65, 100), (130, 64)], ids=str)

@@ -23,8 +23,8 @@ def test_ops_pass_the_checks_of_torch():
     amax, out = torch.zeros(()), torch.empty(4, 32)
     data, scales = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
     calls = {
-        "amax_nvfp4_": (amax, x, True),
-        "quantize_nvfp4_": (data, scales, x, UNIT, 3, 0, False, True, False),
+        "amax_nvfp4_": (amax, x, True, True),
+        "quantize_nvfp4_": (data, scales, x, UNIT, 3, 0, False, True, False, True),
         "dequantize_nvfp4_": (out, data, scales, UNIT, False, False),
         "hadamard16_": (out, x, False),
     }
@@ -155,6 +155,7 @@ BAD_QUANTIZE = [
     ({"x": X.t()}, r"x: expected a contiguous tensor, got .*strides"),
     ({"rounding": "up"}, r"rounding: expected one of nearest, stochastic, got 'up'"),
     ({"variant": "ao"}, r"variant: expected one of te, torchao, got 'ao'"),
+    ({"nonfinite": "zero"}, r"nonfinite: expected one of saturate, nan, got 'zero'"),
     ({"rounding": "stochastic"}, r"seed: expected an integer with 'stochastic' rounding, got None"),
     ({"seed": 3}, r"seed: expected None with 'nearest' rounding, got 3"),
     ({"rounding": "stochastic", "seed": 2**64}, r"seed: expected -9223.* to 1844"),

@@ -313,6 +313,33 @@ def test_infinite_amax_keeps_finite_values_finite(variant):
 
 
 @VARIANTS
+@pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "hadamard"])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf], ids=str)
+def test_blocks_that_are_not_finite_as_nan(value, hadamard, variant):
+    """Such a block is NaN; all others, of a row with a short block, are as beside zeros."""
+    zeroed = nvfp4_cases.spread((4, 43))
+    spoiled = zeroed.clone()
+    for row, column in ((0, 3), (2, 20), (3, 42)):
+        spoiled[row, column] = value
+        zeroed[row, column // 16 * 16 :][:16] = 0.0
+    options = {"variant": variant, "hadamard": hadamard, "nonfinite": "nan"}
+    found, expected = quantize_nvfp4(spoiled, **options), quantize_nvfp4(zeroed, **options)
+    assert torch.equal(found[2], expected[2])
+    assert torch.equal(found[2], amax_nvfp4(spoiled, hadamard=hadamard, nonfinite="nan"))
+    is_bad = torch.zeros(4, 3, dtype=torch.bool)
+    is_bad[[0, 2, 3], [0, 1, 2]] = True
+    assert torch.equal(bytes_of(found[1]), bytes_of(expected[1]).masked_fill(is_bad, 0x7F))
+    touched = is_bad.repeat_interleave(16, 1)[:, :43]
+    codes_expected = codes_of(expected[0], 43).masked_fill(touched, 7)
+    assert torch.equal(codes_of(found[0], 43), codes_expected)
+    decoded = dequantize_nvfp4(*found, row_numel=43, variant=variant)
+    assert torch.equal(~decoded.isfinite(), touched)
+    assert decoded[touched].isnan().all()
+    finite = quantize_nvfp4(zeroed, variant=variant, hadamard=hadamard)
+    assert all(map(torch.equal, map(bytes_of, expected[:2]), map(bytes_of, finite[:2])))
+
+
+@VARIANTS
 @pytest.mark.parametrize("scale", [1e-45, 1e-37, 1e-30, 1e30, 1e38])
 def test_any_magnitude(scale, variant):
     """FP32's whole range: within a quarter of the block's amax and the tensor's smallest scale."""
@@ -349,4 +376,7 @@ def test_amax():
     assert amax_nvfp4(x) == math.inf
     assert amax_nvfp4(x[:48]) == x[:48].nan_to_num(0.0).abs().max()
     assert amax_nvfp4(torch.full((20,), math.nan)) == 0
+    finite = x.view(-1, 16)[x.view(-1, 16).isfinite().all(1)]
+    assert amax_nvfp4(x, nonfinite="nan") == finite.abs().max()
+    assert amax_nvfp4(torch.full((20,), math.inf), nonfinite="nan") == 0
     assert amax_nvfp4(torch.empty(3, 0)) == 0
