@@ -205,6 +205,12 @@ def scale_byte_rceil(amax: torch.Tensor, element: ElementFormat) -> torch.Tensor
     return _scale_byte(field + above, amax)
 
 
+def amax_of(blocks: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of FP32 [..., elements of one], and a NaN where there is one."""
+    # As integers, NaNs are above infinity, and the largest one's sign cannot come out set.
+    return blocks.abs().view(torch.int32).amax(-1).view(torch.float32)
+
+
 def scale_byte(amax: torch.Tensor, element: ElementFormat, rule: ScaleRule) -> torch.Tensor:
     """The scale of a block with this `amax`, FP32, >= 0, any shape, by the rule: E8M0 bytes."""
     made: torch.Tensor = named(*rule.definition)(amax, element)

@@ -24,6 +24,8 @@ _MANTISSA_BITS = 23  # of FP32
 _EXPONENT = 0x7F80_0000
 _INFINITY = 0x7F80_0000
 _QUIET_NAN = 0x7FC0_0000
+_SIGN_AND_E4M3 = -0x4080  # of an FP16 whose upper bits are copies of the sign
+_FROM_FP16 = 2.0**8
 _NUM_BYTES = 1 << BITS_PER_BYTE
 _ROWS = 16  # of the indices for `gather`: what has 128 elements has a multiple of so many bytes
 
@@ -41,6 +43,13 @@ class Scratch:
         """Two FP32 tensors of `numel` elements in the memory of the indices."""
         both = self.indices.view(torch.float32)
         return both[:numel], both[numel : 2 * numel]
+
+
+def amax_of(blocks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """`codes.amax_of` of FP32 [..., elements of one], contiguous."""
+    magnitudes, _ = scratch.pair(blocks.numel())
+    torch.abs(blocks, out=magnitudes.view(blocks.shape))
+    return magnitudes.view(torch.int32).view(blocks.shape).amax(-1).view(torch.float32)
 
 
 def store_(
@@ -79,9 +88,27 @@ def load_(
     if isinstance(element, WireFormat):
         values.copy_(codes.loaded(stored.view(element.dtype), element))
         return
+    if element is E4M3 and not _has_nan(stored, scratch):
+        _load_e4m3_(values, stored, scratch)
+        return
     indices = scratch.indices[: stored.numel()].copy_(stored)
     table = _values_of_bytes(element)
     _look_up_(values.view(table.dtype), table, indices)
+
+
+def _has_nan(stored: torch.Tensor, scratch: Scratch) -> bool:
+    """Whether there is a NaN among codes of e4m3."""
+    magnitudes = scratch.codes.view(torch.uint8)[: stored.numel()]
+    torch.bitwise_and(stored, E4M3.nan_code, out=magnitudes)
+    return bool(magnitudes.amax() == E4M3.nan_code)
+
+
+def _load_e4m3_(values: torch.Tensor, stored: torch.Tensor, scratch: Scratch) -> None:
+    """By way of FP16, which has the bits of e4m3 three places lower, and other exponents."""
+    words = scratch.indices.view(torch.int16)[: values.numel()]
+    words.copy_(stored.view(torch.int8))
+    words.bitwise_left_shift_(7).bitwise_and_(_SIGN_AND_E4M3)
+    values.copy_(words.view(torch.float16)).mul_(_FROM_FP16)
 
 
 def _store_bf16_(

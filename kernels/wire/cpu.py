@@ -20,11 +20,19 @@ import torch
 from ..formats import cpu_codes
 from ..formats.cpu_codes import Scratch
 from ..formats.cpu_noise import Noise
-from ..formats.table import BlockFormat, WireFormat, named, rule_of
+from ..formats.table import BlockFormat, WireFormat
 from ..pack.reference import move_, pack_, unpack_
 from . import reference
 from .layout import DEFAULT_ROW_NUMEL, MessageLayout, layout_of_numel, write_header
-from .reference import MessageCast, elements_of, factors_of, in_blocks, runs_of, sections_of
+from .reference import (
+    MessageCast,
+    elements_of,
+    factors_of,
+    in_blocks,
+    runs_of,
+    sections_of,
+    write_scales_,
+)
 from .shares import Share, shares_of
 
 CHUNK_NUMEL = 32 * 1024
@@ -188,15 +196,11 @@ def _encode_(
     form, numel = layout.format, values.numel()
     data, *sections = sections_of(message, layout, start, numel)
     if isinstance(form, BlockFormat):
-        assert form.codec is not None
-        rule = rule_of(form, cast.rule, cast.power_of_2)
         blocks = in_blocks(values, form, layout.row_numel)
-        factors, *made = named(form.codec.definition, "scales_of")(blocks, form, rule)
+        amax = cpu_codes.amax_of(blocks, scratch)
+        factors = write_scales_(sections, amax, form, cast)
         values = scratch.values[:numel]
         torch.mul(blocks, factors.unsqueeze(-1), out=values.view(blocks.shape))
-        for section, scales in zip(sections, made, strict=True):
-            if scales is not None:
-                section.copy_(scales.reshape(-1).view(torch.uint8))
     cpu_codes.store_(data, values, form.element, noise, scratch)
 
 

@@ -247,19 +247,31 @@ def _encode_(
 ) -> None:
     """Write codes and scales of the FP32 `values`, the elements of the message from `start` on."""
     form, noise = layout.format, None
-    data, scales, row_scales = sections_of(message, layout, start, values.numel())
+    data, *sections = sections_of(message, layout, start, values.numel())
     if cast.seed is not None:
         noise = noise_bits(cast.seed, first_index, values.numel(), values.device)
     if isinstance(form, BlockFormat):
-        assert form.codec is not None
-        rule = rule_of(form, cast.rule, cast.power_of_2)
         blocks = in_blocks(values, form, layout.row_numel)
-        factors, stored, rows = named(form.codec.definition, "scales_of")(blocks, form, rule)
+        factors = write_scales_(sections, codes.amax_of(blocks), form, cast)
         values = (blocks * factors.unsqueeze(-1)).view(-1)
-        for section, made in ((scales, stored), (row_scales, rows)):
-            if made is not None:
-                section.copy_(made.reshape(-1).view(torch.uint8))
     data.copy_(codes.stored(values, form.element, noise).view(torch.uint8))
+
+
+def write_scales_(
+    sections: Sequence[torch.Tensor], amax: torch.Tensor, form: BlockFormat, cast: MessageCast
+) -> torch.Tensor:
+    """What blocks with this amax, FP32 [rows, blocks], are multiplied by, its scales written.
+
+    sections: the bytes of scales and of row scales that `sections_of` gives.
+    """
+    assert form.codec is not None
+    rule = rule_of(form, cast.rule, cast.power_of_2)
+    factors: torch.Tensor
+    factors, *made = named(form.codec.definition, "scales_of")(amax, form, rule)
+    for section, scales in zip(sections, made, strict=True):
+        if scales is not None:
+            section.copy_(scales.reshape(-1).view(torch.uint8))
+    return factors
 
 
 def in_blocks(values: torch.Tensor, form: BlockFormat, row_numel: int) -> torch.Tensor:
