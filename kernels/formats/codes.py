@@ -255,6 +255,7 @@ def _top_bits(noise: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def bits_of(value: float) -> int:
+    """The 32 bits of `value` rounded to FP32, as a signed integer."""
     return int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
 
 

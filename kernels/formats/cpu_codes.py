@@ -1,4 +1,4 @@
-"""The conversions of `codes` made fast for a CPU: the same bits, in few passes over a cache's memory.
+"""The conversions of `codes` made fast for a CPU: the same bits, by few passes over a chunk.
 
     nearest     S = the power of two at or below |x|, `min_normal` at least; with a constant M a
                 multiple of 2, x + S * M has the format's steps, so (x + S * M) - S * M is x rounded
@@ -18,14 +18,17 @@ import functools
 import torch
 
 from . import codes
-from .table import BF16, BITS_PER_BYTE, E4M3, ElementFormat, WireFormat
+from .table import BITS_PER_BYTE, E4M3, ElementFormat, WireFormat
 
 _MANTISSA_BITS = 23  # of FP32
+_BF16_DROPPED = 16
+_MAGNITUDE = 0x7FFF_FFFF
 _EXPONENT = 0x7F80_0000
 _INFINITY = 0x7F80_0000
 _QUIET_NAN = 0x7FC0_0000
 _SIGN_AND_E4M3 = -0x4080  # of an FP16 whose upper bits are copies of the sign
 _FROM_FP16 = 2.0**8
+_E4M3_NAN = 0x7F
 _NUM_BYTES = 1 << BITS_PER_BYTE
 _ROWS = 16  # of the indices for `gather`: what has 128 elements has a multiple of so many bytes
 
@@ -71,8 +74,7 @@ def store_(
         return
     values.clamp_(-element.max_finite, element.max_finite)
     if noise is not None:
-        dropped = _MANTISSA_BITS - element.mantissa_bits
-        _round_stochastically_(values, noise, dropped, element.min_normal, scratch)
+        _round_stochastically_(values, noise, element, scratch)
     elif element is not E4M3:
         _round_(values, element, scratch)
     _store_exact_(stored, values, element, scratch)
@@ -99,8 +101,8 @@ def load_(
 def _has_nan(stored: torch.Tensor, scratch: Scratch) -> bool:
     """Whether there is a NaN among codes of e4m3."""
     magnitudes = scratch.codes.view(torch.uint8)[: stored.numel()]
-    torch.bitwise_and(stored, E4M3.nan_code, out=magnitudes)
-    return bool(magnitudes.amax() == E4M3.nan_code)
+    torch.bitwise_and(stored, _E4M3_NAN, out=magnitudes)
+    return bool(magnitudes.amax() == _E4M3_NAN)
 
 
 def _load_e4m3_(values: torch.Tensor, stored: torch.Tensor, scratch: Scratch) -> None:
@@ -118,15 +120,17 @@ def _store_bf16_(
     noise: torch.Tensor | None,
     scratch: Scratch,
 ) -> None:
-    """To BF16 stochastically, which has FP32's exponents; to nearest there is no need of us."""
-    magnitude, _ = scratch.pair(values.numel())
-    largest = torch.abs(values, out=magnitude).view(torch.int32).amax()
-    if noise is None or largest >= _INFINITY:
-        made = codes.stored(values, element, noise)
-    else:
-        values.clamp_(-element.max_finite, element.max_finite)
-        _round_stochastically_(values, noise, _MANTISSA_BITS - 7, None, scratch)
-        made = scratch.indices.view(element.dtype)[: values.numel()].copy_(values)
+    """To BF16 stochastically: the sum of integers, so that subnormals stay where FP32's do not."""
+    magnitudes, signs = (part.view(torch.int32) for part in scratch.pair(values.numel()))
+    torch.bitwise_and(values.view(torch.int32), _MAGNITUDE, out=magnitudes)
+    if noise is None or magnitudes.amax() >= _INFINITY:
+        stored.copy_(codes.stored(values, element, noise).view(torch.uint8))
+        return
+    torch.bitwise_and(values.view(torch.int32), ~_MAGNITUDE, out=signs)
+    _keep_top_(noise, _BF16_DROPPED)
+    magnitudes.clamp_max_(codes.bits_of(element.max_finite)).add_(noise)
+    magnitudes.bitwise_or_(signs).bitwise_right_shift_(_BF16_DROPPED)
+    made = noise.view(torch.int16)[: values.numel()].copy_(magnitudes)
     stored.copy_(made.view(torch.uint8))
 
 
@@ -160,29 +164,29 @@ def _round_(values: torch.Tensor, element: ElementFormat, scratch: Scratch) -> N
 def _round_stochastically_(
     values: torch.Tensor,
     noise: torch.Tensor,
-    dropped: int,
-    min_normal: float | None,
+    element: ElementFormat,
     scratch: Scratch,
 ) -> None:
-    """Round values of at most `max_finite`, of which FP32 has `dropped` bits too many.
-
-    min_normal: below it steps do not shrink any more; `None` if they shrink as those of FP32.
-    """
+    """Round values of at most `max_finite` as `codes.encode_stochastic` does."""
+    dropped = _MANTISSA_BITS - element.mantissa_bits
+    normal_bits = codes.bits_of(element.min_normal)
     magnitude, anchor = scratch.pair(values.numel())
     bits, anchor_bits = magnitude.view(torch.int32), anchor.view(torch.int32)
     torch.abs(values, out=magnitude)
-    if min_normal is not None:
-        # All ones where the magnitude is below.
-        normal_bits = codes.bits_of(min_normal)
-        torch.sub(bits, normal_bits, out=anchor_bits)
-        anchor_bits.bitwise_right_shift_(31).bitwise_and_(normal_bits)
-        magnitude.add_(anchor)
-    noise.bitwise_right_shift_(32 - dropped).bitwise_and_((1 << dropped) - 1)
+    # Below the smallest normal value the difference is all ones when shifted, else 0.
+    torch.sub(bits, normal_bits, out=anchor_bits)
+    anchor_bits.bitwise_right_shift_(31).bitwise_and_(normal_bits)
+    magnitude.add_(anchor)
+    _keep_top_(noise, dropped)
     # Whatever the bits of a NaN are, the sum is that of one.
     bits.clamp_max_(_QUIET_NAN).add_(noise).bitwise_and_(-(1 << dropped))
-    if min_normal is not None:
-        magnitude.sub_(anchor)
+    magnitude.sub_(anchor)
     torch.copysign(magnitude, values, out=values)
+
+
+def _keep_top_(noise: torch.Tensor, count: int) -> None:
+    """Make int32 noise its `count` most significant bits, as an integer of 0 or more."""
+    noise.bitwise_right_shift_(32 - count).bitwise_and_((1 << count) - 1)
 
 
 def _store_exact_(
@@ -192,7 +196,7 @@ def _store_exact_(
     if element is E4M3:
         stored.view(E4M3.dtype).copy_(values)
         if stored.amax() == _NUM_BYTES - 1:  # the other NaN
-            stored.masked_fill_(stored == _NUM_BYTES - 1, E4M3.nan_code)
+            stored.masked_fill_(stored == _NUM_BYTES - 1, _E4M3_NAN)
         return
     values.mul_(_to_carrier(element))
     carrier = scratch.codes[: values.numel()].copy_(values)

@@ -99,7 +99,7 @@ def _high_word(product: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _with_one_high_word(first_group: int, end: int) -> Iterator[tuple[int, int]]:
-    """The groups from `first_group` to `end`, cut where the upper 32 bits of their number change."""
+    """The groups from `first_group` to `end`, cut where their numbers' upper 32 bits change."""
     while first_group < end:
         stop = min(end, (first_group >> _HALF_BITS) + 1 << _HALF_BITS)
         yield first_group, stop

@@ -1,4 +1,4 @@
-"""Wire messages on a CPU: the bits of `reference`, chunk by chunk, each in memory that a cache holds.
+"""Wire messages on a CPU: the bits of `reference`, by chunks of which a cache holds all.
 
     pack     tensors -> FP32 chunk -> scales, and the chunk times them -> codes
     unpack   codes -> FP32 chunk, times scales -> tensors
@@ -12,7 +12,6 @@ first and the last, and nothing but the message and the tensors is as long as th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..formats import cpu_codes
 from ..formats.cpu_codes import Scratch
 from ..formats.cpu_noise import Noise
 from ..formats.table import BlockFormat, WireFormat
-from ..pack.reference import move_, pack_, unpack_
+from ..pack import reference as packing
 from . import reference
 from .layout import DEFAULT_ROW_NUMEL, MessageLayout, layout_of_numel, write_header
 from .reference import (
@@ -34,9 +33,6 @@ from .reference import (
     write_scales_,
 )
 from .shares import Share, shares_of
-
-CHUNK_NUMEL = 32 * 1024
-"""Elements that a thread works on at a time, whole rows of every length."""
 
 
 def pack_message_(
@@ -93,7 +89,7 @@ def unpack_message_(
             elif chunk.tensors:
                 values = scratch.values[:count]
                 _decode_(values, row, layout, start, scratch)
-                unpack_(chunk.tensors, values, chunk.offsets, scale, accumulate)
+                packing.unpack_(chunk.tensors, values, chunk.offsets, scale, accumulate)
     for tensor, made in zip(tensors, flat, strict=True):
         if made.data_ptr() != tensor.data_ptr():
             tensor.copy_(made.view(tensor.shape))
@@ -129,12 +125,12 @@ def reduce_peer_messages_(
             _decode_(values, message, layout, start, scratch)
             total.add_(values)
         if not in_place:
-            move_([piece], [total], scale, accumulate)
+            packing.move_([piece], [total], scale, accumulate)
 
 
 def _step(numel: int) -> int:
     """Elements of a chunk in a vector of `numel`: whole rows of every length."""
-    return min(max(numel, 1), CHUNK_NUMEL * torch.get_num_threads())
+    return min(max(numel, 1), packing.CHUNK_NUMEL * torch.get_num_threads())
 
 
 def _chunks(share: Share, numel: int) -> Iterator[tuple[int, Share]]:
@@ -171,7 +167,7 @@ def _gathered(
     values = scratch.values[:numel]
     if sum(tensor.numel() for tensor in chunk.tensors) < numel:
         values.zero_()
-    pack_(values, chunk.tensors, chunk.offsets, scale)
+    packing.pack_(values, chunk.tensors, chunk.offsets, scale)
     return values
 
 

@@ -185,9 +185,7 @@ def decode_(values: torch.Tensor, message: torch.Tensor, layout: MessageLayout, 
     torch.mul(made, factors.unsqueeze(-1), out=blocks)
 
 
-def factors_of(
-    scales: torch.Tensor, row_scales: torch.Tensor, form: BlockFormat
-) -> torch.Tensor:
+def factors_of(scales: torch.Tensor, row_scales: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     """What codes are multiplied by, FP32 [rows, blocks], of the bytes that `sections_of` gives."""
     stored = rows = None
     if form.has_rows:
