@@ -26,7 +26,7 @@ def flushed(request):
 
 
 def every_kind():
-    """FP32 of each sign and exponent, 768 mantissas each: all upper seven bits, six of what is below."""
+    """FP32 of each sign and exponent, mantissas of all upper bits and some below."""
     upper = torch.arange(2 << 8 + 7, dtype=torch.int64) << 16
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     bits = (upper.unsqueeze(1) + lower).view(-1)
