@@ -6,6 +6,7 @@ from .sharding import (
     DivergentUseError,
     MessageWire,
     MixedPrecisionPolicy,
+    NonFiniteGradientError,
     ShardedTensor,
     Wire,
     WireRule,
@@ -21,8 +22,10 @@ from .sharding import (
     no_sync,
     register_forward_method,
     remove_old_checkpoints,
+    reset_error_feedback,
     save_checkpoint,
     save_safetensors,
+    skipped_steps,
     summary,
 )
 
@@ -32,6 +35,7 @@ __all__ = [
     "DivergentUseError",
     "MessageWire",
     "MixedPrecisionPolicy",
+    "NonFiniteGradientError",
     "ShardedTensor",
     "Wire",
     "WireRule",
@@ -47,8 +51,10 @@ __all__ = [
     "no_sync",
     "register_forward_method",
     "remove_old_checkpoints",
+    "reset_error_feedback",
     "save_checkpoint",
     "save_safetensors",
+    "skipped_steps",
     "summary",
 ]
 __version__ = "0.1.0"

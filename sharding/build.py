@@ -72,6 +72,9 @@ def build_runtime(
     pool.trim()
     pool.streams = LaneStreams(lanes) if any(lane.streams for lane in lanes) else None
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
+    if config.policy.nonfinite_grads != "keep":
+        for unit in runtime.units:
+            unit.reduction.note_own_gradients()
     let_rnns_be(module)
     _watch_data(module, plans, groups)
     _share_buffers(module, collectives)

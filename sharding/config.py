@@ -32,13 +32,14 @@ class UnitSizes:
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
     """How far the runtime overlaps. `prefetch`: gathers started ahead of the unit in use.
-    `strategy`: what it is called in summaries.
+    `strategy`: what it is called in summaries. `nonfinite_grads`: as `MixedPrecisionPolicy` has it.
     """
 
     strategy: str
     prefetch: int
     overlap_param_gather: bool
     ranks_may_differ: bool = False
+    nonfinite_grads: str = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ def resolve_config(
             prefetch=int(prefetch),
             overlap_param_gather=overlap_param_gather,
             ranks_may_differ=ranks_may_differ,
+            nonfinite_grads=(policy or MixedPrecisionPolicy()).nonfinite_grads,
         ),
     )
 

@@ -30,6 +30,7 @@ from .grad_watch import GradientWatch
 from .lanes import Event, Lane
 from .message_wire import mixed
 from .optimizer_view import OptimizerView, Shown
+from .own_gradients import OwnGradients
 from .sum_plan import peak_bytes, plan_gathers, plan_sums
 from .unit_spec import UnitSpec
 from .wire import FlatSource, GradientPacker, Gradients, Places, Source
@@ -67,6 +68,8 @@ class Reduction:
             self.residual = pool.lease(layout.numel, spec.wires[0].residual_dtype).zero_()
         self.name = f"gradient exchange of unit '{spec.name}'"
         self._accumulation = f"gradient accumulation of unit '{spec.name}'"
+        self.own_gradients: OwnGradients | None = None
+        """What this rank packed, where a step asks whether it was finite."""
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Reduce the gradients of `params`, which `watch` sees come."""
@@ -74,6 +77,17 @@ class Reduction:
         self.watch = GradientWatch(params)
         self.is_needed = bool(self.watch.trainable)
         """Whether any parameter is trainable."""
+
+    def reset_residual(self, indices: Sequence[int]) -> None:
+        """Owe nothing to the gradients of these tensors."""
+        for index in indices if self.residual is not None else ():
+            segment = self.spec.layout.segments[index]
+            assert self.residual is not None
+            self.residual[segment.start : segment.stop] = 0
+
+    def note_own_gradients(self) -> None:
+        """Note from now on which gradients of this rank are not finite."""
+        self.own_gradients = OwnGradients(self.spec.layout.order, self.pool.device)
 
     def follow_requires_grad(self) -> None:
         """Some parameters may have been frozen or unfrozen."""
@@ -193,6 +207,7 @@ class Exchange:
     def accumulate(self) -> Sequence[Pending]:
         """Add the gradients to the rank's own sum."""
         view = self._how.view
+        self._note_own()
         view.make_current(self._shown)
         if view.waiting is None:
             self._grads.fill(view.lease_sum())
@@ -204,6 +219,7 @@ class Exchange:
 
     def _pack(self) -> Sequence[Pending]:
         how, waiting = self._how, self._waiting
+        self._note_own()
         grads, key = self._grads, self._noise_key()
         grads.noise_key, grads.residual = key, how.residual
         source: Source = grads
@@ -271,6 +287,10 @@ class Exchange:
         return how.channels[hop.axis].gather_reduced(flat, slices, what)
 
     # ---- their parts
+
+    def _note_own(self) -> None:
+        if self._how.own_gradients is not None:
+            self._how.own_gradients.note(self._grads.tensors, self._shown.kept_tensors())
 
     def _free_packed(self) -> None:
         if self._how.pool.device.type == "cpu":

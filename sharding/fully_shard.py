@@ -40,6 +40,7 @@ from .modules.unit_classes import UnitClass, resolve_unit_classes
 from .monitor import MONITOR
 from .optim.flat_runs import Located, Location, locate_params, sharded_locations
 from .optim.kinds import check_elementwise, describe_options
+from .optim.nonfinite import num_skipped
 from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
 from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups
@@ -346,6 +347,29 @@ def explain(module: nn.Module) -> Explanation:
         ValueError: `module` is not the one passed to `fully_shard`.
     """
     return explain_runtime(runtime_of(module))
+
+
+def reset_error_feedback(module: nn.Module) -> None:
+    """Forget what the wires of a sharded module's gradients have lost to rounding and would add to
+    the next ones (`MessageWire(..., error_feedback=...)`). For all ranks to call, after a change
+    of the weights or the loss that makes gradients of before worthless.
+
+    Raises:
+        ValueError: `module` is not the one passed to `fully_shard`.
+    """
+    for unit in runtime_of(module).units:
+        unit.reduction.reset_residual(range(len(unit.spec.names)))
+
+
+def skipped_steps(module: nn.Module) -> int:
+    """How many steps were left out since `fully_shard`, of all optimizers over a sharded module,
+    since a gradient was not finite: `MixedPrecisionPolicy(nonfinite_grads="skip")`. Equal on all
+    ranks. What a `torch.amp.GradScaler` leaves out is not counted.
+
+    Raises:
+        ValueError: `module` is not the one passed to `fully_shard`.
+    """
+    return num_skipped(runtime_of(module))
 
 
 def runtimes() -> list[tuple[nn.Module, Runtime]]:

@@ -12,6 +12,7 @@ from .wire import NativeWire, PlainWire, Wire
 from .wire_choice import PLAIN_DTYPES, ParamWires, WireRule, require_param_wire, resolve_grad_wire
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NONFINITE = ("keep", "raise", "skip")
 _NAMES_IN_PYTORCH = {
     "param_dtype": "param_dtype",
     "grad_comm_dtype": "reduce_dtype",
@@ -49,10 +50,17 @@ class MixedPrecisionPolicy:
         output_dtype: dtype of the floating-point tensors that the root returns (None: unchanged).
         cast_forward_inputs: cast the floating-point inputs of every unit's forward to its compute
             dtype when `param_dtype` is given.
+        nonfinite_grads: what `optimizer.step` does on all ranks when a gradient of its parameters
+            is NaN or infinite after the sum. "keep": steps with it. "raise": raises
+            `NonFiniteGradientError`, which names parameters and ranks, before anything changes.
+            "skip": leaves the step out: parameters, state and counters stay, the gradients too,
+            `skipped_steps` counts it, and a closure's value is returned. The last two read each
+            gradient once more, and the host waits for one number over all ranks in each step. A
+            step to which a `torch.amp.GradScaler` hands what it has found is its to leave out.
 
     Raises:
         TypeError: a dtype that is not one of the allowed ones, a flag that is no bool.
-        ValueError: an unknown format.
+        ValueError: an unknown format, or something else to do about gradients.
     """
 
     param_dtype: torch.dtype | None = None
@@ -65,9 +73,15 @@ class MixedPrecisionPolicy:
     wire_rules: tuple[WireRule, ...] = ()
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    nonfinite_grads: str = "keep"
 
     def __post_init__(self) -> None:
         require_flag("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
+        if self.nonfinite_grads not in _NONFINITE:
+            raise ValueError(
+                "MixedPrecisionPolicy.nonfinite_grads: expected 'keep', 'raise' or 'skip', got "
+                f"{self.nonfinite_grads!r}; pass one of them"
+            )
         wire = resolve_grad_wire("MixedPrecisionPolicy.grad_wire", self.grad_wire)
         object.__setattr__(self, "grad_wire", wire)
         require_param_wire("MixedPrecisionPolicy.param_wire", self.param_wire)

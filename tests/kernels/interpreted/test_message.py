@@ -135,16 +135,15 @@ def test_little_or_nothing(name, numels):
 
 
 @pytest.mark.parametrize("name", cases.NAN_SCALES)
-@pytest.mark.parametrize("row_numel", [128, 4096])
-def test_bad_elements_stay_where_they_are(name, row_numel):
+@pytest.mark.parametrize(("row_numel", "seed"), [(128, cases.SEED), (4096, None)], ids=str)
+def test_bad_elements_stay_where_they_are(name, row_numel, seed):
     """First, inner and last ones of blocks, in full tiles and in tails; 3e38 becomes infinite."""
     tensors = list(torch.randn(4, 4700, generator=torch.Generator().manual_seed(2)))
     for tensor, bad in zip(tensors, (math.nan, math.inf, -math.inf, 3e38), strict=True):
         tensor[[0, 1037, 4095, 4699]] = bad
     layout = cases.layout_for(name, tensors, row_numel)
-    for seed in (None, cases.SEED):
-        message = check_pack(layout, tensors, scale=2.0, seed=seed)
-        check_unpack(layout, message, tensors)
+    message = check_pack(layout, tensors, scale=2.0, seed=seed)
+    check_unpack(layout, message, tensors)
     values = cases.unpacked(reference.unpack_message_, layout, message, tensors)
     block = cases.block_numel(name, row_numel)
     for made in values:
