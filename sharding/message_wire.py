@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import (
+    ALIGN_NUMEL,
     hadamard16,
     message_layout,
     pack_message_,
@@ -139,11 +140,13 @@ class MessageWire(Wire):
         residual = source.residual
         if residual is not None:
             flat.add_(residual)
-        made = flat
+        made, multiple = flat, 1
         if self.hadamard:
-            # In place, unless what is lost will be told by the difference.
+            # In place, unless what is lost will be told by the difference. A tensor's last block
+            # is transformed with the zeros behind it, all of which it takes to get it back.
             made = hadamard16(flat, out=flat if residual is None else None)
-        self._encode(messages, source, *source.places.cut(made))
+            multiple = ALIGN_NUMEL
+        self._encode(messages, source, *source.places.cut(made, multiple=multiple))
         if residual is not None:
             residual.copy_(flat.sub_(self._decoded(messages, made)))
             # Whatever is not finite is told of; it must not come again in every later exchange.
