@@ -62,7 +62,9 @@ class MessageWire(Wire):
     Sent for an element, headers apart: 1.03 bytes with "mxfp8" and "fp8_1x128", 1.004 with "fp8" (a
     scale for 1,024 elements), 0.53 with "mxfp4", 0.566 with "nvfp4". The largest error to nearest:
     with 8 bits 2^-4 of an element, or 2^-17 of the largest magnitude that shares its scale; with 4
-    bits 0.18 ("nvfp4") or 0.25 ("mxfp4") of that. Twice that with noise, whose expected error is 0.
+    bits 0.18 ("nvfp4", or 2^-17 of the largest of 1,024 elements) or 0.25 ("mxfp4") of that. Twice
+    that with noise, whose expected error is 0, but for what exceeds the scale of an "nvfp4" block
+    that was rounded down: up to 6 % of it is lost.
 
     Args:
         format: "bf16", "fp16", "fp8", "fp8_1x128", "mxfp8", "mxfp4" or "nvfp4"; "fp32" is a
