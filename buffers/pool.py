@@ -110,7 +110,10 @@ class BufferPool:
         self._views.pop(id(tensor), None)  # or its memory would live on, for another tensor's id
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        # What an evaluation in inference mode leases, training gets next, which may not write to a
+        # tensor of that mode.
+        with torch.inference_mode(False):
+            tensor = torch.empty(numel, dtype=dtype, device=self.device)
         self._count(tensor.untyped_storage().nbytes())
         return tensor
 

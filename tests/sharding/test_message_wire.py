@@ -298,6 +298,18 @@ def test_weights_are_never_stale(zero: int) -> None:
     run_on_ranks(weights_follow, 2, zero)
 
 
+def test_training_after_an_evaluation_in_inference_mode() -> None:
+    """Gradients get the memory in which messages of weights were evaluated."""
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(2, 64)
+    policy = ss.MixedPrecisionPolicy(grad_wire="mxfp8", param_wire="mxfp8")
+    ss.fully_shard(model, mixed_precision_policy=policy)
+    with torch.inference_mode():
+        evaluated = model(x)
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(y, evaluated) and model.weight.grad.full_tensor().any()
+
+
 BYTES = {"bf16": 2.001, "mxfp8": 1.04, "nvfp4": 0.57, "mxfp4": 0.54}
 
 
