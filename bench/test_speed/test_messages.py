@@ -8,6 +8,7 @@ one by default. The JSON has `ns_per_element`, of the fastest round.
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from sidestream.kernels.formats.table import MESSAGES
 NUMEL = int(os.environ.get("NUMEL", 4 * 1024 * 1024))
 THREADS = int(os.environ.get("THREADS", 1))
 ROUNDS = 7
-NOISE = {"rounding": "stochastic", "seed": 1}
+NOISE: dict[str, Any] = {"rounding": "stochastic", "seed": 1}
 ACTS = ("pack", "pack with noise", "unpack", "sum of two")
 
 
