@@ -7,6 +7,7 @@
     gpu tests that take times           alone, as all below but the trainings
     kernels                             beside their rivals; what is wrong has no times
     trainings                           1 rank, alone and over NCCL; 2 and 4 that share the GPU
+    symmetric memory                    1 rank, whose sums read its own; 2 where there are 2 GPUs
     step time, autotune                 of one rank against FSDP2; of one op
 
 Prints each result as it comes, and writes <gpu>/<date>.json and <gpu>/<date>-kernels.json into $OUT
@@ -156,7 +157,8 @@ class _Check:
 
     def _trainings(self) -> None:
         trainings = gpu_commands.trainings(dry_run=self.dry_run)
-        steps = [*trainings, gpu_tests.shared(dry_run=self.dry_run)]
+        tests = [make(dry_run=self.dry_run) for make in (gpu_tests.shared, gpu_tests.symmetric)]
+        steps = [*trainings, *tests]
         zero0, zero3, group, *_ = self._side_by_side(steps, cores_each=_CORES_A_TRAINING)
         same = gpu_commands.same_training
         self._tell(attempt(gpu_commands.AGREE, lambda: same(zero0, zero3)))

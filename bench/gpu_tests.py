@@ -20,6 +20,8 @@ from .gpu_steps import FAILED, FILE, NOT_RUN, OK, ROOT, Outcome, Result, Step, u
 TESTS, SHARED, TIMED = "gpu tests", "ranks share the device, gloo", "gpu tests that take times"
 TESTS_LIMIT_S, SHARED_LIMIT_S, TIMED_LIMIT_S = 200.0, 120.0, 90.0
 TIMED_FOLDER, SHARED_FILE = "tests/bench/", "tests/sharding/test_shared_device.py"
+SYMMETRIC, SYMMETRIC_FILE = "symmetric memory", "tests/sharding/test_symmetric_on_gpu.py"
+SYMMETRIC_LIMIT_S = 90.0
 SANITIZER, SANITIZER_FOLDERS = "compute-sanitizer", ("/usr/local/cuda/bin",)
 SANITIZER_LIMIT_S = 120.0
 # Each with what selects its tests: races are looked for in shared memory, at a high price.
@@ -35,7 +37,8 @@ _ENDS = (None, 0, _NO_TESTS)
 
 def beside(*, dry_run: bool) -> list[Step]:
     """Right or wrong, in the order of need: they may run side by side."""
-    files = [file for file in _marked("gpu") if not file.startswith((TIMED_FOLDER, SHARED_FILE))]
+    apart = (TIMED_FOLDER, SHARED_FILE, SYMMETRIC_FILE)
+    files = [file for file in _marked("gpu") if not file.startswith(apart)]
     # Nothing runs on a CPU: one process skips all.
     command = _pytest("-m", "gpu", *files)
     commands = [command] if dry_run else _parts(command, num_cores())
@@ -53,6 +56,14 @@ def shared(*, dry_run: bool) -> Step:
     """Ranks that share the device."""
     command = _pytest(SHARED_FILE, "-k", "cpu" if dry_run else "cuda")
     return Step(SHARED, [command], judge, SHARED_LIMIT_S)
+
+
+def symmetric(*, dry_run: bool) -> Step:
+    """Sums that read memory of other ranks: those of one rank, and of two where there are two GPUs.
+    On a dry run files take the place of memory.
+    """
+    command = _pytest(SYMMETRIC_FILE, "-k", "cpu" if dry_run else "cuda")
+    return Step(SYMMETRIC, [command], judge, SYMMETRIC_LIMIT_S)
 
 
 def sanitizer(tool: str, *, dry_run: bool) -> Step:

@@ -53,6 +53,10 @@ class DecoderConfig:
 STEP_TIME_CONFIG = DecoderConfig(
     layers=8, width=512, heads=8, hidden=1408, vocabulary=256, sequence=128, batch=4
 )
+# A few thousand parameters: to try a bench, and to warm up a process.
+TINY_CONFIG = DecoderConfig(
+    layers=2, width=16, heads=2, hidden=32, vocabulary=32, sequence=8, batch=2
+)
 
 
 def host_cost_config(layers: int) -> DecoderConfig:
@@ -118,12 +122,12 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of one batch."""
+        """The loss of one batch, in float32 whatever the logits are in."""
         hidden = self.embedding(tokens.flatten())
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(self.norm(hidden))
-        return functional.cross_entropy(logits, targets.flatten())
+        return functional.cross_entropy(logits.float(), targets.flatten())
 
 
 def build_decoder(config: DecoderConfig, *, seed: int = 0) -> Decoder:

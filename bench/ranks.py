@@ -4,8 +4,8 @@
     cpu            gloo       one compute thread; ranks talk over the loopback interface
     cuda           nccl       the GPU of its number, as the current device
 
-A rank that fails ends the others; its traceback is in the error. Ranks meet through a file, so no
-port has to be free.
+A rank that fails ends the others; its traceback is in the error. Ranks end with the process that
+started them, however it ends. They meet through a file, so no port has to be free.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -69,16 +70,20 @@ def run_ranks(
     argument: Any,
     *,
     device_type: str = "cpu",
+    enter: Callable[[int], None] | None = None,
     timeout_s: float = 1800.0,
+    stop: threading.Event | None = None,
 ) -> list[Any]:
     """`work(rank, argument)` in `world` new processes; what each returned, in rank order.
 
-    `work` must be importable and everything it takes or returns must pickle. Raises RanksFailed
+    `work` must be importable and everything it takes or returns must pickle. `enter(rank)` is what
+    a rank does first of all, such as to move into a network of its own. Raises RanksFailed
     with the traceback of the first rank that failed, or when a rank ended or `timeout_s` passed
-    without a result; no process is left behind.
+    without a result, or another thread has set `stop`; no process is left behind.
     """
     if world < 1:
         raise ValueError(f"world must be at least 1, got {world}; ask for one rank or more.")
+    stop = stop or threading.Event()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as name:
         folder = Path(name)
@@ -86,7 +91,7 @@ def run_ranks(
         ranks = [
             context.Process(
                 target=answer,
-                args=(folder, rank, partial(_in_group, folder, rank, *given)),
+                args=(folder, rank, partial(_in_group, folder, rank, *given, enter=enter)),
                 daemon=True,
             )
             for rank in range(world)
@@ -94,10 +99,12 @@ def run_ranks(
         try:
             for rank in ranks:
                 rank.start()
-            _wait(folder, ranks, timeout_s)
+            _wait(folder, ranks, timeout_s, stop)
             values, failures = answers(folder, ranks)
         finally:
             end(ranks)
+    if stop.is_set():
+        raise RanksFailed("the ranks were ended before they gave a result, as was asked for.")
     if failures:
         raise RanksFailed(
             "\n".join(f"rank {rank} failed:\n{text}" for rank, text in sorted(failures.items()))
@@ -110,9 +117,11 @@ def run_ranks(
     return [values[rank] for rank in range(world)]
 
 
-def _wait(folder: Path, ranks: Sequence[Process], timeout_s: float) -> None:
-    """Until all have answered or one has ended without, and then a little longer."""
+def _wait(folder: Path, ranks: Sequence[Process], timeout_s: float, stop: threading.Event) -> None:
+    """Until all have answered or one has ended without, and then a little longer; or `stop`."""
     for running in watch(ranks, timeout_s):
+        if stop.is_set():
+            return
         has = {rank: has_answered(folder, number) for number, rank in enumerate(ranks)}
         if all(has.values()) or any(rank not in running and not has[rank] for rank in ranks):
             # The rank that is to blame may speak last.
@@ -127,7 +136,12 @@ def _in_group(
     argument: Any,
     world: int,
     device_type: str,
+    *,
+    enter: Callable[[int], None] | None,
 ) -> Any:
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    if enter is not None:
+        enter(rank)
     os.environ.update(_ENVIRONMENT)
     if Path("/sys/class/net", _LOOPBACK).exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
@@ -149,6 +163,14 @@ def _in_group(
     dist.barrier()
     dist.destroy_process_group()
     return value
+
+
+def _end_with_parent() -> None:
+    """Killed, it would leave its ranks to work on for nobody."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "ranks are started by run_ranks"
+    parent.join()
+    os._exit(1)
 
 
 def read_loopback_bytes() -> int | None:

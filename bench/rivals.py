@@ -57,14 +57,8 @@ class Trainer:
     read_parameters: Callable[[nn.Module], dict[str, Tensor]] = field(repr=False)
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Forward, backward, optimizer step, zero_grad; the loss of this rank's batch as a 0-d
-        tensor without graph.
-        """
-        loss: Tensor = self.module(tokens, targets)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+        """See `train_step`."""
+        return train_step(self.module, self.optimizer, tokens, targets)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Whole float32 parameters by name; every rank must call it."""
@@ -128,7 +122,19 @@ def build_trainer(name: str, config: DecoderConfig, setup: Setup | None = None) 
     return _BUILDERS[name](name, model, setup)
 
 
-def _adamw(module: nn.Module, setup: Setup) -> AdamW:
+def train_step(module: nn.Module, optimizer: Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Forward, backward, optimizer step, zero_grad; the loss of this rank's batch as a 0-d tensor
+    without graph.
+    """
+    loss: Tensor = module(tokens, targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def build_adamw(module: nn.Module, setup: Setup) -> AdamW:
+    """The optimizer of all candidates over what `module` has."""
     params = list(module.parameters())
     starts = range(0, len(params), TENSORS_A_GROUP)
     groups = [{"params": params[start : start + TENSORS_A_GROUP]} for start in starts]
@@ -136,14 +142,14 @@ def _adamw(module: nn.Module, setup: Setup) -> AdamW:
 
 
 def _build_plain(name: str, model: Decoder, setup: Setup) -> Trainer:
-    return Trainer(name, model, _adamw(model, setup), _read_plain)
+    return Trainer(name, model, build_adamw(model, setup), _read_plain)
 
 
 def _build_ddp(name: str, model: Decoder, setup: Setup) -> Trainer:
     group = None if setup.mesh is None else setup.mesh.get_group()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, process_group=group)
     zero1 = name == "ddp_zero1"
-    optimizer = _zero_redundancy_adamw(model, setup, group) if zero1 else _adamw(model, setup)
+    optimizer = _zero_redundancy_adamw(model, setup, group) if zero1 else build_adamw(model, setup)
     # The wrapper prefixes every name with `module.`, so the model itself is read.
     return Trainer(name, wrapped, optimizer, lambda _: _read_plain(model))
 
@@ -176,7 +182,7 @@ def _build_fsdp2(name: str, model: Decoder, setup: Setup) -> Trainer:
         for shard in shards:
             shard.set_custom_all_gather(MessageAllGather())
             shard.set_custom_reduce_scatter(MessageReduceScatter())
-    return Trainer(name, model, _adamw(model, setup), _read_distributed)
+    return Trainer(name, model, build_adamw(model, setup), _read_distributed)
 
 
 def _build_megatron_fsdp(name: str, model: Decoder, setup: Setup) -> Trainer:
@@ -211,7 +217,7 @@ def _build_sidestream(name: str, model: Decoder, setup: Setup) -> Trainer:
     policy = MixedPrecisionPolicy(param_dtype=None if setup.dtype == torch.float32 else setup.dtype)
     module, optimizer = fully_shard(
         model,
-        _adamw(model, setup),
+        build_adamw(model, setup),
         device_mesh=setup.mesh,
         fsdp_unit_modules=[Block],
         zero_dp_strategy=int(name.removeprefix("zero")),

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from ..training.result import peak_memory_mib
-from .models import DecoderConfig, build_batch
+from .models import TINY_CONFIG, DecoderConfig, build_batch
 from .profiling import cpu_seconds, profile_calls
 from .ranks import device_of, read_loopback_bytes
 from .resident import return_freed_memory
@@ -37,11 +37,8 @@ WIRE_STEPS = 3
 # another order of summing moves an Adam step by up to its own size where a gradient is next to
 # zero.
 PARAMETER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# A loss in bfloat16 has eight bits: 5.5 is known to 0.02.
+# Logits in bfloat16 have eight bits: 5.5 is known to 0.02.
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-TINY_CONFIG = DecoderConfig(
-    layers=2, width=16, heads=2, hidden=32, vocabulary=32, sequence=8, batch=2
-)
 
 
 @dataclass(frozen=True, kw_only=True)

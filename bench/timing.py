@@ -3,6 +3,7 @@ interval.
 
     two candidates:    A B B A A B B A ...    pair k = k-th call of A with k-th call of B
     three candidates:  A B C C B A A B C ...
+    many candidates:   each round in an order drawn anew
 
 Drift of the machine falls on both members of a pair, so a ratio of pairs is steadier than a ratio
 of means. The interval is a percentile bootstrap of the median. Times are seconds unless a name says
@@ -58,6 +59,16 @@ def alternating_order(candidates: Sequence[T], rounds: int) -> Iterator[T]:
         raise ValueError(f"rounds must be at least 1, got {rounds}; ask for one round or more.")
     for index in range(rounds):
         yield from candidates if index % 2 == 0 else reversed(candidates)
+
+
+def shuffled_order(candidates: Sequence[T], rounds: int, *, seed: int = 0) -> Iterator[T]:
+    """Every candidate once a round, each round in an order of its own; the same for the same seed.
+
+    For more than a few candidates: none always follows the same other.
+    """
+    generator = random.Random(seed)
+    for _ in range(rounds):
+        yield from generator.sample(candidates, k=len(candidates))
 
 
 def pair_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:

@@ -2,8 +2,8 @@
 
 A flat buffer holds the tensors one after the other, 2-D and larger ones first (optimizers usually
 treat them alike), and is cut into `world_size` equal slices. Every tensor start and every cut is a
-multiple of `ALIGN_NUMEL` elements, the largest quantisation block, so that none straddles two
-tensors or two ranks::
+multiple of `ALIGN_NUMEL` elements, the largest quantisation block, or of more where scales are
+shared by longer rows, so that none straddles two tensors or two ranks::
 
     element      0        512      640             1024      1152       1280
     tensor       | weight (16, 32) | bias (100,) pad | scale (7,) pad | pad |
@@ -98,36 +98,40 @@ class FlatLayout:
         return start, max(start, stop)
 
 
-def flat_layout(shapes: Sequence[Sequence[int]], world_size: int) -> FlatLayout:
+def flat_layout(
+    shapes: Sequence[Sequence[int]], world_size: int, *, align_numel: int = ALIGN_NUMEL
+) -> FlatLayout:
     """Lay tensors of `shapes` out for `world_size` ranks.
 
-    Equal arguments give one and the same object. Works for any world size (ranks beyond the last
-    element own padding only), 0-d and empty tensors.
+    `align_numel`: what starts and cuts are multiples of, a multiple of `ALIGN_NUMEL` itself. Equal
+    arguments give one and the same object. Works for any world size (ranks beyond the last element
+    own padding only), 0-d and empty tensors.
 
     Raises:
         ValueError: `world_size` is below 1 or a dimension is negative.
     """
+    assert align_numel % ALIGN_NUMEL == 0, "a start would not be block-aligned"
     if world_size < 1:
         raise ValueError(f"world_size: expected at least 1, got {world_size}")
     sizes = tuple(tuple(int(size) for size in shape) for shape in shapes)
     for shape in sizes:
         if any(size < 0 for size in shape):
             raise ValueError(f"shapes: expected sizes of at least 0, got {shape}")
-    return _lay_out(sizes, world_size)
+    return _lay_out(sizes, world_size, align_numel)
 
 
 @functools.lru_cache(maxsize=1024)
-def _lay_out(sizes: tuple[tuple[int, ...], ...], world_size: int) -> FlatLayout:
+def _lay_out(sizes: tuple[tuple[int, ...], ...], world_size: int, align_numel: int) -> FlatLayout:
     order = sorted(range(len(sizes)), key=lambda index: (len(sizes[index]) <= 1, index))
     starts = [0] * len(sizes)
     cursor = 0
     for index in order:
         starts[index] = cursor
-        cursor = round_up(cursor + math.prod(sizes[index]), ALIGN_NUMEL)
+        cursor = round_up(cursor + math.prod(sizes[index]), align_numel)
     segments = tuple(
         Segment(shape=shape, start=start, numel=math.prod(shape))
         for shape, start in zip(sizes, starts, strict=True)
     )
-    shard_numel = round_up(-(-cursor // world_size), ALIGN_NUMEL)
+    shard_numel = round_up(-(-cursor // world_size), align_numel)
     order.sort(key=lambda index: (starts[index], segments[index].numel, index))
     return FlatLayout(segments, tuple(order), world_size, shard_numel)

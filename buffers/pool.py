@@ -133,6 +133,10 @@ class BufferPool:
             views = known[key] = make(tensor)
         return views
 
+    def count_beside(self, nbytes: int) -> None:
+        """Count memory that is held for good and was allocated elsewhere."""
+        self._count(nbytes)
+
     def trim(self) -> None:
         """Free the memory of every buffer that is not on lease."""
         self._trim(list(self._released))

@@ -75,8 +75,8 @@ def table_entries(keys: Sequence[TensorKey], tile_bytes: int) -> tuple[torch.Ten
     return torch.cat((torch.tensor(rows), tiles)), first_tile
 
 
-# Keys and the size of a tile -> entries on the CPU, tiles last, and the number of tiles.
-EntriesOf = Callable[[Sequence[Any], int], tuple[torch.Tensor, int]]
+# A tuple of keys and the size of a tile -> entries on the CPU, tiles last, and the number of tiles.
+EntriesOf = Callable[[Any, int], tuple[torch.Tensor, int]]
 
 
 class TableCache:

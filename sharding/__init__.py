@@ -2,7 +2,7 @@
 
 from .checkpoint import full_state_dict, load_checkpoint, remove_old_checkpoints, save_checkpoint
 from .entries import gathered, register_forward_method
-from .errors import CommunicationError, DivergentUseError
+from .errors import CommunicationError, DivergentUseError, NonFiniteGradientError
 from .fully_shard import (
     explain,
     fully_shard,
@@ -10,7 +10,10 @@ from .fully_shard import (
     fully_shard_optimizer,
     is_sharded,
     no_sync,
+    reset_error_feedback,
+    skipped_steps,
 )
+from .message_wire import MessageWire
 from .optim.adamw import AdamW
 from .optim.grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
@@ -19,14 +22,18 @@ from .safetensors import load_safetensors, save_safetensors
 from .summary import summary
 from .tensor.sharded_tensor import ShardedTensor
 from .wire import Wire
+from .wire_choice import WireRule
 
 __all__ = [
     "AdamW",
     "CommunicationError",
     "DivergentUseError",
+    "MessageWire",
     "MixedPrecisionPolicy",
+    "NonFiniteGradientError",
     "ShardedTensor",
     "Wire",
+    "WireRule",
     "clip_grad_norm_",
     "explain",
     "full_state_dict",
@@ -40,8 +47,10 @@ __all__ = [
     "no_sync",
     "register_forward_method",
     "remove_old_checkpoints",
+    "reset_error_feedback",
     "save_checkpoint",
     "save_safetensors",
     "shorten_flight_record",
+    "skipped_steps",
     "summary",
 ]

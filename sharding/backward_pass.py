@@ -29,7 +29,8 @@ class BackwardPass:
     """The state of one backward, from its first hook to the engine's callback.
 
     `order`: indices of all units, as their exchanges follow each other on every rank. `sync`:
-    whether gradients are exchanged, or only added up on this rank. `callback`: refers to what the
+    whether gradients are exchanged, or only added up on this rank. `number`: how many backwards
+    that did so came before. `callback`: refers to what the
     engine alone holds, so it is dead once the backward has ended, with an exception too.
     """
 
@@ -38,6 +39,7 @@ class BackwardPass:
     lane: Lane
     trace: Trace
     sync: bool
+    number: int
     callback: weakref.ref[Callable[[], None]]
     creates_graph: bool
     allowed_exchanges: int
@@ -146,7 +148,10 @@ class BackwardPass:
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled
             self._finish_packing()
             self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
-            self._packing = unit, unit.reduction.start(self.lane, sync=self.sync)
+            self._packing = (
+                unit,
+                unit.reduction.start(self.lane, sync=self.sync, number=self.number),
+            )
             self._in_flight.append(self._packing)
 
     def _finish_packing(self) -> None:

@@ -14,11 +14,12 @@ def differing(one: Tensor, other: Tensor) -> Tensor:
     return one.view(integer) != other.view(integer)
 
 
-def with_changes(main: Tensor, written: Tensor) -> Tensor:
-    """`main` [n] with those elements of `written` [n] that are not the cast of `main`: the others
-    keep the bits that a narrower `written` cannot hold.
+def with_changes(main: Tensor, written: Tensor, before: Tensor | None = None) -> Tensor:
+    """`main` [n] with those elements of `written` [n] that are not as `before`, [n] of its dtype
+    (None: the cast of `main`): the others keep the bits that a narrower `written` cannot hold.
     """
-    if written.dtype == main.dtype:
-        return written
-    changed = differing(written, main.to(written.dtype))
-    return torch.where(changed, written.to(main.dtype), main)
+    if before is None:
+        if written.dtype == main.dtype:
+            return written
+        before = main.to(written.dtype)
+    return torch.where(differing(written, before), written.to(main.dtype), main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from .config import ShardConfig
 from .hooks import Entry, install_hooks, install_root_hooks
 from .initialisation import Initialisation, Staging
 from .lanes import LaneStreams, make_lane
+from .message_wire import align_of
 from .modules.cached_params import let_rnns_be
 from .modules.hidden_writes import modules_that_use_data
 from .modules.partition import GroupPlan, ParamEntry
@@ -21,7 +23,8 @@ from .modules.tree_watch import TreeWatch
 from .optim import replaced_params
 from .param_faces import ParamSlot
 from .placements import unit_placements
-from .precision import resolve_dtypes, resolve_wires
+from .precision import resolve_dtypes, resolve_param_wire, resolve_wires
+from .routes import open_channels
 from .runtime import Runtime
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.torch_state_dict import part_like, teach_torch
@@ -46,6 +49,11 @@ def build_runtime(
     device = collectives.groups.device
     pool = BufferPool(device)
     maker = _UnitMaker(plans, collectives, pool, config)
+    lanes = (
+        make_lane(device, config.runtime.overlap_param_gather),
+        make_lane(device, config.overlap_grad_reduce),
+    )
+    open_channels(config.symmetric_memory, maker.trained(), collectives, pool, lanes[1])
     if initialisation is not None:
         maker.initialise(initialisation)
     units = iter(maker.make())
@@ -62,12 +70,11 @@ def build_runtime(
         for place, plan in enumerate(plans)
     ]
     pool.trim()
-    lanes = (
-        make_lane(device, config.runtime.overlap_param_gather),
-        make_lane(device, config.overlap_grad_reduce),
-    )
     pool.streams = LaneStreams(lanes) if any(lane.streams for lane in lanes) else None
     runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
+    if config.policy.nonfinite_grads != "keep":
+        for unit in runtime.units:
+            unit.reduction.note_own_gradients()
     let_rnns_be(module)
     _watch_data(module, plans, groups)
     _share_buffers(module, collectives)
@@ -137,9 +144,21 @@ class _UnitMaker:
         config: ShardConfig,
     ) -> None:
         self._members = [(plan, members) for plan in plans for members in plan.units]
-        self._collectives, self._pool, self._config = collectives, pool, config
+        self._collectives, self._pool = collectives, pool
+        self._specs = [
+            _unit_spec(number, *of_unit, collectives, config)
+            for number, of_unit in enumerate(self._members)
+        ]
         self._units: dict[int, Unit] = {}
         self._filled: set[ParamEntry] = set()
+
+    def trained(self) -> list[UnitSpec]:
+        """Those of units with gradients."""
+        return [
+            spec
+            for spec, (_, members) in zip(self._specs, self._members, strict=True)
+            if any(entry.param.requires_grad for entry in members)
+        ]
 
     def initialise(self, initialisation: Initialisation) -> None:
         """Fill what is on the meta device. Nothing has been changed if that raises."""
@@ -174,8 +193,7 @@ class _UnitMaker:
 
     def _unit(self, number: int) -> Unit:
         if number not in self._units:
-            spec = _unit_spec(number, *self._members[number], self._collectives, self._config)
-            self._units[number] = Unit(spec, self._collectives, self._pool)
+            self._units[number] = Unit(self._specs[number], self._collectives, self._pool)
         return self._units[number]
 
     def _from_rank_0(self, param: Tensor, staging: Staging) -> Tensor:
@@ -207,14 +225,26 @@ def _unit_spec(
     first = members[0].param
     dtypes = resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad)
     num_axes = len(collectives.channels)
+    chosen = members[0].wires
+    wires = resolve_wires(config.policy, chosen, dtypes.compute, native=config.native)
+    param_wire = resolve_param_wire(chosen, dtypes.compute)
+    aligns = [wire.align_numel for wire in wires]
+    if param_wire is not None:
+        aligns.append(align_of(param_wire))
     return UnitSpec(
         index=index,
         name=plan.unit_name(members),
         names=tuple(entry.name for entry in members),
-        layout=flat_layout([entry.param.shape for entry in members], collectives.world_size),
+        layout=flat_layout(
+            [entry.param.shape for entry in members],
+            collectives.world_size,
+            align_numel=math.lcm(*aligns),
+        ),
+        first_indices=tuple(entry.first_index for entry in members),
         dtypes=dtypes,
         placements=unit_placements(config.strategy, config.outer, num_axes),
-        wires=resolve_wires(config.policy, dtypes.compute, native=config.native),
+        wires=wires,
+        param_wire=param_wire,
         scale=1.0 / (config.divide_factor or collectives.world_size),
     )
 

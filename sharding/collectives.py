@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,15 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from ..buffers import Grid, Hop, Placements, redistribute
+from ..buffers import BufferPool, Grid, Hop, Placements, redistribute
 from .communicators import gather_objects
 from .in_flight import WAITS
 from .process_groups import Axis, DataParallelGroups
 from .ranges import is_profiling, ranged
 from .uses import Uses
+
+if TYPE_CHECKING:
+    from .wire import Wire
 
 T = TypeVar("T")
 
@@ -134,11 +137,26 @@ class Traffic:
         self.axis_bytes.clear()
 
 
+class Lender(Protocol):
+    """Of flat buffers, as a `BufferPool` is."""
+
+    def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor [numel] with any contents, until `release`."""
+
+    def release(self, tensor: Tensor) -> None:
+        """Give it back."""
+
+    def lose(self, tensor: Tensor) -> None:
+        """Give it back after an error: something may still write to it."""
+
+
 class Channel:
     """The ranks along one axis: gathers on one communicator, everything that reduces on the other.
 
-    `rank` and `size` are those along the axis.
+    `rank` and `size` are those along the axis. `route`: what exchanges go by.
     """
+
+    route = "messages"
 
     def __init__(self, axis: Axis, device: torch.device, traffic: Traffic, uses: Uses) -> None:
         self.axis = axis
@@ -162,6 +180,14 @@ class Channel:
     def tags_messages(self) -> bool:
         """Whether what belongs to one unit can never be taken for another's."""
         return self._point_to_point or self.size == 1
+
+    def carries(self, wire: Wire, nbytes: int) -> bool:
+        """Whether it can exchange what `wire` sends, `nbytes` in all parts."""
+        return True
+
+    def lender(self, pool: BufferPool) -> Lender:
+        """Of what is sent in an exchange."""
+        return pool
 
     def gather(
         self, flat: Tensor, slices: Sequence[Tensor], source: Tensor, what: str
@@ -242,10 +268,8 @@ class Channel:
         """
         group = self.axis.reduce
         assert group is not None, "an exchange needs a process group"
-        tag = self._uses.exchanges.note(what)
+        tag = self._note_exchange(sent, what)
         numel = sent.numel() // self.size
-        nbytes = len(self._peers) * numel * sent.itemsize
-        self._traffic.count("exchange", self.axis.name, nbytes)
         try:
             if not self._point_to_point:
                 work = group.alltoall_base(received, sent, [], [], _EXCHANGE)
@@ -255,6 +279,22 @@ class Channel:
             return self._swap(group, received.split(numel), outgoing, tag, what)
         except RuntimeError as error:
             raise self._uses.failure(what, error) from error
+
+    def _note_exchange(self, sent: Tensor, what: str) -> int:
+        """Of what goes to other ranks; the tag of its messages."""
+        nbytes = sent.nbytes // self.size * len(self._peers)
+        self._traffic.count("exchange", self.axis.name, nbytes)
+        return self._uses.exchanges.note(what)
+
+    def rows(self, received: Sequence[Tensor], sent: Tensor) -> list[Tensor]:
+        """What all ranks had for us in an exchange, in their order: `received`, and our own part of
+        `sent` where that stayed.
+        """
+        rows = list(received)
+        if len(rows) < self.size:
+            numel = rows[0].numel()
+            rows.insert(self.rank, sent[self.rank * numel : (self.rank + 1) * numel])
+        return rows
 
     def reduce_scatter(self, received: Tensor, sent: Tensor, what: str) -> list[Pending]:
         """Start the backend's own sum: into `received` [n] comes that of all ranks' part of `sent`
@@ -283,6 +323,10 @@ class Collectives:
         self.channels = [
             Channel(axis, groups.device, self.traffic, self.uses) for axis in groups.axes
         ]
+        self.sum_channels = [[channel] for channel in self.channels]
+        """By axis: those by which sums can go, the best first."""
+        self.detours: dict[str, str] = {}
+        """Why sums along an axis go by messages where something better was asked for."""
         self.grid = Grid(
             tuple(axis.size for axis in groups.axes), tuple(axis.rank for axis in groups.axes)
         )
@@ -294,6 +338,10 @@ class Collectives:
             for hop in redistribute(numel, self.grid, source, target)
             if self.channels[hop.axis].axis.gather is not None
         ]
+
+    def sum_channel(self, axis: int, wire: Wire, nbytes: int) -> Channel:
+        """That for what `wire` sends along `axis`, `nbytes` in all parts."""
+        return next(one for one in self.sum_channels[axis] if one.carries(wire, nbytes))
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         """Overwrite `tensor` with rank 0's; blocks."""

@@ -12,7 +12,8 @@ from .arguments import require_flag, require_number
 from .modules.init_stages import Initialiser, require_initialiser
 from .placements import Held, Strategy, resolve_outer, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
-from .wire import bytes_on
+from .wire import Wire
+from .wire_choice import bytes_on
 
 # Below it an exchange costs more to start than its bytes take.
 SPLIT_ROOT_MIB = 16.0
@@ -31,20 +32,21 @@ class UnitSizes:
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
     """How far the runtime overlaps. `prefetch`: gathers started ahead of the unit in use.
-    `strategy`: what it is called in summaries.
+    `strategy`: what it is called in summaries. `nonfinite_grads`: as `MixedPrecisionPolicy` has it.
     """
 
     strategy: str
     prefetch: int
     overlap_param_gather: bool
     ranks_may_differ: bool = False
+    nonfinite_grads: str = "keep"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
     """All options, resolved. `outer`: what is held along the outer axis, if there is one.
     `divide_factor`: of the sum of gradients over all ranks (None: how many there are). `native`:
-    whether the backend sums.
+    whether the backend sums. `symmetric_memory`: whether sums read peers' memory.
     """
 
     strategy: Strategy
@@ -57,6 +59,7 @@ class ShardConfig:
     initialiser: Initialiser
     divide_factor: float | None
     native: bool
+    symmetric_memory: str
     runtime: RuntimeOptions
 
     def described(self) -> dict[str, str]:
@@ -66,8 +69,11 @@ class ShardConfig:
             "outer_dp_sharding_strategy": self.outer,
             "gradient_divide_factor": self.divide_factor,
             "reduce": "native" if self.native else "exact",
+            "symmetric_memory": self.symmetric_memory,
             "mixed_precision_policy": self.policy,
-            "grad_wire": None if self.policy.grad_wire is None else bytes_on(self.policy.grad_wire),
+            "grad_wire": bytes_on(self.policy.grad_wire)
+            if isinstance(self.policy.grad_wire, Wire)
+            else None,
             "fsdp_unit_modules": self.classes,
             "reshard_after_forward": self.reshard_after_forward,
             "bucket_mib": _mib(self.sizes.bucket_bytes),
@@ -104,6 +110,7 @@ def resolve_config(
     outer_dim: str | None,
     outer_strategy: str,
     reduce: str,
+    symmetric_memory: str,
     gradient_divide_factor: float | None,
     overlap_grad_reduce: bool | str,
     overlap_param_gather: bool,
@@ -134,6 +141,7 @@ def resolve_config(
         "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
     )
     require_initialiser(initialiser)
+    _require_symmetric_memory(symmetric_memory, reduce)
     return ShardConfig(
         strategy=level,
         outer=resolve_outer(level, outer_strategy, outer_dim),
@@ -145,11 +153,13 @@ def resolve_config(
         initialiser=initialiser,
         divide_factor=gradient_divide_factor,
         native=_is_native(reduce, policy),
+        symmetric_memory=symmetric_memory,
         runtime=RuntimeOptions(
             strategy=level.name + (f", outer {outer_strategy}" if outer_dim is not None else ""),
             prefetch=int(prefetch),
             overlap_param_gather=overlap_param_gather,
             ranks_may_differ=ranks_may_differ,
+            nonfinite_grads=(policy or MixedPrecisionPolicy()).nonfinite_grads,
         ),
     )
 
@@ -160,9 +170,25 @@ def _is_native(reduce: str, policy: MixedPrecisionPolicy | None) -> bool:
             f"reduce: expected 'exact' or 'native', got {reduce!r}; pass 'exact' for sums in FP32 "
             "in rank order, 'native' for the backend's own"
         )
-    if reduce == "native" and policy is not None and policy.grad_wire is not None:
+    rules = () if policy is None else policy.wire_rules
+    wires = [None if policy is None else policy.grad_wire, *(rule.grad_wire for rule in rules)]
+    summed = next((wire for wire in wires if wire is not None), None)
+    if reduce == "native" and summed is not None:
         raise ValueError(
-            f"reduce: expected 'exact' with MixedPrecisionPolicy(grad_wire={policy.grad_wire!r}), "
-            "which only itself can sum, got 'native'; leave one of them out"
+            f"reduce: expected 'exact' with MixedPrecisionPolicy(grad_wire={summed!r}), which only "
+            "itself can sum, got 'native'; leave one of them out"
         )
     return reduce == "native"
+
+
+def _require_symmetric_memory(mode: object, reduce: str) -> None:
+    if mode not in ("off", "auto", "on"):
+        raise ValueError(
+            f"symmetric_memory: expected 'off', 'auto' or 'on', got {mode!r}; pass 'auto' to have "
+            "it where it is there"
+        )
+    if mode == "on" and reduce == "native":
+        raise ValueError(
+            "symmetric_memory: expected 'off' or 'auto' with reduce='native', where the backend "
+            "moves and sums, got 'on'; leave one of them out"
+        )

@@ -1,9 +1,10 @@
-"""The error of a collective that failed."""
+"""Errors of our own: of collectives that failed, and of gradients that are not finite."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +17,23 @@ class CommunicationError(RuntimeError):
 
 class DivergentUseError(RuntimeError):
     """Ranks used different units of a sharded model; the message names units and ranks."""
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A step was asked for with gradients that are NaN or infinite, and
+    `MixedPrecisionPolicy(nonfinite_grads="raise")` refuses it, on every rank, before it begins.
+
+    `ranks`: the parameters whose sum is not finite, and for each the ranks whose own gradient was
+    not; none where the sum overflowed. `step`: how many steps the optimizer had made.
+    """
+
+    def __init__(self, message: str, ranks: Mapping[str, tuple[int, ...]], step: int) -> None:
+        super().__init__(message)
+        self.ranks = dict(ranks)
+        self.step = step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.ranks, self.step)
 
 
 _RAISED_BY_BACKENDS = (

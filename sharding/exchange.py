@@ -20,50 +20,20 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..buffers import BufferPool, Hop, Movement, Placement, cut
-from .collectives import Channel, Collectives, Pending
+from ..buffers import BufferPool, Hop, cut
+from .collectives import Collectives, Lender, Pending
 from .grad_watch import GradientWatch
 from .lanes import Event, Lane
+from .message_wire import mixed
 from .optimizer_view import OptimizerView, Shown
+from .own_gradients import OwnGradients
+from .sum_plan import peak_bytes, plan_gathers, plan_sums
 from .unit_spec import UnitSpec
-from .wire import FlatSource, GradientPacker, Gradients, PlainWire, Source, Wire
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """One sum along an axis, decided: `hop` along `channel` by `wire`, which sends `message_numel`
-    elements for a part, and brings `received_parts` of them. `sends_partial`: whether the partial
-    sum that goes in is sent as it is, without a copy.
-    """
-
-    hop: Hop
-    channel: Channel
-    wire: Wire
-    message_numel: int
-    received_parts: int
-    sends_partial: bool
-
-    @property
-    def message_bytes(self) -> int:
-        """Of one part."""
-        return self.message_numel * self.wire.dtype.itemsize
-
-
-def _sum_along(hop: Hop, channel: Channel, wire: Wire, *, is_first: bool) -> Sum:
-    is_plain = isinstance(wire, PlainWire) and wire.dtype == torch.float32
-    return Sum(
-        hop=hop,
-        channel=channel,
-        wire=wire,
-        message_numel=wire.part_numel(hop.part_numel),
-        received_parts=wire.received_parts(channel),
-        sends_partial=is_plain and not is_first,
-    )
+from .wire import FlatSource, GradientPacker, Gradients, Places, Source
 
 
 class Reduction:
@@ -77,21 +47,29 @@ class Reduction:
         self.pool = pool
         self.channels = collectives.channels
         layout = spec.layout
-        partial = (Placement.PARTIAL,) * len(self.channels)
-        hops = collectives.hops(layout.numel, partial, spec.placements.main) if layout.numel else []
-        sums = [hop for hop in hops if hop.movement is Movement.SUM]
-        self.sums = [
-            _sum_along(hop, self.channels[hop.axis], spec.wires[min(place, 1)], is_first=not place)
-            for place, hop in enumerate(sums)
-        ]
-        self.gathers = [hop for hop in hops if hop.movement is Movement.GATHER]
-        self.own = sums[-1].own_span if sums else (0, layout.numel)
+        self.sums = sums = plan_sums(spec, collectives, pool)
+        self.gathers = plan_gathers(spec, collectives)
+        self.own = sums[-1].hop.own_span if sums else (0, layout.numel)
         # Of the first message: the buffer in parts, as a whole where nothing is sent.
-        self.parts = sums[0].parts if sums else 1
+        self.parts = sums[0].hop.parts if sums else 1
         self.packed_numel = self.parts * spec.wires[0].part_numel(layout.numel // self.parts)
-        self._packer = GradientPacker(layout, spec.dtypes.compute, pool)
+        self._packer = GradientPacker(layout, spec.dtypes.compute, pool, spec.first_indices)
+        # What is filled by a wire and no tensor's is zero again after each sum.
+        self.gaps = [
+            Places(layout, spec.first_indices, span) if wire.fills_gaps else None
+            for span, wire in (
+                [(one.hop.own_span, one.wire) for one in self.sums] or [(self.own, spec.wires[0])]
+            )
+        ]
+        self.coordinate = collectives.grid.coordinate
+        self.residual: Tensor | None = None
+        """What the wire of gradients has lost so far on this rank, if it is fed back [numel]."""
+        if spec.wires[0].residual_dtype is not None:
+            self.residual = pool.lease(layout.numel, spec.wires[0].residual_dtype).zero_()
         self.name = f"gradient exchange of unit '{spec.name}'"
         self._accumulation = f"gradient accumulation of unit '{spec.name}'"
+        self.own_gradients: OwnGradients | None = None
+        """What this rank packed, where a step asks whether it was finite."""
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Reduce the gradients of `params`, which `watch` sees come."""
@@ -99,6 +77,17 @@ class Reduction:
         self.watch = GradientWatch(params)
         self.is_needed = bool(self.watch.trainable)
         """Whether any parameter is trainable."""
+
+    def reset_residual(self, indices: Sequence[int]) -> None:
+        """Owe nothing to the gradients of these tensors."""
+        for index in indices if self.residual is not None else ():
+            segment = self.spec.layout.segments[index]
+            assert self.residual is not None
+            self.residual[segment.start : segment.stop] = 0
+
+    def note_own_gradients(self) -> None:
+        """Note from now on which gradients of this rank are not finite."""
+        self.own_gradients = OwnGradients(self.spec.layout.order, self.pool.device)
 
     def follow_requires_grad(self) -> None:
         """Some parameters may have been frozen or unfrozen."""
@@ -117,9 +106,10 @@ class Reduction:
         self._packer.take(self._params)
         self.view.drop_sum()
 
-    def start(self, lane: Lane, *, sync: bool) -> Exchange:
+    def start(self, lane: Lane, *, sync: bool, number: int) -> Exchange:
         """Start to reduce this backward's gradients, which the parameters lose, and what was
-        accumulated; or (not `sync`) to add them to what was, without communication.
+        accumulated; or (not `sync`) to add them to what was, without communication. `number`: of
+        the backward, of those that exchange.
 
         Raises:
             RuntimeError: the visible gradients of that sum were changed in place.
@@ -127,7 +117,7 @@ class Reduction:
         self.watch.rearm()
         self.view.free_cleared()  # not written anew: somebody may hold them
         shown = self.view.begin()
-        exchange = Exchange(self, self._packer.take(self._params), shown)
+        exchange = Exchange(self, self._packer.take(self._params), shown, number)
         try:
             if sync:
                 exchange.event = lane.submit(self.name, *exchange.stages())
@@ -152,15 +142,7 @@ class Reduction:
 
     def peak_bytes(self) -> int:
         """The most that the buffers of one exchange take at once."""
-        peak = partial = 0
-        for one in self.sums:
-            sent = 0 if one.sends_partial else one.hop.parts * one.message_bytes
-            received = one.received_parts * one.message_bytes
-            summed = one.hop.part_numel * torch.float32.itemsize if one is not self.sums[-1] else 0
-            # Where the partial sum is not sent itself, what it becomes is made beside it.
-            peak = max(peak, partial + sent, partial * (not sent) + sent + received + summed)
-            partial = summed
-        return peak if self.sums else self.packed_numel * self.spec.wires[0].dtype.itemsize
+        return peak_bytes(self.spec, self.sums, self.packed_numel, self.pool)
 
 
 class Exchange:
@@ -170,23 +152,24 @@ class Exchange:
 
     event: Event
 
-    def __init__(self, how: Reduction, grads: Gradients, shown: Shown) -> None:
+    def __init__(self, how: Reduction, grads: Gradients, shown: Shown, number: int) -> None:
         self._how = how
+        self._number = number
         self._grads = grads
         self._shown = shown
         self._place = 0  # of the sum that is under way
-        # What is on lease. The sum that waits is taken when the exchange begins: what the next
-        # backward accumulates waits for the next exchange.
+        # The sum that waits is taken when the exchange begins: what the next backward accumulates
+        # waits for the next exchange.
         self._waiting: Tensor | None = None
-        self._partial: Tensor | None = None
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
+        self._leases: dict[int, tuple[Lender, Tensor]] = {}
 
     def stages(self) -> list[Callable[[], Sequence[Pending]]]:
         """All of an exchange."""
         how = self._how
-        if how.view.waiting is not None:
-            self._waiting = how.view.take_sum()
+        if (waiting := how.view.take_sum()) is not None:
+            self._waiting = self._hold(how.pool, waiting)
         if not how.sums:
             return [self._pack, self._sum]
         # The pack alone reads gradients: they are freed while the rest is on its way.
@@ -203,16 +186,28 @@ class Exchange:
 
     def drop(self) -> None:
         """Let go of all memory, after an error. Operations may hold it: nobody gets it next."""
-        for lease in (self._waiting, self._partial, self._sent, self._received):
-            if lease is not None:
-                self._how.pool.lose(lease)
-        self._waiting = self._partial = self._sent = self._received = None
+        for lender, tensor in self._leases.values():
+            lender.lose(tensor)
+        self._leases.clear()
+        self._waiting = self._sent = self._received = None
+
+    def _lease(self, lender: Lender, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._hold(lender, lender.lease(numel, dtype))
+
+    def _hold(self, lender: Lender, tensor: Tensor) -> Tensor:
+        self._leases[id(tensor)] = lender, tensor
+        return tensor
+
+    def _release(self, tensor: Tensor) -> None:
+        lender, _ = self._leases.pop(id(tensor))
+        lender.release(tensor)
 
     # ---- stages
 
     def accumulate(self) -> Sequence[Pending]:
         """Add the gradients to the rank's own sum."""
         view = self._how.view
+        self._note_own()
         view.make_current(self._shown)
         if view.waiting is None:
             self._grads.fill(view.lease_sum())
@@ -224,16 +219,20 @@ class Exchange:
 
     def _pack(self) -> Sequence[Pending]:
         how, waiting = self._how, self._waiting
-        source: Source = self._grads
+        self._note_own()
+        grads, key = self._grads, self._noise_key()
+        grads.noise_key, grads.residual = key, how.residual
+        source: Source = grads
         if waiting is not None:
             how.view.forget_cleared(waiting, self._shown)
-            self._grads.add_to(waiting)
-            source = FlatSource(waiting)
+            grads.add_to(waiting)
+            source = FlatSource(waiting, grads.places, key, how.residual)
         wire = how.spec.wires[0]
-        self._sent = how.pool.lease(how.packed_numel, wire.dtype)
+        lender = how.sums[0].lender if how.sums else how.pool
+        self._sent = self._lease(lender, how.packed_numel, wire.dtype)
         wire.pack(self._sent, source, how.parts)
         if waiting is not None:
-            how.pool.release(waiting)
+            self._release(waiting)
             self._waiting = None
         self._free_packed()
         return ()
@@ -242,9 +241,11 @@ class Exchange:
         how = self._how
         one, wire = how.sums[self._place], how.sums[self._place].wire
         assert self._sent is not None
-        # Only now, in what the gradients took.
-        self._received = how.pool.lease(one.received_parts * one.message_numel, wire.dtype)
-        under_way = wire.exchange(one.channel, self._received, self._sent, how.name)
+        received = self._sent[:0]
+        if one.received_parts:  # only now, in what the gradients took
+            numel = one.received_parts * one.message_numel
+            self._received = received = self._lease(how.pool, numel, wire.dtype)
+        under_way = wire.exchange(one.channel, received, self._sent, how.name)
         if under_way is None:  # nothing would wait for it
             raise TypeError(
                 f"{how.name}: expected exchange() of {wire!r} to return the operations that it "
@@ -255,18 +256,17 @@ class Exchange:
     def _pass_on(self) -> Sequence[Pending]:
         """Sum what has come to a partial sum, and send that along the next axis."""
         how = self._how
-        numel = how.sums[self._place].hop.part_numel
-        self._partial = partial = how.pool.lease(numel, torch.float32)
+        numel, one = how.sums[self._place].hop.part_numel, how.sums[self._place + 1]
+        partial = self._lease(one.partial_lender, numel, torch.float32)
         self._reduce(partial)
         self._place += 1
-        one = how.sums[self._place]
-        if one.sends_partial:
-            self._sent, self._partial = partial, None
-        else:
-            self._sent = how.pool.lease(one.hop.parts * one.message_numel, one.wire.dtype)
-            one.wire.pack(self._sent, FlatSource(partial), one.hop.parts)
-            how.pool.release(partial)
-            self._partial = None
+        self._sent = partial
+        if not one.sends_partial:
+            numel = one.hop.parts * one.message_numel
+            self._sent = self._lease(one.lender, numel, one.wire.dtype)
+            source = FlatSource(partial, one.places, self._noise_key())
+            one.wire.pack(self._sent, source, one.hop.parts)
+            self._release(partial)
         return self._send()
 
     def _sum(self) -> Sequence[Pending]:
@@ -288,29 +288,44 @@ class Exchange:
 
     # ---- their parts
 
+    def _note_own(self) -> None:
+        if self._how.own_gradients is not None:
+            self._how.own_gradients.note(self._grads.tensors, self._shown.kept_tensors())
+
     def _free_packed(self) -> None:
         if self._how.pool.device.type == "cpu":
             # On a GPU the pack is only enqueued: the gradients live until the event advances.
             self._grads.clear()
+
+    def _noise_key(self) -> int:
+        """That of whoever has these summands: along the axes that are summed already, ranks share
+        them as units are cut, which no noise may show.
+        """
+        how = self._how
+        axis = how.sums[self._place].hop.axis if how.sums else 0
+        return mixed(self._number, self._place, *how.coordinate[axis:])
 
     def _reduce(self, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         """Sum into `out` what the sum that is under way has brought."""
         how, sent, received = self._how, self._sent, self._received
         assert sent is not None
         wire, table = how.spec.wires[0], None
-        if received is None:
+        if not how.sums:
             table, *rows = self._rows(sent, 1)
         else:
             one = how.sums[self._place]
             wire = one.wire
-            whole, *arrived = self._rows(received, one.received_parts)
-            rows = wire.rows(one.channel, arrived, sent)
-            if len(rows) == len(arrived):
-                table = whole
+            views = [] if received is None else self._rows(received, one.received_parts)
+            rows = wire.rows(one.channel, views[1:], sent)
+            if 1 + len(rows) == len(views):
+                table = views[0]
         wire.reduce(out, rows, table=table, scale=scale, accumulate=accumulate)
-        how.pool.release(sent)
+        gaps = how.gaps[self._place]
+        if gaps is not None:
+            gaps.clear_gaps(out)
+        self._release(sent)
         if received is not None:
-            how.pool.release(received)
+            self._release(received)
         self._sent = self._received = None
 
     def _rows(self, buffer: Tensor, parts: int) -> list[Tensor]:

@@ -12,9 +12,12 @@ from .collectives import Collectives
 
 
 class ExchangeOrder:
-    """`indices` of all units, as their exchanges follow each other."""
+    """`indices` of all units, as their exchanges follow each other. `backwards`: how many have done
+    all of theirs; noise counts with it.
+    """
 
     def __init__(self, num_units: int, collectives: Collectives) -> None:
+        self.backwards = 0
         self.indices = list(reversed(range(num_units)))
         self._collectives = collectives
         self._is_agreed = collectives.world_size == 1 or num_units == 1
@@ -23,6 +26,7 @@ class ExchangeOrder:
         """A backward of all ranks has ended, in which units became `ready` in this order here: that
         of rank 0 is everybody's from now on, if none was before.
         """
+        self.backwards += 1
         if self._is_agreed:
             return
         order = [*ready, *(index for index in self.indices if index not in ready)]

@@ -100,7 +100,7 @@ def explain_runtime(runtime: Runtime) -> Explanation:
     """What the model of `runtime` is doing."""
     now_s = time.monotonic()
     backward = runtime._backward
-    order = runtime._exchange_order.indices if backward is None else backward.order
+    order = runtime.exchange_order.indices if backward is None else backward.order
     works = [work for lane in runtime.lanes for work in lane.log.in_flight()]
     ranks = ranks_of(runtime.collectives.groups.group)
     return Explanation(

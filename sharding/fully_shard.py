@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -40,11 +40,13 @@ from .modules.unit_classes import UnitClass, resolve_unit_classes
 from .monitor import MONITOR
 from .optim.flat_runs import Located, Location, locate_params, sharded_locations
 from .optim.kinds import check_elementwise, describe_options
+from .optim.nonfinite import num_skipped
 from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
 from .precision import MixedPrecisionPolicy
 from .process_groups import DataParallelGroups, data_parallel_groups
 from .runtime import Runtime
 from .tensor.sharded_tensor import ShardedTensor
+from .wire_choice import choose_wires
 
 _logger = logging.getLogger("sidestream")
 _RUNTIMES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
@@ -60,6 +62,7 @@ def fully_shard(
     outer_dp_sharding_strategy: str = "no_shard",
     ranks_per_node: int | None = None,
     reduce: str = "exact",
+    symmetric_memory: str = "off",
     gradient_divide_factor: float | None = None,
     fsdp_unit_modules: Iterable[UnitClass] | None = None,
     zero_dp_strategy: int | str = 3,
@@ -100,6 +103,14 @@ def fully_shard(
             1: never.
         reduce: 'exact': sums in FP32, in rank order. 'native': the backend's own reduce-scatter,
             in its own order and precision.
+        symmetric_memory: whether sums of gradients read what the other GPUs have packed where it
+            lies, in place of messages that are received first: the same bits, no buffer to receive
+            into, no multiprocessors for a collective; two of the largest messages are held for good
+            (four with "pipelined"). Needs GPUs of one machine that read each other's memory. 'off':
+            never; the default, as nobody has measured the others on GPUs yet. 'auto': along the
+            axes where all ranks can; `summary` says which, and why not elsewhere. 'on': refused
+            where the ranks of the first axis (of the shard axis, or of a node with
+            `ranks_per_node`) cannot; sums over axes beyond it use it where they can.
         gradient_divide_factor: what the sum over all data-parallel ranks is divided by (None: how
             many there are, so gradients are means; 1: they are sums).
         fsdp_unit_modules: classes whose instances are gathered and reduced as one unit each; or
@@ -107,7 +118,7 @@ def fully_shard(
             `_no_split_modules`, for every class of that name in the model. None: the whole module
             is one unit, and nothing overlaps.
         zero_dp_strategy: 0 'no_shard', 1 'optim', 2 'optim_grads', 3 'optim_grads_params'.
-        mixed_precision_policy: dtypes of compute, main parameters, gradients and wire.
+        mixed_precision_policy: dtypes of compute, main parameters and gradients, and the wires.
         overlap_grad_reduce: exchange gradients beside backward. "pipelined": on a GPU an exchange
             also starts while the one before is being summed, for a second pair of buffers; worth it
             where exchanges take longer than backward.
@@ -158,6 +169,7 @@ def fully_shard(
         outer_dim=dp_outer_dim,
         outer_strategy=outer_dp_sharding_strategy,
         reduce=reduce,
+        symmetric_memory=symmetric_memory,
         gradient_divide_factor=gradient_divide_factor,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
@@ -171,25 +183,29 @@ def fully_shard(
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     root = without_compile(module)
-    entries = _params_of(root, takes_meta=bool(config.initialiser))
+    entries = _params_of(root, config.policy, takes_meta=bool(config.initialiser))
     plans = partition(root, entries, config.classes, config.policy, config.sizes)
     located = _locate(optimizer, plans, entries)
     devices = {entry.param.device for entry in entries}
     groups = data_parallel_groups(
         device_mesh, dp_shard_dim, dp_outer_dim, ranks_per_node=ranks_per_node, devices=devices
     )
-    options = {**config.described(), "optimizer": describe_options(optimizer)}
-    runtime = _build(root, entries, plans, config, groups, options)
+    runtime = _build(root, entries, plans, config, groups, optimizer)
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return module, optimizer
 
 
-def _params_of(root: nn.Module, *, takes_meta: bool) -> list[ParamEntry]:
+def _params_of(
+    root: nn.Module, policy: MixedPrecisionPolicy, *, takes_meta: bool
+) -> list[ParamEntry]:
     entries = collect_params(root, takes_meta=takes_meta)
     if not entries:
         raise ValueError("module: expected at least one floating-point parameter, got none")
     find_cached_params(root, entries)
+    wires = choose_wires(root, [(entry.name, entry.param) for entry in entries], policy)
+    for entry, chosen in zip(entries, wires, strict=True):
+        entry.wires = chosen
     return entries
 
 
@@ -199,10 +215,11 @@ def _build(
     plans: list[GroupPlan],
     config: ShardConfig,
     groups: DataParallelGroups,
-    options: Mapping[str, str],
+    optimizer: torch.optim.Optimizer | None,
 ) -> Runtime:
-    """Shard `root` as all ranks agree; `options`: what they compare beside the model."""
+    """Shard `root` as all ranks agree, who compare the options of `optimizer` too."""
     collectives = Collectives(groups)
+    options = {**config.described(), "optimizer": describe_options(optimizer)}
     refuse_rank_dependent_writes(root, collectives.world_size)
     signature = tree_signature(root, entries)
     check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
@@ -330,6 +347,29 @@ def explain(module: nn.Module) -> Explanation:
         ValueError: `module` is not the one passed to `fully_shard`.
     """
     return explain_runtime(runtime_of(module))
+
+
+def reset_error_feedback(module: nn.Module) -> None:
+    """Forget what the wires of a sharded module's gradients have lost to rounding and would add to
+    the next ones (`MessageWire(..., error_feedback=...)`). For all ranks to call, after a change
+    of the weights or the loss that makes gradients of before worthless.
+
+    Raises:
+        ValueError: `module` is not the one passed to `fully_shard`.
+    """
+    for unit in runtime_of(module).units:
+        unit.reduction.reset_residual(range(len(unit.spec.names)))
+
+
+def skipped_steps(module: nn.Module) -> int:
+    """How many steps were left out since `fully_shard`, of all optimizers over a sharded module,
+    since a gradient was not finite: `MixedPrecisionPolicy(nonfinite_grads="skip")`. Equal on all
+    ranks. What a `torch.amp.GradScaler` leaves out is not counted.
+
+    Raises:
+        ValueError: `module` is not the one passed to `fully_shard`.
+    """
+    return num_skipped(runtime_of(module))
 
 
 def runtimes() -> list[tuple[nn.Module, Runtime]]:

@@ -65,16 +65,17 @@ class GradientPath:
 
 
 def _collect(
-    unit: Unit, own: Tensor, held: Placements, collectives: Collectives, what: str
+    own: Tensor, numel: int, held: Placements, collectives: Collectives, what: str
 ) -> Tensor:
-    """The whole buffer, of which `own` is what this rank has as `held` says (a collective)."""
-    spec = unit.spec
-    if own.numel() == spec.layout.numel:
+    """All of a buffer of `numel` elements, of which `own` is what this rank has as `held` says (a
+    collective).
+    """
+    if own.numel() == numel:
         return own
-    start, stop = collectives.grid.span(spec.layout.numel, held)
-    flat = torch.empty(spec.layout.numel, dtype=own.dtype, device=own.device)
+    start, stop = collectives.grid.span(numel, held)
+    flat = torch.empty(numel, dtype=own.dtype, device=own.device)
     flat[start:stop] = own
-    for hop in collectives.hops(spec.layout.numel, held, spec.placements.whole):
+    for hop in collectives.hops(numel, held, (Placement.REPLICATE,) * len(held)):
         whole = flat[hop.start : hop.stop]
         slices = cut(whole, hop.parts)
         channel = collectives.channels[hop.axis]
@@ -88,8 +89,9 @@ def take_part_in_gather(unit: Unit, collectives: Collectives) -> None:
     """Take part in a gather of `unit` that other ranks need, from the main parameters on: into
     memory of its own, since this rank may be using what it has gathered.
     """
-    own = unit.main.to(unit.spec.dtypes.compute, copy=True)
-    _collect(unit, own, unit.spec.placements.main, collectives, unit.gather_name)
+    own = unit.buffers.way.sent_of_main()
+    numel = unit.buffers.way.numel
+    _collect(own, numel, unit.spec.placements.main, collectives, unit.gather_name)
 
 
 class GatheredUnit:
@@ -120,7 +122,7 @@ class GatheredUnit:
 
     def _collect(self, own: Tensor, held: Placements) -> Tensor:
         what = f"gather of the whole parameters of unit '{self.unit.spec.name}'"
-        return _collect(self.unit, own, held, self._collectives, what)
+        return _collect(own, self.unit.spec.layout.numel, held, self._collectives, what)
 
     @torch.no_grad()
     def faults(self, write: bool) -> list[int]:

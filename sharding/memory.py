@@ -5,6 +5,7 @@
                not counted here: activations, optimizer state
     gather     parameters that are gathered for use and freed after it
     reduce     reduced gradients, buffers of exchanges
+    none       symmetric memory, which no stream gives back
 
 What one stream has freed torch's allocator gives to that stream alone, so what is reserved is the
 sum of what each had at its own peak, even where these come at different times.
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 class UnitBytes:
     """One unit on one rank, in bytes. `group`: units of one number are gathered together. `stays`:
     gathered parameters stay from forward to backward. `is_last`: its gradients come from the first
-    to the last moment of backward, as the root's do. `unpacked`: whole gradients, as autograd makes
-    them.
+    to the last moment of backward, as the root's do. `gathered`: what is freed after use, and what
+    a gather takes beside it. `unpacked`: whole gradients, as autograd makes them.
     """
 
     group: int
@@ -47,20 +48,23 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class StreamBytes:
-    """The most that each stream's own memory takes. `unpacked` is a part of `compute`."""
+    """The most that each stream's own memory takes, and `symmetric` memory. `unpacked` is a part of
+    `compute`.
+    """
 
     compute: int
     gather: int
     reduce: int
     unpacked: int
+    symmetric: int = 0
 
     @property
     def total(self) -> int:
         """What all of them keep from each other."""
-        return self.compute + self.gather + self.reduce
+        return self.compute + self.gather + self.reduce + self.symmetric
 
 
-def stream_bytes(units: Sequence[UnitBytes], depth: Depth) -> StreamBytes:
+def stream_bytes(units: Sequence[UnitBytes], depth: Depth, *, symmetric: int = 0) -> StreamBytes:
     """The peaks under plain use of every unit: what stays, and the largest of what takes turns."""
     kept = sum(unit.gathered for unit in units if unit.stays)
     turns: dict[int, int] = {}
@@ -75,6 +79,7 @@ def stream_bytes(units: Sequence[UnitBytes], depth: Depth) -> StreamBytes:
         gather=kept + _largest(turns.values(), depth.ahead + 1),
         reduce=sum(unit.reduced for unit in units) + exchanging,
         unpacked=last + before,
+        symmetric=symmetric,
     )
 
 

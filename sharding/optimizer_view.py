@@ -50,6 +50,10 @@ class Shown:
     kept: list[FlatRun]
     cleared: list[FlatRun]
 
+    def kept_tensors(self) -> set[int]:
+        """The indices of the tensors that had one."""
+        return {index for run in self.kept for index in run.indices if index not in run.cleared}
+
 
 class OptimizerView:
     """The flat gradients of one unit."""

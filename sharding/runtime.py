@@ -68,7 +68,7 @@ class Runtime:
         self._lent = LentOutputs(self.units)
         # A graph of gradients reads the gathered parameters until a backward has run through it.
         self._keeps_gathered = False
-        self._exchange_order = ExchangeOrder(len(self.units), collectives)
+        self.exchange_order = ExchangeOrder(len(self.units), collectives)
         callbacks = weakref.WeakMethod(self.unit_ready), weakref.WeakMethod(self.enter_backward)
         for unit in self.units:
             unit.connect(*callbacks)
@@ -250,11 +250,11 @@ class Runtime:
                 unit.follow_requires_grad()
             callback = self._finish_backward
             show_sharded = weakref.WeakMethod(self.show_sharded_after)
-            creates_graph = torch.is_grad_enabled()
-            self._keeps_gathered |= creates_graph
+            self._keeps_gathered |= (creates_graph := torch.is_grad_enabled())
             self._backward = BackwardPass(
                 units=self.units,
-                order=self._exchange_order.indices,
+                order=self.exchange_order.indices,
+                number=self.exchange_order.backwards,
                 lane=self._reduce_lane,
                 trace=self.trace,
                 sync=self.sync,
@@ -284,7 +284,7 @@ class Runtime:
         backward.exchange_late(self._turns.agree_on_late(backward.late_units()))
         self._end_backward(keeps_gathered=backward.creates_graph)
         if backward.sync:
-            self._exchange_order.follow(backward.ready)
+            self.exchange_order.follow(backward.ready)
             agree_on_paths(self.units, self.collectives)
 
     def _end_backward(self, *, keeps_gathered: bool = False) -> None:

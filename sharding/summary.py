@@ -16,6 +16,7 @@ from .fully_shard import runtime_of
 from .memory import Depth, StreamBytes, UnitBytes, stream_bytes
 from .modules.tree_watch import watches_of
 from .process_groups import DataParallelGroups
+from .routes import routes, symmetric_bytes
 from .runtime import Runtime
 from .unit import Unit
 from .use_order import UnitGroup
@@ -24,7 +25,9 @@ from .use_order import UnitGroup
 @dataclass(frozen=True, slots=True)
 class UnitSummary:
     """One unit's row. Bytes are this rank's; `sent_bytes` are what it sends to other ranks in one
-    step with one backward, `sent_bytes_by_axis` the same for each axis of the mesh.
+    step with one backward, `sent_bytes_by_axis` the same for each axis of the mesh. `wire`,
+    `param_wire`: in what gradients travel, and parameters. `residual_bytes`: what the wire keeps.
+    `exchange`: what gradients go by, "messages", "symmetric memory" or, on one rank, "none".
     """
 
     name: str
@@ -33,34 +36,40 @@ class UnitSummary:
     compute_dtype: torch.dtype
     wire: str
     wire_dtype: torch.dtype
+    param_wire: str
     main_bytes: int
     compute_bytes_at_rest: int
     grad_bytes: int
+    residual_bytes: int
     gathered_bytes: int
     gathers_per_step: int
     exchanges_per_step: int
+    exchange: str
     sent_bytes: int
     sent_bytes_by_axis: Mapping[str, int]
 
     @property
     def bytes_at_rest(self) -> int:
-        """Parameters and gradients between steps, after the first; no optimizer state. The next
-        forward frees gradients that were cleared.
+        """Parameters, gradients and what wires keep, between steps, after the first; no optimizer
+        state. The next forward frees gradients that were cleared.
         """
-        return self.main_bytes + self.compute_bytes_at_rest + self.grad_bytes
+        return self.main_bytes + self.compute_bytes_at_rest + self.grad_bytes + self.residual_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """`print` it for a table; read the fields to plan. `axes`: how many ranks along each.
+    `exchanges`: what sums along each go by, "symmetric memory" or "messages", and why.
 
-    `peak_bytes` has parameters, reduced gradients and buffers. Beside it lie activations, optimizer
+    `peak_bytes` has parameters, reduced gradients and buffers, `bytes_at_rest` what of these stays;
+    both have symmetric memory, `stream_peaks.symmetric` of it. Beside it lie activations, optimizer
     state, `stream_peaks.unpacked` of gradients that were not packed yet, and on a GPU what each of
     `num_communicators` takes, outside torch's allocator.
     """
 
     strategy: str
     axes: Mapping[str, int]
+    exchanges: Mapping[str, str]
     units: tuple[UnitSummary, ...]
     bytes_at_rest: int
     peak_bytes: int
@@ -81,6 +90,7 @@ class Summary:
             "tensors",
             "elements",
             "compute",
+            "gathered in",
             "wire",
             "at rest",
             "gathered",
@@ -95,6 +105,7 @@ class Summary:
                     f"{unit.num_params}",
                     f"{unit.numel:,}",
                     _dtype_name(unit.compute_dtype),
+                    unit.param_wire,
                     unit.wire,
                     _mib(unit.bytes_at_rest),
                     _mib(unit.gathered_bytes),
@@ -124,6 +135,11 @@ class Summary:
             f"more), {_mib(self.sent_bytes_per_step)} sent per step" + (by_axis and f": {by_axis}")
         )
         lines.append(self._beside())
+        lines += [
+            f"exchange along {name}: {by}"
+            for name, by in self.exchanges.items()
+            if self.axes[name] > 1
+        ]
         return "\n".join(lines)
 
     def _beside(self) -> str:
@@ -161,11 +177,13 @@ def summary(module: nn.Module) -> Summary:
     for watch in watches_of(module):
         watch.check()
     rows = tuple(_row(unit, group) for group in runtime.groups for unit in group.units)
-    at_rest = sum(row.bytes_at_rest for row in rows)
-    peaks = _peaks(runtime, rows)
+    symmetric = symmetric_bytes(runtime.collectives)
+    at_rest = sum(row.bytes_at_rest for row in rows) + symmetric
+    peaks = _peaks(runtime, rows, symmetric)
     return Summary(
         strategy=runtime.options.strategy,
         axes={c.axis.name: c.size for c in runtime.collectives.channels},
+        exchanges=routes(runtime.collectives),
         units=rows,
         bytes_at_rest=at_rest,
         peak_bytes=peaks.total - peaks.unpacked,
@@ -180,7 +198,7 @@ def summary(module: nn.Module) -> Summary:
 def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
     spec, buffers = unit.spec, unit.buffers
     uses = 2 if buffers.frees and group.reshard_after_forward else 1
-    sent = buffers.sent_bytes(uses)
+    sent = buffers.way.sent_bytes(uses)
     is_gathered = bool(sent)
     if unit.reduction.is_needed:
         sent += unit.reduction.sent_bytes()
@@ -191,18 +209,21 @@ def _row(unit: Unit, group: UnitGroup) -> UnitSummary:
         compute_dtype=spec.dtypes.compute,
         wire=spec.wires[0].name,
         wire_dtype=spec.wires[0].dtype,
+        param_wire=spec.param_wire or _dtype_name(spec.dtypes.compute),
         main_bytes=buffers.main.nbytes,
-        compute_bytes_at_rest=buffers.rest_bytes,
+        compute_bytes_at_rest=buffers.way.rest_bytes,
         grad_bytes=unit.gradients.grad.nbytes if unit.reduction.is_needed else 0,
+        residual_bytes=0 if (residual := unit.reduction.residual) is None else residual.nbytes,
         gathered_bytes=buffers.gathered.nbytes if buffers.frees else 0,
         gathers_per_step=uses if is_gathered else 0,
         exchanges_per_step=int(unit.reduction.is_needed),
+        exchange=next((one.channel.route for one in unit.reduction.sums), "none"),
         sent_bytes=sent.total(),
         sent_bytes_by_axis=dict(sent),
     )
 
 
-def _peaks(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> StreamBytes:
+def _peaks(runtime: Runtime, rows: tuple[UnitSummary, ...], symmetric: int) -> StreamBytes:
     # A CPU's pack has ended when the next unit's gradients come; a GPU's holds them until then.
     unpacked = 2 if runtime.pool.device.type == "cuda" else 1
     depth = Depth(runtime.prefetch, runtime.max_exchanges, unpacked)
@@ -211,7 +232,7 @@ def _peaks(runtime: Runtime, rows: tuple[UnitSummary, ...]) -> StreamBytes:
         for group in runtime.groups
         for unit in group.units
     ]
-    return stream_bytes(units, depth)
+    return stream_bytes(units, depth, symmetric=symmetric)
 
 
 def _unit_bytes(unit: Unit, group: UnitGroup, row: UnitSummary) -> UnitBytes:
@@ -220,8 +241,8 @@ def _unit_bytes(unit: Unit, group: UnitGroup, row: UnitSummary) -> UnitBytes:
         group=group.index,
         stays=group.is_root or not group.reshard_after_forward,
         is_last=group.is_root,
-        at_rest=row.main_bytes + row.compute_bytes_at_rest,
-        gathered=row.gathered_bytes,
+        at_rest=row.main_bytes + row.compute_bytes_at_rest + row.residual_bytes,
+        gathered=row.gathered_bytes + unit.buffers.way.gathering_bytes,
         reduced=row.grad_bytes,
         exchanging=unit.reduction.peak_bytes() if reduces else 0,
         unpacked=row.numel * row.compute_dtype.itemsize if reduces else 0,

@@ -186,8 +186,8 @@ class Unit:
             if self.faces.may_be_written():
                 self.adopt_writes()
                 # Every rank wrote the same to its gathered copy, which is what the backward reads.
-                self.buffers.keep_gathered()
-                self._stale, self._gathered_version = False, self.main._version
+                self._stale = not self.buffers.way.keep_gathered()
+                self._gathered_version = self.main._version
             self.faces.show_sharded()
 
     def requires_grad_changed(self) -> None:
@@ -236,7 +236,7 @@ class Unit:
         """Where a gather puts the cast of the main parameters of `run` [run numel, compute dtype],
         if `holds_casts`.
         """
-        casts = self.buffers.main_casts
+        casts = self.buffers.way.main_casts
         assert casts is not None, "a gather casts nothing, or where memory is freed"
         return casts[run.start : run.stop]
 
@@ -246,9 +246,8 @@ class Unit:
         step that writes to both leaves the next gather none to make.
         """
         is_current = self.is_fresh or self._is_cast
-        return (
-            is_current and self.state is UnitState.SHARDED and self.buffers.main_casts is not None
-        )
+        has_casts = self.buffers.way.main_casts is not None
+        return is_current and self.state is UnitState.SHARDED and has_casts
 
     def mark_cast(self) -> None:
         """A step that began with `holds_casts` wrote to `compute_shard`s what it did to `main`."""
@@ -274,7 +273,7 @@ class Unit:
         version = self.main._version
         if version != self._gathered_version:
             self.faces.forbid_old_graphs()
-        if not self.buffers.moves:
+        if not self.buffers.way.moves:
             self._stale, self._gathered_version = False, version
         is_fresh = self.is_fresh
         if is_fresh and not self.buffers.frees:
@@ -307,8 +306,7 @@ class Unit:
         self.state = UnitState.GATHERED
 
     def _lose_gather(self) -> None:
-        if self.buffers.frees and not self.buffers.gathered.is_shrunk:
-            self.buffers.gathered.shrink()
+        self.buffers.lose_gather()
         self.mark_stale()
         self._gather_event, self.state = DONE, UnitState.SHARDED
 
@@ -334,19 +332,20 @@ class Unit:
     @torch.no_grad()
     def adopt_writes(self, flat: Tensor | None = None) -> None:
         """Take over what was written to the gathered parameters, or to `flat` [numel, compute
-        dtype]: the elements of this rank's own slice that differ bitwise from the cast of `main` go
-        to `main`, the others keep theirs.
+        dtype], casts of the main ones: the elements of this rank's own slice that differ bitwise
+        from what a gather, or a cast, makes of `main` go to `main`, the others keep theirs.
 
         All ranks must do so: what is gathered counts as stale after it, whoever wrote what.
         """
         self.mark_stale()
+        before = None
         if flat is None:
             assert self.state is UnitState.GATHERED, f"{self.spec.name} is {self.state.value}"
             if self.buffers.shares:
                 return
-            flat = self.buffers.gathered.memory
+            flat, before = self.buffers.gathered.memory, self.buffers.way.main_as_gathered()
         start, stop = self.main_span
-        self.main.copy_(with_changes(self.main, flat[start:stop]))
+        self.main.copy_(with_changes(self.main, flat[start:stop], before))
 
 
 def _not_freed(spec: UnitSpec) -> RuntimeError:

@@ -14,15 +14,19 @@ from .wire import Wire
 class UnitSpec:
     """One unit. `names` are parameter FQNs, in the order of the layout's segments.
 
-    `wires`: how gradients travel along the first axis, and how sums do along all others. `scale`:
-    what the sum over all ranks is multiplied by.
+    `first_indices`: how many elements of the model come before each tensor. `wires`: how gradients
+    travel along the first axis, and how sums do along all others. `param_wire`: the format in which
+    parameters are gathered, None: as they are. `scale`: what the sum over all ranks is multiplied
+    by.
     """
 
     index: int
     name: str
     names: tuple[str, ...]
     layout: FlatLayout
+    first_indices: tuple[int, ...]
     dtypes: UnitDtypes
     placements: UnitPlacements
     wires: tuple[Wire, Wire]
+    param_wire: str | None
     scale: float

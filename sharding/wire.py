@@ -2,6 +2,7 @@
 
     wire                 sent for a part of n elements     sum
     PlainWire(dtype)     n elements of `dtype`             ours: FP32, in rank order
+    MessageWire(format)  a message: codes and scales       the same (`message_wire.py`)
     NativeWire(dtype)    n elements of `dtype`             the backend's own reduce-scatter
 
 A wire has no state of any exchange, so units share one. One of one's own derives from `Wire`.
@@ -17,11 +18,49 @@ import torch
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, FlatBuffer, FlatLayout
-from ..kernels import pack_, reduce_
-from .arguments import kind_of
+from ..kernels import ALIGN_NUMEL, pack_, reduce_
 
 if TYPE_CHECKING:
     from .collectives import Channel, Pending
+
+
+class Places:
+    """Where tensors lie in elements [start, stop) of a unit's flat buffer, and in the model.
+
+    `first_indices`: of each tensor, how many elements of the model come before it.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, first_indices: Sequence[int], span: tuple[int, int]
+    ) -> None:
+        self._cuts: list[tuple[int, int]] = []
+        self._indices: dict[int, int] = {}
+        for index in layout.order:
+            first, stop = layout.overlap(index, span)
+            if first < stop:
+                offset = layout.segments[index].start + first - span[0]
+                self._cuts.append((offset, stop - first))
+                self._indices[offset] = first_indices[index] + first
+        self._gaps = [
+            (max(start, span[0]) - span[0], min(stop, span[1]) - span[0])
+            for start, stop in layout.gaps()
+            if start < span[1] and stop > span[0]
+        ]
+
+    def cut(self, flat: Tensor) -> tuple[list[Tensor], list[int]]:
+        """What `flat`, which lies there, has of each tensor, as views, and where in it they begin,
+        ascending.
+        """
+        return [flat[at : at + n] for at, n in self._cuts], [at for at, _ in self._cuts]
+
+    def indices_at(self, offsets: Sequence[int]) -> list[int]:
+        """The elements of the model before those at `offsets`, where tensors begin."""
+        return [self._indices.get(offset, 0) for offset in offsets]  # one without elements: any
+
+    def clear_gaps(self, flat: Tensor) -> None:
+        """Zero what belongs to no tensor of `flat`, which lies there."""
+        for start, stop in self._gaps:
+            flat[start:stop].zero_()
 
 
 class Source(Protocol):
@@ -32,6 +71,20 @@ class Source(Protocol):
     @property
     def numel(self) -> int:
         """Elements of the buffer."""
+
+    @property
+    def places(self) -> Places:
+        """Where tensors begin in the buffer, whether they have a gradient or not."""
+
+    @property
+    def noise_key(self) -> int:
+        """64 bits for noise, which no other rank, exchange or axis has."""
+
+    @property
+    def residual(self) -> Tensor | None:
+        """What the wire has lost so far, [numel] of its `residual_dtype`; None if it wants none, or
+        of sums.
+        """
 
     def present(self) -> tuple[list[Tensor], list[int]]:
         """Tensors of FP32, BF16 or FP16, any shapes and strides; where each begins, ascending."""
@@ -44,17 +97,31 @@ class Wire:
     """What all wires have. Derive from it, and give what is not implemented here.
 
     `name`: equal on all ranks, and different for wires that send different bytes. `dtype`: of the
-    buffers that travel.
+    buffers that travel. `align_numel`: what starts of tensors and parts are multiples of, a
+    multiple of 128. `fills_gaps`: what it sums may not be zero where no tensor is.
+    `residual_dtype`: of what it keeps for each element of a unit on each rank, if anything.
+    `scratch_bytes`: for an element, what `pack` takes beside what it writes, and `reduce`.
     """
 
     name: str
     dtype: torch.dtype
+    align_numel: int = ALIGN_NUMEL
+    fills_gaps: bool = False
+    residual_dtype: torch.dtype | None = None
+    scratch_bytes: int = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
+    @property
+    def for_vectors(self) -> Wire:
+        """How parameters with fewer than two dimensions travel where nothing is said of them."""
+        return self
+
     def part_numel(self, numel: int) -> int:
-        """Elements of `dtype` that are sent for a part of `numel` elements, a multiple of 128."""
+        """Elements of `dtype` that are sent for a part of `numel` elements, a multiple of
+        `align_numel`.
+        """
         raise NotImplementedError
 
     def pack(self, sent: Tensor, source: Source, parts: int) -> None:
@@ -92,11 +159,7 @@ class Wire:
 
     def rows(self, channel: Channel, received: Sequence[Tensor], sent: Tensor) -> list[Tensor]:
         """What `reduce` sums: the parts received, our own among them."""
-        rows = list(received)
-        if len(rows) < channel.size:
-            numel = rows[0].numel()
-            rows.insert(channel.rank, sent[channel.rank * numel : (channel.rank + 1) * numel])
-        return rows
+        return channel.rows(received, sent)
 
 
 class PlainWire(Wire):
@@ -169,6 +232,13 @@ class Gradients:
     tensors: list[Tensor | None]
     numel: int
     """Elements of the unit's flat buffer."""
+    noise_key: int = 0
+    residual: Tensor | None = None
+
+    @property
+    def places(self) -> Places:
+        """Those of all tensors."""
+        return self.packer.places
 
     def present(self) -> tuple[list[Tensor], list[int]]:
         """The gradients that there are, and where they begin."""
@@ -202,9 +272,19 @@ class GradientPacker:
     checks its arguments fastest so, and every element of the buffer is written.
     """
 
-    def __init__(self, layout: FlatLayout, dtype: torch.dtype, pool: BufferPool) -> None:
-        """`dtype`: that of the zeros for the gaps, so best that of the buffers."""
+    def __init__(
+        self,
+        layout: FlatLayout,
+        dtype: torch.dtype,
+        pool: BufferPool,
+        first_indices: Sequence[int] | None = None,
+    ) -> None:
+        """`dtype`: that of the zeros for the gaps, so best that of the buffers. `first_indices`: as
+        those of `Places` (None: all 0, where nobody asks).
+        """
         self.layout = layout
+        first_indices = first_indices or [0] * len(layout.segments)
+        self.places = Places(layout, first_indices, (0, layout.numel))
         self._pool = pool
         self.offsets = [layout.segments[index].start for index in layout.order]
         gaps = [gap for gap in layout.gaps() if gap[1] - gap[0] < LARGE_GAP_NUMEL]
@@ -257,65 +337,16 @@ class GradientPacker:
 class FlatSource:
     """A flat buffer of gradients as a whole: a sum over microbatches or over an axis."""
 
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self.numel = flat.numel()
+    def __init__(
+        self, flat: Tensor, places: Places, noise_key: int = 0, residual: Tensor | None = None
+    ) -> None:
+        self.flat, self.numel, self.places = flat, flat.numel(), places
+        self.noise_key, self.residual = noise_key, residual
 
     def present(self) -> tuple[list[Tensor], list[int]]:
-        """The buffer."""
-        return [self.flat], [0]
+        """What lies there of each tensor."""
+        return self.places.cut(self.flat)
 
     def fill(self, flat: Tensor) -> None:
         """Round it to the dtype of `flat`."""
         pack_(flat, [self.flat], [0])
-
-
-_METHODS = ("part_numel", "pack", "reduce")
-_SAMPLES = (128, 1280, 131072)
-
-
-def require_wire(option: str, wire: object) -> None:
-    """Refuse what is no wire, or lacks something that one needs.
-
-    Raises:
-        TypeError: it does, or what it has is of another type; named.
-        ValueError: it sends nothing for a part.
-    """
-    if not isinstance(wire, Wire):
-        raise TypeError(
-            f"{option}: expected None or a sidestream.Wire, got {kind_of(wire)}; derive a class "
-            "from sidestream.Wire and pass an object of it"
-        )
-    missing = [name for name in _METHODS if getattr(type(wire), name) is getattr(Wire, name)]
-    missing += [name for name in ("name", "dtype") if not hasattr(wire, name)]
-    if missing:
-        raise TypeError(
-            f"{option}: expected a wire with {', '.join([*_METHODS, 'name', 'dtype'])}, got one of "
-            f"class {type(wire).__name__} without {', '.join(missing)}; add what is missing"
-        )
-    kinds: dict[str, type] = {"name": str, "dtype": torch.dtype}
-    for attribute, kind in kinds.items():
-        found = getattr(wire, attribute)
-        if not isinstance(found, kind):
-            raise TypeError(
-                f"{option}: expected a wire whose {attribute} is a {kind.__name__}, got {found!r} "
-                f"of class {type(wire).__name__}; set it to one"
-            )
-    for numel, sent in _sample(wire).items():
-        if not isinstance(sent, int) or sent < 1:
-            kind_of_error = ValueError if isinstance(sent, int) else TypeError
-            raise kind_of_error(
-                f"{option}: expected part_numel({numel}) of class {type(wire).__name__} to be a "
-                f"whole number of at least 1, got {sent!r}; return how many elements of "
-                f"{wire.dtype} are sent for a part of {numel}"
-            )
-
-
-def bytes_on(wire: Wire) -> str:
-    """What ranks must agree on so that messages fit, whatever the wire is called."""
-    sizes = [f"{sent} for {numel}" for numel, sent in _sample(wire).items()]
-    return f"{wire.name} of {wire.dtype}, elements for a part: {', '.join(sizes)}"
-
-
-def _sample(wire: Wire) -> dict[int, object]:
-    return {numel: wire.part_numel(numel) for numel in _SAMPLES}

@@ -1,11 +1,13 @@
-"""Runs all tests in two processes side by side, and ends with one line on what came of both.
+"""Runs all tests in three processes side by side, and ends with one line on what came of them.
 
     python tests/side_by_side.py [options of pytest]
 
-Many tests wait: for ranks, processes, time limits. `BESIDE` is about half of them by time. What
-runs beside is printed when both have ended, or when an interrupt or a limit of time ends them.
+Many tests wait: for ranks, processes, time limits. Each of `BESIDE` is about a third of them by
+time. What runs beside is printed when all have ended, or when an interrupt or a limit of time ends
+them.
 """
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -16,52 +18,63 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 BESIDE = (
-    "kernels",
-    "bench",
-    "training",
-    "examples",
-    "integrations",
-    "sharding/checkpoint",
-    "sharding/optim",
+    ("kernels", "bench", "examples"),
+    ("training", "integrations", "sharding/checkpoint", "sharding/optim"),
 )
 REGULAR_ENDS = (0, 1)
 END_S = 10.0
 
 
 def main(folder: Path, options: list[str]) -> int:
-    """Run what is in `folder`; return the exit status that pytest gave for either half."""
+    """Run what is in `folder`; return the exit status that pytest gave for one of the thirds."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     started = time.monotonic()
-    beside = [str(path) for name in BESIDE if (path := folder / name).exists()]
-    rest = [str(folder), *(f"--ignore={path}" for path in beside)]
+    beside = [[str(path) for name in names if (path := folder / name).exists()] for names in BESIDE]
+    beside = [paths for paths in beside if paths]
+    rest = [str(folder), *(f"--ignore={path}" for paths in beside for path in paths)]
     with tempfile.TemporaryDirectory(prefix="sidestream-tests-") as results:
-        reports = [f"{results}/beside.xml", f"{results}/rest.xml"]
-        commands = [
+        reports = [f"{results}/{number}.xml" for number in range(len(beside) + 1)]
+        *first, last = (
             # -P: not with the checkout's folders as packages of their own.
             [sys.executable, "-P", "-m", "pytest", *paths, f"--junitxml={report}", *options]
-            for paths, report in zip((beside, rest), reports, strict=True)
-        ]
-        with open(f"{results}/output", "w+") as output:
-            # Of the two, only one may write what failed last.
-            first = [*commands[0], "-p", "no:cacheprovider"]
-            with subprocess.Popen(first, stdout=output, stderr=subprocess.STDOUT) as process:
-                try:
-                    status = subprocess.run(commands[1], check=False).returncode
-                    process.wait()
-                except BaseException:
-                    process.send_signal(signal.SIGINT)  # pytest writes what there is
-                    raise
-                finally:
-                    _end(process)
-                    output.seek(0)
-                    print(output.read(), flush=True)
+            for paths, report in zip((*beside, rest), reports, strict=True)
+        )
+        codes = _run(first, last, Path(results))
         counts = sum((_counts(report) for report in reports), Counter())
     kinds = [kind for kind in ("failed", "passed", "skipped") if counts[kind]]
-    codes = (process.returncode, status)
-    ends = [f"a half ended with {code}" for code in codes if code not in REGULAR_ENDS]
+    ends = [f"a third ended with {code}" for code in codes if code not in REGULAR_ENDS]
     told = ", ".join([*ends, *(f"{counts[kind]} {kind}" for kind in kinds)])
     print(f" {told} in {time.monotonic() - started:.0f} s ".center(80, "="))
-    return status or process.returncode
+    return next((code for code in codes if code), 0)
+
+
+def _run(first: list[list[str]], last: list[str], results: Path) -> list[int]:
+    """Run all commands at once, and print what `first` wrote in the end; their exit statuses."""
+    with contextlib.ExitStack() as opened:
+        outputs = [
+            opened.enter_context((results / f"{number}.txt").open("w+"))
+            for number in range(len(first))
+        ]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for command, output in zip(first, outputs, strict=True):
+                # Of all, only one may write what failed last.
+                command = [*command, "-p", "no:cacheprovider"]
+                started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+                processes.append(started)
+            status = subprocess.run(last, check=False).returncode
+            codes = [process.wait() for process in processes]
+        except BaseException:
+            for process in processes:
+                process.send_signal(signal.SIGINT)  # pytest writes what there is
+            raise
+        finally:
+            for process in processes:
+                _end(process)
+            for output in outputs:
+                output.seek(0)
+                print(output.read(), flush=True)
+    return [*codes, status]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Tests of what `make test` runs: one failure in either half fails all, and all are counted."""
+"""Tests of what `make test` runs: one failure in any third fails all, and all are counted."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("side_by_side.py")
 PASSES = "def test_passes(): pass\n"
 OTHERS = "import pytest\ndef test_skips(): pytest.skip()\ndef test_fails(): assert {}\n"
-FOLDERS = ("kernels", "bench", "sharding")
+FOLDERS = ("kernels", "training", "sharding")
 COMMAND = [sys.executable, f"tests/{SCRIPT.name}"]
 ENVIRONMENT = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 # Writes its process id into a file.
@@ -32,8 +32,8 @@ def _write(folder: Path, contents: dict[str, str]) -> None:
     (folder / "tests" / SCRIPT.name).write_text(SCRIPT.read_text())
 
 
-@pytest.mark.parametrize("wrong", ["", "kernels", "sharding"], ids=["none", "beside", "rest"])
-def test_failures_of_both_halves_count(wrong: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", ["", *FOLDERS])
+def test_failures_of_all_thirds_count(wrong: str, tmp_path: Path) -> None:
     _write(tmp_path, {name: PASSES + OTHERS.format(name != wrong) for name in FOLDERS})
     ran = subprocess.run(
         COMMAND,
@@ -52,12 +52,12 @@ def test_failures_of_both_halves_count(wrong: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "time-limit"])
-def test_what_is_ended_from_outside_ends_both_halves_and_prints_what_there_is(
+def test_what_is_ended_from_outside_ends_all_thirds_and_prints_what_there_is(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     _write(tmp_path, {"kernels": PASSES, "bench": HANGS.format(name="beside")})
-    _write(tmp_path, {"sharding": HANGS.format(name="rest")})
-    files = [tmp_path / "beside", tmp_path / "rest"]
+    _write(tmp_path, {"training": HANGS.format(name="too"), "sharding": HANGS.format(name="rest")})
+    files = [tmp_path / name for name in ("beside", "too", "rest")]
     output = tmp_path / "output"
     with output.open("w") as stream:
         ran = subprocess.Popen(

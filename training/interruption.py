@@ -48,11 +48,18 @@ def noting_signals() -> Iterator[NotedSignals]:
 
 
 @contextmanager
-def raising_signals() -> Iterator[None]:
-    """Raise `Interrupted` where the main thread stands when SIGINT or SIGTERM comes."""
+def raising_signals(*, once: bool = False) -> Iterator[None]:
+    """Raise `Interrupted` where the main thread stands when SIGINT or SIGTERM comes.
+
+    once: what comes after the first is passed over, so no cleaning up is cut short.
+    """
+    is_over = False
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
-        raise Interrupted(signal_number)
+        nonlocal is_over
+        if not is_over:
+            is_over = once
+            raise Interrupted(signal_number)
 
     with _handled_by(interrupt):
         yield

@@ -10,7 +10,8 @@ from .errors import OptionsError
 from .model import MODEL_SIZES
 
 COMPUTE_DTYPES = ("fp32", "bf16")
-WIRE_DTYPES = ("fp32", "bf16")
+GRAD_WIRES = ("fp32", "bf16", "fp16", "fp8", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
+PARAM_WIRES = ("fp32", "bf16", "fp16", "fp8", "fp8_1x128", "mxfp8", "nvfp4")
 DEVICES = ("auto", "cpu", "cuda")
 OUTER_STRATEGIES = ("no_shard", "optim")
 MAX_COUNT = 2**31 - 1
@@ -44,6 +45,7 @@ DEFINING_OPTIONS = frozenset(
         "dropout",
         "compute",
         "grad_wire",
+        "param_wire",
     }
 )
 
@@ -72,6 +74,7 @@ class TrainOptions:
     ranks_per_node: int | None = None
     compute: str = "fp32"
     grad_wire: str = "fp32"
+    param_wire: str | None = None
     bucket_mib: float | None = None
     no_overlap: bool = False
     heartbeat_limit_s: float = 20.0
@@ -107,7 +110,8 @@ class TrainOptions:
             ("zero", (0, 1, 2, 3)),
             ("outer_strategy", OUTER_STRATEGIES),
             ("compute", COMPUTE_DTYPES),
-            ("grad_wire", WIRE_DTYPES),
+            ("grad_wire", GRAD_WIRES),
+            ("param_wire", (None, *PARAM_WIRES)),
         ):
             value = getattr(self, name)
             if value not in known:
@@ -251,7 +255,8 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
         metavar="N",
     )
     _add(group, "compute", "dtype of forward and backward", choices=COMPUTE_DTYPES)
-    _add(group, "grad_wire", "dtype of gradients between ranks; sums are FP32", choices=WIRE_DTYPES)
+    _add(group, "grad_wire", "format of gradients between ranks; sums are FP32", choices=GRAD_WIRES)
+    _add(group, "param_wire", "format of gathered weights (that of compute)", choices=PARAM_WIRES)
     _add(
         group,
         "bucket_mib",

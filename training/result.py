@@ -45,6 +45,7 @@ class RunResult:
     first_step: int
     compute: str
     grad_wire: str
+    param_wire: str | None
     model: str
     num_parameters: int
     device: str

@@ -165,7 +165,8 @@ def _build(plan: Plan, place: Place, device: torch.device) -> Run:
     optimizer = build_optimizer(model.parameters(), options.lr)
     policy = MixedPrecisionPolicy(
         param_dtype=None if options.compute == "fp32" else DTYPES[options.compute],
-        grad_comm_dtype=DTYPES[options.grad_wire],
+        grad_wire=options.grad_wire,
+        param_wire=options.param_wire,
     )
     module, sharded_optimizer = fully_shard(
         model,
@@ -195,7 +196,8 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
     reporter.note(
         f"model: {options.model}, {run.num_parameters:,} parameters; {_ranks(place.world_size)} "
         f"{_in_replicas(options)}on {run.device.type} ({device_reason}); ZeRO-{options.zero}, "
-        f"{options.compute} compute, {options.grad_wire} gradients on the wire"
+        f"{options.compute} compute, {options.grad_wire} gradients and "
+        f"{options.param_wire or options.compute} weights on the wire"
     )
     cost = summary(run.module)
     reporter.note(
@@ -327,6 +329,7 @@ def _sum_up(run: Run, recorder: Recorder) -> RunResult:
         first_step=run.plan.first_step,
         compute=options.compute,
         grad_wire=options.grad_wire,
+        param_wire=options.param_wire,
         model=options.model,
         num_parameters=run.num_parameters,
         device=_device_name(run.device),

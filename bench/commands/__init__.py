@@ -8,7 +8,10 @@ themselves, such as `inspect`, have a row in `cli.COMMANDS` instead.
 import argparse
 import importlib
 
-GROUP: tuple[str, ...] = ("kernels", "report", "host", "step", "overlap")
+GROUP: tuple[str, ...] = (
+    *("kernels", "report", "host", "step", "overlap"),
+    *("network", "convergence"),
+)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 DEVICES = ("auto", "cpu", "cuda")
 _SUFFIXES = {"": 1, "k": 1024, "K": 1024, "M": 1024**2, "G": 1024**3}
 _MAX_SIZE = 2**40
+_RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_MIN_RATE, _MAX_RATE = 10**6, 10**11
 
 
 def count(text: str) -> int:
@@ -39,6 +41,24 @@ def size(text: str) -> int:
 def sizes(text: str) -> tuple[int, ...]:
     """Such numbers with commas between them, in their order, each once."""
     return tuple(dict.fromkeys(map(size, text.split(","))))
+
+
+def rate(text: str) -> int:
+    """Bits a second of a link: a number with kbit, mbit or gbit behind it, powers of 1000 as tc
+    takes them.
+    """
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(kbit|mbit|gbit)", text.lower())
+    bits_per_s = round(float(found[1]) * _RATES[found[2]]) if found else 0
+    if not _MIN_RATE <= bits_per_s <= _MAX_RATE:
+        raise argparse.ArgumentTypeError(
+            f"expected a rate from 1mbit to 100gbit, got {text!r}; pass such as 250mbit or 1gbit"
+        )
+    return bits_per_s
+
+
+def rates(text: str) -> tuple[int, ...]:
+    """Such rates with commas between them, in their order, each once."""
+    return tuple(dict.fromkeys(map(rate, text.split(","))))
 
 
 def names(text: str) -> tuple[str, ...]:

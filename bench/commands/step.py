@@ -21,7 +21,7 @@ import torch
 
 from ...training.errors import UsageError
 from ...training.paths import require_writable_file
-from ..models import STEP_TIME_CONFIG
+from ..models import STEP_TIME_CONFIG, TINY_CONFIG
 from ..ranks import GLOO_RANKS, RanksFailed, choose_ranks
 from ..reports import document, write_json
 from ..trainer_names import FSDP2, MEGATRON_FSDP, TRAINER_NAMES
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print; 1 when trainers did not train alike or a rank failed."""
     from ..rivals import require_trainer
     from ..step_time import Plan
-    from ..step_worker import TINY_CONFIG, Task
+    from ..step_worker import Task
 
     _refuse_idle_options(options)
     if options.json:

@@ -3,7 +3,8 @@
 Formula, order of additions and rounding are those of `reference`. Bytes moved: twice those of an
 element. Blocks come as halves of eight elements: then a thread has a block's elements, and none of
 them is found twice. Tiles that are full and 16-byte aligned take the unmasked path, 16 bytes an
-access; the tail, and rows whose length is no multiple of 16, take the masked one.
+access; the tail, and rows whose length is no multiple of 16, take the masked one. A block is
+stored after all of it was loaded, and one program has it, so the result may replace the source.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.

@@ -171,12 +171,14 @@ def hadamard16(
     stages of FP32 additions in a fixed order, then one rounding to x's dtype, so bits are defined:
     `reference`. Orthonormal, and the signs are fixed, so `inverse` restores x up to
     rounding, and the transform of a sum over ranks is the sum of the transforms. Bytes moved an
-    element: twice its own. out: written into instead, contiguous, of x's shape and dtype, its
-    memory apart. Raises `ValueError` before anything is written.
+    element: twice its own. out: written into instead, contiguous, of x's shape and dtype; x itself,
+    which is then transformed in place, or memory apart. Raises `ValueError` before anything is
+    written.
     """
     _check_input(x)
     inverse = check_flag("inverse", inverse)
-    out = result_of(out, (x.shape, x.dtype), x.device, {"x": x})
+    if out is not x:
+        out = result_of(out, (x.shape, x.dtype), x.device, {"x": x})
     call(_HADAMARD, x, out, x, inverse)
     return out
 

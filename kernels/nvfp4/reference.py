@@ -131,8 +131,8 @@ def dequantize_nvfp4_(
 def hadamard16_(out: torch.Tensor, x: torch.Tensor, inverse: bool = False) -> None:
     """Write into `out` the transform of the groups of every row of `x`, along its last dim.
 
-    x, out: [..., K], FP32, BF16 or FP16, contiguous, sharing no memory. Infinities and NaNs spread
-    within their group alone.
+    x, out: [..., K], FP32, BF16 or FP16, contiguous, sharing all memory or none. Infinities and
+    NaNs spread within their group alone.
     """
     out.copy_(x)
     whole = x.shape[-1] // BLOCK_NUMEL * BLOCK_NUMEL

@@ -1,6 +1,7 @@
 """The cases of wire messages: packed from a Llama block, unpacked, summed over ranks.
 
-A message's padding and header move as well and are counted.
+A message's padding and header move as well and are counted. Several messages in a call are the same
+code, and so no case of their own.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _GATED_DTYPES = ("fp32", "bf16")
 
 _MESSAGE = "fp32, bf16, fp16, fp8_row, fp8_1x128, mxfp8, mxfp4, nvfp4 with scales"
 _PACK = Row(
-    "pack_message_", "pack_message_", f"fp32, bf16, fp16, mixed -> {_MESSAGE}",
+    "pack_message_", "pack_message_", f"fp32, bf16, fp16, mixed -> one or more of {_MESSAGE}",
     "source + message",
     "as the format's cast, or stochastic (not fp32, fp16); a block that is not finite is NaN",
     "bit-exact: the formats' own casts, golden vectors", "this project", 0.92,
 )  # fmt: skip
 _UNPACK = Row(
-    "unpack_message_", "unpack_message_", f"{_MESSAGE} -> fp32, bf16, fp16, mixed",
+    "unpack_message_", "unpack_message_", f"one or more of {_MESSAGE} -> fp32, bf16, fp16, mixed",
     "message + result; the result twice with accumulate", "nearest even, once",
     "bit-exact: the formats' own decoders", "this project", 0.92,
 )  # fmt: skip

@@ -1,11 +1,11 @@
 """The ops of wire messages: tensors to messages and back, sums of messages; schemas and checks.
 
-| op                    | reads                            | writes  | cpu         | cuda     |
-|-----------------------|----------------------------------|---------|-------------|----------|
-| pack_message_         | tensors                          | message | `cpu` | `pack`   |
-| unpack_message_       | message                          | tensors | `cpu` | `unpack` |
-| reduce_messages_      | messages, one [world, bytes]     | out     | `cpu` | `sum`    |
-| reduce_peer_messages_ | messages, world times [bytes]    | out     | `cpu` | `sum`    |
+| op                    | reads                          | writes      | cpu   | cuda     |
+|-----------------------|--------------------------------|-------------|-------|----------|
+| pack_message_         | tensors                        | one or more | `cpu` | `pack`   |
+| unpack_message_       | messages, one or more          | tensors     | `cpu` | `unpack` |
+| reduce_messages_      | messages, one [world, bytes]   | out         | `cpu` | `sum`    |
+| reduce_peer_messages_ | messages, world times [bytes]  | out         | `cpu` | `sum`    |
 
 `layout` has the layout, `reference` the definition of all. One launch for any number of tensors or
 messages; what is not contiguous, and a message that is not 16-byte aligned, is copied besides where

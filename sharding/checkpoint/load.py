@@ -27,6 +27,7 @@ from .ranks import Ranks, ranks_of
 from .read import Contents
 from .state import state_of
 from .stored import BadCheckpoint, Key, Stored
+from .wires import match_wires, wires_of
 
 
 @uncompiled
@@ -36,6 +37,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     strict: bool = True,
+    reset_error_feedback: bool = False,
 ) -> Any:
     """Load the checkpoint at `path` into `module` and `optimizer`.
 
@@ -45,10 +47,17 @@ def load_checkpoint(
     CPU. With `strict=False`, what only one side has is left alone, and a warning lists it. Ranks
     that read copies of the checkpoint, each from a disk of its own, compare all sums themselves.
 
+    Where gradients' wires feed errors back, each rank gets what it owed when its own checkpoint was
+    saved; as many other ranks get equal parts of the sum, so that the model is owed the same. Noise
+    goes on from where it was, so the bits are those of a training without a break.
+    `reset_error_feedback` lets the wires begin with nothing owed, whatever the checkpoint holds.
+
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
         ValueError: its names, shapes or parameter groups are not those of `module` and `optimizer`:
-            every missing or unexpected name and wrong shape is listed, on all ranks. Or a file is
+            every missing or unexpected name and wrong shape is listed, on all ranks. Or one side
+            alone has error feedback, without `reset_error_feedback`; what only the checkpoint has
+            is left alone with `strict=False`, and by a module that is not sharded. Or a file is
             missing, damaged or another checkpoint's, or holds objects that only unsafe unpickling
             could read. Or ranks pass different checkpoints. Nothing is loaded.
         TypeError: an argument of the wrong type.
@@ -59,16 +68,21 @@ def load_checkpoint(
     with Alike(ranks) as together:
         wait_for_save()
         require_flag("strict", strict)
+        require_flag("reset_error_feedback", reset_error_feedback)
         both = state_of(module, optimizer)
         found = checkpoint_folder.find(checkpoint_folder.resolve(path))
         defaults = None if optimizer is None else optimizer.defaults
         with _refusing(found):
             stored = open_checkpoint(found)
             fitting = match(stored, both["model"], both.get("optim"), defaults, strict=strict)
+            wires = match_wires(
+                stored, wires_of(module), ranks, strict=strict, resets=reset_error_feedback
+            )
             together.give(identity_of(stored))
         together.tell("path", stored.fingerprint, shown(found))
         together.tell("optimizer", "none" if optimizer is None else "one")
         together.tell("strict", str(strict))
+        together.tell("reset_error_feedback", str(reset_error_feedback))
     # Copies of the same files, as on disks of several machines, are compared as a whole by each.
     is_shared = all(identity == together.given[0] for identity in together.given)
     share = (ranks.place, len(ranks.numbers)) if is_shared else (0, 1)
@@ -77,20 +91,22 @@ def load_checkpoint(
             if stored.digests is not None:
                 require_sums(found, stored.digests, *share)
             extra_key = _extra_key(stored, ranks)
-            values = contents.values([*fitting.value_keys, *extra_key])
+            values = contents.values([*fitting.value_keys, *extra_key, *wires.number_keys])
+            backwards = wires.backwards(values)
             extra = _extra_in(values) if extra_key else None
             fitting.require_groups(values.setdefault("optim", {}), defaults or {}, strict=strict)
             tensors = _tensors(fitting, both["model"])
-            contents.require_sound(tensors)
+            contents.require_sound(tensors | wires.stand_ins())
         with Alike(ranks), _half_loaded(found):
             if optimizer is not None:
                 tensors |= _with_moments(module, optimizer, fitting)
             contents.fill(tensors)
+            wires.fill(contents, backwards)
             _take_values(module, optimizer, both["model"], values)
-    if fitting.left_alone:
+    if left_alone := [*fitting.left_alone, *wires.left_alone]:
         warnings.warn(
             f"checkpoint {shown(found)}: left alone, as only one side has it: "
-            f"{'; '.join(fitting.left_alone)}",
+            f"{'; '.join(left_alone)}",
             stacklevel=2,
         )
     return extra

@@ -193,7 +193,7 @@ def _misfit(folder: str, lines: list[str]) -> ValueError:
 
 def _others(stored: Stored) -> list[Key]:
     """Keys of what no checkpoint of ours holds."""
-    places: set[KeyPath] = {("model",), ("extra",), ("sidestream",)}
+    places: set[KeyPath] = {("model",), ("extra",), ("sidestream",), ("wires",)}
     places |= {("optim", "state"), ("optim", "param_groups")}
     return [key for key, path in stored.paths.items() if not {path[:1], path[:2]} & places]
 

@@ -5,6 +5,7 @@ They are what `torch.distributed.checkpoint` writes for the state of a model and
     model.<name>                              parameters and buffers; each rank writes its boxes
     optim.state.<name>.<entry>                likewise; optim.param_groups.<i>.<option>
     extra.<rank>                              (extra,) as that rank passed it
+    wires.<...>                               what wires keep between steps: `wires.py`
     sidestream.format_version                 says to readers without our manifest who wrote it
 
 so any world size, plain PyTorch and FSDP2 read them, and theirs load here. Names are the same with
@@ -37,6 +38,7 @@ from .manifest import FORMAT_VERSION, MARK, write_manifest
 from .ranks import Ranks, claim, ranks_of
 from .state import state_of
 from .stored import BadCheckpoint, Digest
+from .wires import wires_of
 
 _DEPTH_OF_NAMES = 2  # model.<name> and optim.state may be empty
 
@@ -76,9 +78,10 @@ def save_checkpoint(
 
     A checkpoint that is at `path` already is replaced, its folder as a whole, once the new one is
     complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Of what
-    every rank holds whole, such as buffers, the first one's values are saved. Ranks share one file
-    system. Models on different ranks, such as pipeline stages, have paths of their own, which may
-    be sub-folders of one folder. `~` in `path` is the user's home.
+    every rank holds whole, such as buffers, the first one's values are saved. Where gradients'
+    wires feed errors back, each rank writes its own, as many elements as the model has. Ranks share
+    one file system. Models on different ranks, such as pipeline stages, have paths of their own,
+    which may be sub-folders of one folder. `~` in `path` is the user's home.
 
     With `asynchronous` it returns a future when all that can be refused was refused and a copy of
     what this rank writes was made in the CPU's memory: a step meanwhile changes nothing. A thread
@@ -121,6 +124,7 @@ def save_checkpoint(
         written = {
             **(state if ranks.leads else _sharded_only(state)),
             "extra": {str(ranks.place): (extra,)},
+            **wires_of(module).state(ranks),
         }
         if ranks.leads:
             written[MARK] = {"format_version": FORMAT_VERSION}

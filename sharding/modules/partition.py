@@ -3,8 +3,8 @@ changed.
 
 Each parameter goes to the nearest enclosing module whose class is in `fsdp_unit_modules`, else to
 the root. What several units would own, a tied parameter or a module that stands in two of them,
-goes to the root. A module's parameters are then split by dtype and by whether they are trainable,
-and into buckets where these are asked for.
+goes to the root. A module's parameters are then split by dtype, by whether they are trainable and
+by the wires that they travel in, and into buckets where these are asked for.
 
 Of what the root owns, the trainable parameters of a large module, as an embedding and a head are,
 have a unit of their own: a head's gradient is there first and an embedding's last, and one unit
@@ -23,12 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ...buffers.layout import round_up
+from ...kernels import ALIGN_NUMEL
 from ..arguments import lacks_forward
 from ..config import UnitSizes
 from ..messages import listed
 from ..optim import replaced_params
 from ..precision import MixedPrecisionPolicy, resolve_dtypes
 from ..tensor.sharded_tensor import ShardedTensor
+from ..wire_choice import ParamWires
 from .uncompiled import named_buffers, param_places, plain_name
 from .unit_classes import class_names
 
@@ -40,13 +43,16 @@ _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 class ParamEntry:
     """One parameter: its first name, and every (module, attribute) that holds it. `caches`: the
     lists and dictionaries of modules that do so too, and where. `param` is the plain one until its
-    unit is attached, which frees it, then the sharded one.
+    unit is attached, which frees it, then the sharded one. `first_index`: elements of the model
+    before it.
     """
 
     name: str
     param: Tensor
+    first_index: int = 0
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     caches: list[tuple[Any, Any]] = field(default_factory=list)
+    wires: ParamWires = field(default_factory=ParamWires)
 
 
 @dataclass(eq=False, slots=True)
@@ -80,6 +86,7 @@ def collect_params(module: nn.Module, *, takes_meta: bool = False) -> list[Param
     """
     entries: dict[int, ParamEntry] = {}
     problems: list[str] = []
+    first_index = 0
     for name, submodule, attribute, param in param_places(module):
         if id(param) not in entries:
             problem = _problem(param, takes_meta)
@@ -88,7 +95,9 @@ def collect_params(module: nn.Module, *, takes_meta: bool = False) -> list[Param
                 continue
             if not param.is_floating_point():
                 continue
-            entries[id(param)] = ParamEntry(name, param)
+            entries[id(param)] = ParamEntry(name, param, first_index)
+            # Noise is drawn for 16 elements at once, and fastest from such a place on.
+            first_index += round_up(param.numel(), ALIGN_NUMEL)
         entries[id(param)].places.append((submodule, attribute))
     problems += [
         f"buffer '{name}' {problem}"
@@ -287,9 +296,10 @@ def _nbytes(entry: ParamEntry, policy: MixedPrecisionPolicy) -> int:
 def _split(
     members: Sequence[ParamEntry], policy: MixedPrecisionPolicy, bucket_bytes: int | None
 ) -> list[list[ParamEntry]]:
-    kinds: dict[tuple[torch.dtype, bool], list[ParamEntry]] = {}
+    kinds: dict[tuple[object, ...], list[ParamEntry]] = {}
     for entry in members:
-        kinds.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)
+        kind = (entry.param.dtype, entry.param.requires_grad, entry.wires.names)
+        kinds.setdefault(kind, []).append(entry)
     units: list[list[ParamEntry]] = []
     for entries in kinds.values():
         bucket: list[ParamEntry] = []
@@ -306,9 +316,16 @@ def _split(
 
 
 def tree_signature(module: nn.Module, entries: Sequence[ParamEntry]) -> Signature:
-    """(name, shape, dtype, requires_grad) of parameters and buffers, to compare ranks."""
+    """(name, shape, dtype, requires_grad) of parameters and buffers, to compare ranks; with the
+    dtype the wires that were chosen.
+    """
     params = [
-        (entry.name, tuple(entry.param.shape), str(entry.param.dtype), entry.param.requires_grad)
+        (
+            entry.name,
+            tuple(entry.param.shape),
+            f"{entry.param.dtype}{entry.wires.described}",
+            entry.param.requires_grad,
+        )
         for entry in entries
     ]
     whole = [(plain_name(n), p) for n, p in module.named_parameters() if not p.is_floating_point()]

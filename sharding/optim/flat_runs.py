@@ -140,6 +140,19 @@ def _split_by(
     return []
 
 
+def owned_grad(unit: Unit, run: FlatRun) -> torch.Tensor | None:
+    """What this rank answers for of the gradient of `run`, 1-D: a part of its own slice, also where
+    it holds all; None where there is no gradient, or no such part.
+    """
+    if run.param.grad is None:
+        return None
+    low, high = (bound - unit.main_span[0] for bound in unit.owned_span)
+    start, stop = max(low, run.start), min(high, run.stop)
+    if stop <= start:
+        return None
+    return run.param.grad.detach()[start - run.start : stop - run.start]
+
+
 def recut(
     unit: Unit, position: int, keys: Mapping[Location, RunKey], optimizer: torch.optim.Optimizer
 ) -> list[FlatRun]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from ..fully_shard import runtime_of
 from ..modules.uncompiled import uncompiled
 from ..runtime import Runtime
 from ..tensor.exact_norm import exact_norms
+from .flat_runs import owned_grad
 
 
 @uncompiled
@@ -65,21 +64,10 @@ def clip_grad_norm_(
     return norm
 
 
-def _owned_grads(runtime: Runtime) -> Iterator[Tensor]:
-    """The gradients this rank answers for: its own slice, also where it holds all."""
-    for unit in runtime.units:
-        low, high = unit.owned_span
-        offset = unit.main_span[0]
-        for run in unit.gradients.runs:
-            if run.param.grad is not None:
-                start, stop = max(low - offset, run.start), min(high - offset, run.stop)
-                if stop > start:
-                    yield run.param.grad.detach()[start - run.start : stop - run.start]
-
-
 def _norm(runtime: Runtime, norm_type: float) -> Tensor:
     def reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         runtime.collectives.all_reduce(tensor, op, "norm of the gradients")
 
-    owned = list(_owned_grads(runtime))
+    runs = [(unit, run) for unit in runtime.units for run in unit.gradients.runs]
+    owned = [grad for unit, run in runs if (grad := owned_grad(unit, run)) is not None]
     return exact_norms([owned], norm_type, runtime.pool.device, reduce)[0]

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
+from ..errors import NonFiniteGradientError
 from ..modules.uncompiled import uncompiled
 from ..optimizer_view import FlatRun
 from ..runtime import Runtime
@@ -42,6 +43,7 @@ from .flat_runs import (
     replaced_owners,
     sharded_locations,
 )
+from .nonfinite import FiniteSteps
 from .state import (
     ShardedState,
     flat_state,
@@ -88,8 +90,8 @@ def is_bound(optimizer: torch.optim.Optimizer) -> bool:
     return optimizer in _BOUND
 
 
-def _guarded(optimizer: torch.optim.Optimizer, leave: Callable[[], None]) -> Callable[..., Any]:
-    """`optimizer.step`, with `leave` after it whatever ended it; refers to `optimizer` weakly."""
+def _guarded(optimizer: torch.optim.Optimizer, bound: _BoundOptimizer) -> Callable[..., Any]:
+    """`optimizer.step`, as `bound` tells its ends; refers to `optimizer` weakly."""
     inner, reference = vars(optimizer).get("step"), weakref.ref(optimizer)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -99,8 +101,12 @@ def _guarded(optimizer: torch.optim.Optimizer, leave: Callable[[], None]) -> Cal
             if inner is not None:  # such as an LR scheduler's, which counts steps
                 return inner(*args, **kwargs)
             return type(current).step(current, *args, **kwargs)
+        except NonFiniteGradientError as error:
+            if not bound.leaves_out(error):
+                raise
+            return bound.loss
         finally:
-            leave()
+            bound.end_step()
 
     @functools.wraps(inner or type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -128,6 +134,7 @@ class _BoundOptimizer:
         self._inside = False
         self._lent: list[Unit] = []  # their copies, during a step
         self._is_replaced = False
+        self._finite = FiniteSteps(runtime.options.nonfinite_grads)
 
     def hook(self, optimizer: torch.optim.Optimizer) -> None:
         """Take part in the steps of `optimizer` from now on."""
@@ -135,7 +142,7 @@ class _BoundOptimizer:
         self._after = optimizer.register_step_post_hook(lambda *_: self._leave())
         optimizer.register_state_dict_pre_hook(teach_torch)
         optimizer.register_load_state_dict_pre_hook(take_own_parts)
-        optimizer.step = _guarded(optimizer, self._leave)  # type: ignore[method-assign]
+        optimizer.step = _guarded(optimizer, self)  # type: ignore[method-assign]
         # Over flat parameters it is a store for each of them, and there are few.
         optimizer.zero_grad = functools.wraps(type(optimizer).zero_grad)(  # type: ignore[method-assign]
             functools.partial(self._zero_grad)
@@ -149,6 +156,20 @@ class _BoundOptimizer:
                 self._shown_state.fill()
 
     # ---- the step
+
+    def leaves_out(self, error: NonFiniteGradientError) -> bool:
+        """Whether the step that ended with `error` is as if it had not been called."""
+        return self._finite.leaves_out(error, self._runtime(), list(self._runs()))
+
+    @property
+    def loss(self) -> object:
+        """What the closure of the step that is under way returned last."""
+        return self._finite.loss
+
+    def end_step(self) -> None:
+        """A step is over, whatever ended it."""
+        self._leave()
+        self._finite.end()
 
     def come_last(self, optimizer: torch.optim.Optimizer) -> None:
         """What else is hooked to a step sees the model's own parameters."""
@@ -177,13 +198,16 @@ class _BoundOptimizer:
         def run() -> Any:
             self._leave()
             result = closure()
+            self._finite.gradients_changed(result)
             self._enter()
             return result
 
         return run
 
     def _enter(self) -> None:
-        """Show the flat parameters; raises, before anything changes, what they cannot be for."""
+        """Show the flat parameters; raises, before anything changes, what they cannot be for, and
+        what `FiniteSteps.check` does.
+        """
         optimizer, runtime = self._optimizer(), self._runtime()
         if self._inside or optimizer is None or runtime is None:
             return
@@ -195,6 +219,7 @@ class _BoundOptimizer:
         runtime.before_optimizer_step()
         if self._was_changed(optimizer):
             self.cut()
+        self._finite.check(optimizer, runtime, list(self._runs()))
         self._show(optimizer, self._flat)
         optimizer.state = self._flat_state  # type: ignore[assignment]
         self._lent = lend_copies(optimizer, self._runs())

@@ -1,6 +1,7 @@
 """Tests of the benches' rank processes: results in rank order, failures with their traceback."""
 
 import multiprocessing
+import threading
 
 import pytest
 
@@ -30,6 +31,14 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(work, argument, message)
 def test_a_rank_that_does_not_end_runs_into_the_limit():
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] gave no result within 3 s"):
         run_ranks(rank_work.sleep_last, 2, 600.0, timeout_s=3.0)
+    assert not multiprocessing.active_children()
+
+
+def test_another_thread_can_end_them():
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    with pytest.raises(RuntimeError, match="ended before they gave a result"):
+        run_ranks(rank_work.sleep_last, 2, 600.0, stop=stop)
     assert not multiprocessing.active_children()
 
 

@@ -35,6 +35,7 @@ class _Check:
             "beside": [_step("gpu tests"), _step("memcheck", "not run")],
             "timed": _step("gpu tests that take times"),
             "shared": _step("shared"),
+            "symmetric": _step("symmetric"),
             "trainings": [_step("train 0"), _step("train 3"), _step("train group")],
             "commands": [_step("step time"), _step("autotune")],
         }
@@ -42,6 +43,7 @@ class _Check:
         monkeypatch.setattr(gpu_tests, "beside", lambda *, dry_run: self.steps["beside"])
         monkeypatch.setattr(gpu_tests, "timed", lambda: self.steps["timed"])
         monkeypatch.setattr(gpu_tests, "shared", lambda *, dry_run: self.steps["shared"])
+        monkeypatch.setattr(gpu_tests, "symmetric", lambda *, dry_run: self.steps["symmetric"])
         monkeypatch.setattr(gpu_commands, "trainings", lambda *, dry_run: self.steps["trainings"])
         monkeypatch.setattr(gpu_commands, "timed", lambda *, dry_run: self.steps["commands"])
 

@@ -6,8 +6,8 @@ import pytest
 
 from sidestream.bench import overlap
 from sidestream.bench.commands import overlap as overlap_command
+from sidestream.bench.models import TINY_CONFIG
 from sidestream.bench.ranks import RanksFailed
-from sidestream.bench.step_worker import TINY_CONFIG
 from sidestream.cli import main
 
 COMMAND = ["bench", "overlap", "--layers", "1", "--steps", "1"]

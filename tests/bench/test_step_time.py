@@ -10,10 +10,9 @@ import torch
 
 from sidestream.bench import ranks, step_time
 from sidestream.bench.commands import step
-from sidestream.bench.models import STEP_TIME_CONFIG
+from sidestream.bench.models import STEP_TIME_CONFIG, TINY_CONFIG
 from sidestream.bench.step_time import LIMITS, Launch, Plan, Row, Seen, summarise
 from sidestream.bench.step_worker import (
-    TINY_CONFIG,
     PairOutcome,
     SoloOutcome,
     Task,

@@ -15,6 +15,7 @@ from sidestream.bench.timing import (
     estimate_median_of_launches,
     pair_differences,
     pair_ratios,
+    shuffled_order,
 )
 
 
@@ -28,6 +29,16 @@ def _lognormal(count: int, *, seed: int, centre: float = 1.0, spread: float = 0.
 )
 def test_order_turns_round_every_round(names, rounds, expected):
     assert "".join(alternating_order(names, rounds)) == expected
+
+
+def test_drawn_order_has_everybody_once_a_round_and_no_fixed_follower():
+    order = list(shuffled_order("ABCDE", 200))
+    rounds = [order[start : start + 5] for start in range(0, 1000, 5)]
+    assert all(sorted(each) == list("ABCDE") for each in rounds)
+    followers = {pair for each in rounds for pair in itertools.pairwise(each)}
+    assert len(followers) == 5 * 4
+    assert order == list(shuffled_order("ABCDE", 200))
+    assert order != list(shuffled_order("ABCDE", 200, seed=1))
 
 
 def test_order_refuses_no_rounds():

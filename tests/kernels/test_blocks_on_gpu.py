@@ -29,7 +29,9 @@ NVFP4_OPTIONS = (
     {},
     NOISE,
     {"variant": "torchao"},
+    {"variant": "torchao", "nonfinite": "nan"},
     {"hadamard": True},
+    {"hadamard": True, "nonfinite": "nan"},
     {"hadamard": True, "swizzled": True, **NOISE},
 )
 
@@ -75,9 +77,9 @@ def test_mx(element, dtype):
 
 def check_nvfp4(x, on_gpu, options):
     variant, swizzled = options.get("variant", "te"), options.get("swizzled", False)
-    hadamard = options.get("hadamard", False)
-    amax = amax_nvfp4(x, hadamard=hadamard)
-    assert_same(amax_nvfp4(on_gpu, hadamard=hadamard), amax)
+    of_amax = {key: options[key] for key in ("hadamard", "nonfinite") if key in options}
+    amax = amax_nvfp4(x, **of_amax)
+    assert_same(amax_nvfp4(on_gpu, **of_amax), amax)
     # Beside the tensor's own amax, one that leaves the other blocks their range.
     for global_amax in (amax, torch.tensor(16.0)):
         expected = quantize_nvfp4(x, global_amax=global_amax, **options)
@@ -107,7 +109,9 @@ def test_hadamard(inverse, dtype):
     for shape in SHAPES:
         x = inputs(shape, dtype)
         for on_gpu in (x.cuda(), shifted(x)):
-            assert_same(hadamard16(on_gpu, inverse=inverse), hadamard16(x, inverse=inverse))
+            expected = hadamard16(x, inverse=inverse)
+            assert_same(hadamard16(on_gpu, inverse=inverse), expected)
+            assert_same(hadamard16(on_gpu, inverse=inverse, out=on_gpu), expected)
 
 
 def test_swizzle():

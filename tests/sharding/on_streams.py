@@ -1,39 +1,28 @@
-"""A sharded training on fake streams: lanes of a GPU, and groups in which all ranks hold alike.
-
-stream     0          1              2
-carries    compute    gather lane    reduce lane, or its even works (pipelined: the odd ones on 3)
+"""A sharded training on fake streams: lanes of a GPU, and groups in which all ranks hold alike, as
+`bench/virtual_ranks.py` numbers and makes them.
 """
 
 import contextlib
-import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import sidestream as ss
-from sidestream.sharding import build, runtime
-from sidestream.sharding.collectives import Collectives
+from sidestream.bench.virtual_ranks import Along, Lanes, lanes_in_order, virtual_ranks
+from sidestream.bench.virtual_streams import Machine
 from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.lanes import Lane, SerialLane, StreamLane
-from sidestream.sharding.process_groups import Axis, DataParallelGroups
+from sidestream.sharding.lanes import SerialLane, StreamLane
 from sidestream.sharding.runtime import Runtime
 from sidestream.sharding.wire import GradientPacker, Gradients
 from sidestream.tests.sharding import trainer
-from sidestream.tests.sharding.axes import groups_over
-from sidestream.tests.sharding.fake_streams import LoopbackGroup, Machine
 from sidestream.tests.sharding.trainer import Job
 
 T = TypeVar("T")
-Along = list[tuple[LoopbackGroup, ...]]
-# That of gathers and that of reductions.
-Lanes = Callable[[torch.device], tuple[Lane, Lane]]
 LANES: dict[str, Lanes] = {
-    "in order": lambda device: (StreamLane(device), StreamLane(device)),
+    "in order": lanes_in_order,
     "pipelined": lambda device: (StreamLane(device), StreamLane(device, pipelined=True)),
 }
 SERIAL: Lanes = lambda _: (SerialLane(), SerialLane())  # noqa: E731
@@ -62,24 +51,6 @@ def hold_until_advance(machine: Machine) -> Any:
 
 
 @contextlib.contextmanager
-def _making(lanes: Lanes) -> Iterator[None]:
-    made = iter(lanes(torch.device("cpu")))
-    with mock.patch.object(build, "make_lane", lambda *_: next(made)):
-        yield
-
-
-def _groups(machine: Machine, sizes: Sequence[int]) -> tuple[DataParallelGroups, Along]:
-    along = [tuple(LoopbackGroup(machine, size) for _ in range(2)) for size in sizes]
-    # As everywhere, an axis of one rank has no communicators.
-    axes = tuple(
-        Axis(f"axis {place}", range(size), 0, *(pair if size > 1 else (None, None)))  # type: ignore[arg-type]
-        for place, (size, pair) in enumerate(zip(sizes, along, strict=True))
-    )
-    group = LoopbackGroup(machine, math.prod(sizes))
-    return groups_over(axes, group, torch.device("cpu")), along
-
-
-@contextlib.contextmanager
 def sharding(
     machine: Machine,
     lanes: Lanes,
@@ -93,21 +64,8 @@ def sharding(
 
     `holds`: whether gradients live until their event has advanced. Delete the model inside.
     """
-    groups, along = _groups(machine, sizes)
-
-    def do_nothing(*_: object) -> None:
-        """No mock: it would keep the tensors that it was called with."""
-
-    entry = sys.modules[ss.fully_shard.__module__]
     with (
-        machine.installed(),
-        _making(lanes),
-        mock.patch.multiple(
-            entry, data_parallel_groups=lambda *_, **__: groups, require_mesh=lambda *_: None
-        ),
-        mock.patch.object(runtime, "make_watch", lambda *_, **__: None),
-        mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
-        mock.patch.multiple(dist, get_backend=lambda _: "nccl", get_rank=lambda _: 0),
+        virtual_ranks(machine, lanes, sizes) as along,
         mock.patch.object(trainer, "make_optimizer", optimizer),
         hold_until_advance(machine) if holds else contextlib.nullcontext(),
     ):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from sidestream.tests.sharding.fake_streams import Machine, Stream
+from sidestream.bench.virtual_streams import Machine, Stream
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sidestream as ss
-from sidestream.tests.sharding.fake_streams import Machine
+from sidestream.bench.virtual_streams import Machine
 from sidestream.tests.sharding.on_streams import SERIAL, sharding
 
 RANKS_PER_NODE = 8

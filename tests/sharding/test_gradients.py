@@ -35,7 +35,18 @@ def reduction_on(device: torch.device) -> tuple[Reduction, list[nn.Parameter]]:
     layout, pool, wire = flat_layout(SHAPES, 1), BufferPool(device), PlainWire(torch.float32)
     placements = UnitPlacements(ALL, ALL)
     names = ("matrix", "vector")
-    spec = UnitSpec(0, "unit", names, layout, FP32, placements, (wire, wire), scale=1.0)
+    spec = UnitSpec(
+        index=0,
+        name="unit",
+        names=names,
+        layout=layout,
+        first_indices=(0, 15),
+        dtypes=FP32,
+        placements=placements,
+        wires=(wire, wire),
+        param_wire=None,
+        scale=1.0,
+    )
     alone = Collectives(one_axis(0, 1, device))
     grad = PlacedBuffer(pool, layout, alone.grid, ALL, torch.float32)
     reduction = Reduction(spec, OptimizerView("unit", grad, pool), alone, pool)
@@ -49,7 +60,7 @@ def test_gradients_live_until_whoever_packs_them_has_ended(lane: Lane, sync: boo
     # No CPU: as on a GPU, the pack may not have run when it has been called.
     reduction, params = reduction_on(torch.device("meta"))
     references = [weakref.ref(param.grad) for param in params]
-    exchange = reduction.start(lane, sync=sync)
+    exchange = reduction.start(lane, sync=sync, number=0)
     assert all(param.grad is None for param in params)
     assert all(reference() is not None for reference in references), "freed before the pack ended"
     exchange.finish()
@@ -60,7 +71,7 @@ def test_gradients_live_until_whoever_packs_them_has_ended(lane: Lane, sync: boo
 def test_a_cpu_frees_gradients_as_soon_as_they_are_packed() -> None:
     reduction, params = reduction_on(torch.device("cpu"))
     references = [weakref.ref(param.grad) for param in params]
-    exchange = reduction.start(DeferredLane(), sync=True)
+    exchange = reduction.start(DeferredLane(), sync=True, number=0)
     assert all(reference() is None for reference in references)
     exchange.finish()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import sidestream as ss
-from sidestream.tests.sharding.fake_streams import LoopbackGroup, Machine
+from sidestream.bench.virtual_streams import LoopbackGroup, Machine
 from sidestream.tests.sharding.on_streams import run
 from sidestream.tests.sharding.trainer import Job
 

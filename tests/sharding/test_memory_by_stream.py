@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import sidestream as ss
+from sidestream.bench.virtual_streams import Machine, Stream
 from sidestream.buffers import BufferPool
 from sidestream.sharding.fully_shard import runtimes
 from sidestream.sharding.memory import Depth, StreamBytes, UnitBytes, stream_bytes
 from sidestream.sharding.runtime import Runtime
 from sidestream.sharding.summary import Summary
-from sidestream.tests.sharding.fake_streams import Machine, Stream
 from sidestream.tests.sharding.on_streams import LANES, Lanes, run
 from sidestream.tests.sharding.trainer import Block, Job, Transformer
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import sidestream as ss
+from sidestream.bench.virtual_streams import Machine, Stream
 from sidestream.sharding import monitor
 from sidestream.sharding.collectives import Pending
 from sidestream.sharding.errors import CommunicationError
@@ -27,7 +28,6 @@ from sidestream.sharding.in_flight import EnqueuedWork, WorkLog, host_waits, not
 from sidestream.sharding.monitor import MONITOR, Monitor, Watched, dump_flight_record, find_late
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.sharding.fake_streams import Machine, Stream
 from sidestream.tests.sharding.on_streams import run
 from sidestream.tests.sharding.trainer import Job, build, run_step
 from sidestream.tests.sharding.warned import warned

@@ -11,6 +11,7 @@ from sidestream.sharding.precision import (
     resolve_dtypes,
     resolve_wires,
 )
+from sidestream.sharding.wire_choice import ParamWires
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -54,7 +55,7 @@ def test_what_each_option_decides(
 ) -> None:
     policy = MixedPrecisionPolicy(**options)
     dtypes = resolve_dtypes(policy, dtype, trainable=True)
-    wire, partial = resolve_wires(policy, dtypes.compute)
+    wire, partial = resolve_wires(policy, ParamWires(policy.grad_wire), dtypes.compute)
     assert (dtypes, wire.dtype) == expected
     assert partial.dtype == FP32, "sums of several ranks keep their precision"
 

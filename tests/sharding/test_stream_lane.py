@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import sidestream as ss
+from sidestream.bench.virtual_streams import Machine, Stream
 from sidestream.buffers import BufferPool
 from sidestream.sharding.lanes import _StreamEvent, make_lane
 from sidestream.sharding.runtime import Runtime
 from sidestream.tests.sharding import trainer
-from sidestream.tests.sharding.fake_streams import Late, Machine, Stream
+from sidestream.tests.sharding.fake_streams import Late
 from sidestream.tests.sharding.on_streams import LANES, SERIAL, Lanes, run, sharding
 from sidestream.tests.sharding.race_detector import Racing
 from sidestream.tests.sharding.trainer import Job

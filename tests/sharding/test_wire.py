@@ -165,7 +165,7 @@ def partials(rank: int, world_size: int) -> None:
         between = runtime_of(model).collectives.channels[1].axis.name
         sent[partial] = runtime_of(model).collectives.traffic.axis_bytes[between]
         planned = ss.summary(model).sent_bytes_by_axis
-        gathered = runtime_of(model).units[0].buffers.sent_bytes(1)
+        gathered = runtime_of(model).units[0].buffers.way.sent_bytes(1)
         assert sent[partial] == planned[between] - gathered[between]
         if partial is not None:
             wired = torch.stack(
@@ -196,8 +196,8 @@ class NoReduce(ss.Wire):
 def test_a_wire_must_have_all_that_is_used() -> None:
     with pytest.raises(TypeError, match=r"without reduce; add what is missing"):
         ss.MixedPrecisionPolicy(grad_wire=NoReduce())
-    with pytest.raises(TypeError, match=r"expected None or a sidestream.Wire, got str"):
-        ss.MixedPrecisionPolicy(grad_wire="mxfp8")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected None or a sidestream.Wire, got int"):
+        ss.MixedPrecisionPolicy(grad_wire=8)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got both"):
         ss.MixedPrecisionPolicy(grad_wire=MessageWire("mxfp8"), grad_comm_dtype=torch.bfloat16)
     wired = ss.MixedPrecisionPolicy(grad_wire=MessageWire("mxfp8"))

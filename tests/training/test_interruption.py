@@ -109,6 +109,19 @@ def test_a_run_of_one_rank_is_interrupted_where_it_stands_and_handlers_come_back
     assert signal.getsignal(number) is before
 
 
+def test_a_run_that_is_raised_once_passes_over_what_comes_after():
+    done = False
+    with pytest.raises(Interrupted, match="SIGINT"), raising_signals(once=True):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            done = True
+    assert done
+
+
 def test_who_notes_signals_is_not_cut_short_and_raises_the_first():
     with pytest.raises(Interrupted, match="SIGTERM"), noting_signals() as noted:
         os.kill(os.getpid(), signal.SIGTERM)

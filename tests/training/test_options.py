@@ -28,7 +28,7 @@ def test_every_option_can_be_given():
         "--dropout 0.1 --seed 3 --nproc 2 --device cpu --zero 1 --compute bf16 --grad-wire bf16 "
         "--bucket-mib 0.5 --no-overlap --checkpoint c --checkpoint-every 4 --resume --json j "
         "--kill-at-step 5 --kill-rank 1 --heartbeat-limit-s 9 --keep-checkpoints 2 "
-        "--dp-outer 2 --outer-strategy optim --ranks-per-node 2"
+        "--dp-outer 2 --outer-strategy optim --ranks-per-node 2 --param-wire mxfp8"
     )
     options = _parsed(*line.split())
     given = {field.name for field in fields(options)}
@@ -84,7 +84,7 @@ def test_no_clipping_can_be_said_as_infinity():
     assert _parsed("--clip", "inf").clip == float("inf")
 
 
-@pytest.mark.parametrize("name", ["model", "device", "zero", "compute", "grad_wire"])
+@pytest.mark.parametrize("name", ["model", "device", "zero", "compute", "grad_wire", "param_wire"])
 def test_unknown_choices_are_refused_with_those_known(name):
     flag = name.replace("_", "-")
     with pytest.raises(OptionsError, match=f"--{flag} among .*, got 'other'"):

@@ -24,6 +24,7 @@ RESULT = RunResult(
     first_step=1,
     compute="fp32",
     grad_wire="bf16",
+    param_wire=None,
     model="tiny",
     num_parameters=123,
     device="cpu",

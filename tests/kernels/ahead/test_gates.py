@@ -122,3 +122,20 @@ def test_noise_is_shared_by_a_thread_s_elements():
     assembly = compiled("quantize_mx_", "e2m1 from bf16 stochastic", "sm_90").assembly
     multiplications = len(re.findall(r"IMAD\.(?:HI|WIDE)\.U32", assembly))
     assert 14 <= multiplications <= 2 * 14 * 2
+
+
+@pytest.mark.parametrize("name", ["of bf16", "of fp32 inverse"])
+def test_the_transform_loads_all_before_it_stores_any(name):
+    """On every path, with a barrier between, so that it may be stored where it came from."""
+    kinds = []
+    for step in compiled("hadamard16_", name, "sm_90", MANY).instructions:
+        if step.access is not None:
+            kinds.append("load " if step.access.is_load else "store ")
+        elif step.text.startswith("BAR.SYNC"):
+            kinds.append("barrier ")
+        elif step.jumps_to is not None or step.is_end:
+            kinds.append("|")
+    paths = [path for path in "".join(kinds).split("|") if path]
+    assert len(paths) == 2
+    for path in paths:
+        assert re.fullmatch(r"(load )+(barrier )+(store )+", path)

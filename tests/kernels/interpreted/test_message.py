@@ -27,13 +27,15 @@ def given(seed=1):
 
 
 def check_pack(layout, tensors, **options):
-    """The message, packed by kernel and reference alike."""
+    """The message, or messages, packed by kernel and reference alike."""
     found = cases.packed(pack.pack_message_, layout, tensors, **options)
     expected = cases.packed(reference.pack_message_, layout, tensors, **options)
     margin = options.get("margin", cases.MARGIN)
     found, expected = cases.message_in(found, margin), cases.message_in(expected, margin)
-    cases.assert_same_messages(found, expected, layout)
-    return expected
+    rows = [memory.view(-1, layout.num_bytes) for memory in (found, expected)]
+    for one, other in zip(*rows, strict=True):
+        cases.assert_same_messages(one, other, layout)
+    return expected if options.get("parts") is None else rows[1]
 
 
 def check_unpack(layout, message, like, scale=1.0, accumulate=False):
@@ -133,16 +135,15 @@ def test_little_or_nothing(name, numels):
 
 
 @pytest.mark.parametrize("name", cases.NAN_SCALES)
-@pytest.mark.parametrize("row_numel", [128, 4096])
-def test_bad_elements_stay_where_they_are(name, row_numel):
+@pytest.mark.parametrize(("row_numel", "seed"), [(128, cases.SEED), (4096, None)], ids=str)
+def test_bad_elements_stay_where_they_are(name, row_numel, seed):
     """First, inner and last ones of blocks, in full tiles and in tails; 3e38 becomes infinite."""
     tensors = list(torch.randn(4, 4700, generator=torch.Generator().manual_seed(2)))
     for tensor, bad in zip(tensors, (math.nan, math.inf, -math.inf, 3e38), strict=True):
         tensor[[0, 1037, 4095, 4699]] = bad
     layout = cases.layout_for(name, tensors, row_numel)
-    for seed in (None, cases.SEED):
-        message = check_pack(layout, tensors, scale=2.0, seed=seed)
-        check_unpack(layout, message, tensors)
+    message = check_pack(layout, tensors, scale=2.0, seed=seed)
+    check_unpack(layout, message, tensors)
     values = cases.unpacked(reference.unpack_message_, layout, message, tensors)
     block = cases.block_numel(name, row_numel)
     for made in values:
@@ -212,6 +213,39 @@ def far_pieces(out, key, layout):
     return tiles.Pieces(keys, layout.numel, layout.num_bytes)
 
 
+@FORMAT
+def test_several_messages_in_one_launch(name):
+    """Of full tiles and tails: tensors over several, one without any, and a gap over a cut."""
+    numel, offsets, parts = 5120, [0, 20480, 11264, 27648], 7
+    tensors = cases.tensors([(8300,), (0,), (91, 83), (600,)], transposed=(2,), unaligned=(3,))
+    layout = cases.with_offsets(cases.layout_for(name, [], 1024), offsets, numel)
+    noise = {"seed": cases.SEED, "first_indices": [0, 0, 2**33, 5]}
+    for options in ({"scale": -0.3}, noise if name in cases.STOCHASTIC else {}):
+        messages = check_pack(layout, tensors, parts=parts, **options)
+    check_unpack(layout, messages, tensors, 0.7, True)
+    check_unpack(cases.with_offsets(layout, [0], numel), messages, [torch.ones(parts * numel)])
+
+
+def test_messages_beyond_32_bits():
+    """The fifth of messages that are longer than 2**30 bytes, and the frames of all."""
+    tensor = oracle.values(5000, torch.bfloat16, seed=1)
+    near, layout = message_layout("mxfp8", [5000]), layout_of_numel("mxfp8", 2**30)
+    messages = sparse(5 * layout.num_bytes).view(5, -1)
+    ((address, numel, _, *rest),) = tiles.packed_pieces([tensor], [0], None, near).keys
+    place = 4 * layout.numel
+    pieces = tiles.Pieces(((address, numel, place, *rest),), layout.numel, layout.num_bytes)
+    pack._launch(messages, pieces, layout, MessageCast())
+    for message in messages:
+        assert bytes(message[:16].tolist()) == header_bytes(layout)
+    expected = cases.message_in(cases.packed(reference.pack_message_, near, [tensor]))
+    found = messages[4, layout.data_at :][: near.numel]
+    assert torch.equal(found, expected[near.data_at : near.scales_at])
+    out = torch.full_like(tensor, oracle.CANARY)
+    unpack.unpack_message_([out], messages, "mxfp8", layout.numel, [place], 1.0, False, 1024)
+    wanted = cases.unpacked(reference.unpack_message_, near, expected, [tensor])[0]
+    oracle.assert_same_bits(out, wanted)
+
+
 def test_tables_are_found_again():
     """Until an address, a size or an index is another."""
     before = len(pack._tables)
@@ -223,3 +257,7 @@ def test_tables_are_found_again():
     assert len(pack._tables) == before + 1
     check_pack(layout, tensors, seed=1, first_indices=[16])
     assert len(pack._tables) == before + 2
+    for value in (1.0, 2.0):
+        tensors[0].fill_(value)
+        check_pack(layout, tensors, parts=3)
+    assert len(pack._tables) == before + 3

@@ -164,9 +164,11 @@ def test_unaligned_memory():
 def test_hadamard(dtype, inverse):
     inputs = [nvfp4_cases.spread(shape, dtype) for shape in ((4096 + 33,), (5, 37), (2, 0))]
     for x in (*inputs[: 1 if inverse else 3], nvfp4_cases.special().to(dtype)):
-        found = Poisoned(x.shape, dtype)
-        hadamard.hadamard16_(found.tensor, x, inverse)
         expected = torch.full_like(x, 1.5)
         reference.hadamard16_(expected, x, inverse)
-        oracle.assert_same_bits(found.tensor, expected)
-        found.assert_same(found.tensor.clone())
+        for in_place in (False, True):
+            found = Poisoned(x.shape, dtype)
+            source = found.tensor.copy_(x) if in_place else x
+            hadamard.hadamard16_(found.tensor, source, inverse)
+            oracle.assert_same_bits(found.tensor, expected)
+            found.assert_same(found.tensor.clone())

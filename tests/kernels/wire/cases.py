@@ -53,13 +53,27 @@ def layout_for(name, given, row_numel):
     return message_layout(name, [tensor.numel() for tensor in given], row_numel=row_numel)
 
 
-def packed(function, layout: MessageLayout, given, *, first_indices=None, margin=MARGIN, **options):
-    """The poisoned memory around a message of this layout after `function` has packed `given`."""
+def packed(
+    function,
+    layout: MessageLayout,
+    given,
+    *,
+    first_indices=None,
+    margin=MARGIN,
+    parts=None,
+    **options,
+):
+    """The poisoned memory around a message of this layout after `function` has packed `given`.
+
+    parts: around so many, in rows.
+    """
     cast = MessageCast(row_numel=layout.row_numel, **options)
-    memory = torch.full((layout.num_bytes + 2 * margin,), POISON, dtype=torch.uint8)
+    size = (parts or 1) * layout.num_bytes
+    memory = torch.full((size + 2 * margin,), POISON, dtype=torch.uint8)
+    message = memory[margin : len(memory) - margin]
     indices = layout.offsets if first_indices is None else first_indices
     function(
-        memory[margin : len(memory) - margin],
+        message if parts is None else message.view(parts, -1),
         given,
         layout.format.name,
         layout.numel,

@@ -69,6 +69,31 @@ def test_one_dtype(name):
 
 
 @FORMATS
+def test_several_messages_in_one_launch(name):
+    """Tensors over several, one without any, a flat buffer of all, and rows that are unaligned."""
+    numel, offsets, parts = 13312, [0, 30720, 61440, 93184], 9
+    given = cases.tensors([(25000,), (0,), (91, 83), (600,)], transposed=(2,), unaligned=(3,))
+    layout = message_layout(name, [numel])
+    noise = {"rounding": "stochastic", "seed": cases.SEED, "first_indices": [0, 0, 2**33, 5]}
+    for options in ({"scale": -0.3}, noise if name in cases.STOCHASTIC else {}):
+        for late in (0, 1):
+            size = parts * layout.num_bytes + late
+            memory = torch.full((size,), cases.POISON, dtype=torch.uint8)
+            messages, expected = (one[late:].view(parts, -1) for one in (memory.cuda(), memory))
+            pack_message_(messages, [moved(one) for one in given], name, offsets=offsets, **options)
+            pack_message_(expected, given, name, offsets=offsets, **options)
+            for one, other in zip(messages.cpu(), expected, strict=True):
+                cases.assert_same_messages(one, other, layout)
+            messages.copy_(expected)
+            for like, places in ((given, offsets), ([torch.zeros(parts * numel)], [0])):
+                found, wanted = [moved(one) for one in like], [one.clone() for one in like]
+                unpack_message_(found, messages, name, offsets=places, accumulate=True)
+                unpack_message_(wanted, expected, name, offsets=places, accumulate=True)
+                for one, other in zip(found, wanted, strict=True):
+                    oracle.assert_same_bits(one, other)
+
+
+@FORMATS
 def test_nothing(name):
     empty = torch.empty(0, device="cuda")
     for given in ([empty], [empty, empty]):
