@@ -32,8 +32,8 @@ from ..training.result import sha256_of
 from .convergence_wires import WIRES
 
 MAX_TEXT_BYTES = 8 * MIB
-VALIDATION_ROWS = 64  # sequences a rank
-CURVE_POINTS = 40
+VALIDATION_ROWS = 256  # sequences a rank
+CURVE_POINTS = 20
 FINAL_STEPS, FINAL_EVERY = 100, 10
 CLIP_NORM = 1.0
 # Gathers once a step; bits are the same at each level.
@@ -136,7 +136,7 @@ def unigram_loss(corpus: Corpus) -> float:
 
 
 def is_evaluated(step: int, steps: int) -> bool:
-    """Whether the held-out loss is taken after `step`: at 40 steps or so, and often at the end."""
+    """Whether the held-out loss is taken after `step`: at 20 steps or so, and often at the end."""
     if step > steps - FINAL_STEPS and step % FINAL_EVERY == 0:
         return True
     # Not at every step, however few: an evaluation gathers for the step after it.
@@ -175,14 +175,17 @@ class _Training:
         self._share = Share(size.rows * settings.ranks, 1, rank, settings.ranks)
         held_out = Share(VALIDATION_ROWS * settings.ranks, 1, rank, settings.ranks)
         self._held_out = held_out_batch(corpus, held_out, seq_len=size.model.context)
+        wire = WIRES[run.wire]
         model = build_model(size.model, run.seed)
+        if wire.nudged:
+            model.bfloat16().float()
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._module, optimizer = fully_shard(
             model,
             build_optimizer(model.parameters(), size.learning_rate),
             fsdp_unit_modules=[Block],
             zero_dp_strategy=ZERO,
-            mixed_precision_policy=WIRES[run.wire].policy(),
+            mixed_precision_policy=wire.policy(),
         )
         assert optimizer is not None, "fully_shard returns the optimizer it was given"
         self._optimizer = optimizer
