@@ -145,7 +145,7 @@ def test_subnormals_where_the_processor_has_none(name):
 
 @pytest.mark.parametrize("name", cases.STOCHASTIC)
 def test_memory_is_that_of_a_chunk_however_long_the_message(name, monkeypatch):
-    """The indices of a look-up are the largest, of 8 bytes an element, and tables are made before."""
+    """The largest are the indices of a look-up, 8 bytes an element; tables are made before."""
     chunk = 4 * CHUNK
     monkeypatch.setattr(packing, "CHUNK_NUMEL", chunk)
     assert _largest(name, chunk) > 0
