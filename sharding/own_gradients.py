@@ -32,9 +32,13 @@ class OwnGradients:
         if not kept:
             self._largest.copy_(found)
             return
-        if begun_anew := [p for p, index in enumerate(self._order) if index not in kept]:
-            self._largest[begun_anew] = 0
+        self.forget(set(self._order).difference(kept))
         torch.maximum(self._largest, found, out=self._largest)
+
+    def forget(self, indices: Collection[int]) -> None:
+        """The gradients of the tensors with these indices are gone."""
+        if places := [place for place, index in enumerate(self._order) if index in indices]:
+            self._largest[places] = 0
 
     def nonfinite(self) -> set[int]:
         """The indices of tensors with a NaN or an infinity. Waits for the device."""

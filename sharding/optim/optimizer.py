@@ -289,6 +289,9 @@ class _BoundOptimizer:
             type(optimizer).zero_grad(optimizer, set_to_none)
         finally:
             self._show(optimizer, self._shown)
+        for unit, run in () if set_to_none else self._runs():
+            if unit.reduction.own_gradients is not None:
+                unit.reduction.own_gradients.forget(run.indices)
 
     # ---- what the faces have in common
 

@@ -218,6 +218,21 @@ def overflowing(rank: int, world_size: int) -> None:
         training.optimizer.step()
 
 
+def zeroed(rank: int, world_size: int) -> None:
+    """Gradients that are zeroed in place are no rank's any more."""
+    training = Training(3, OPTIMIZERS["SGD"], "raise")
+    for bad in (0, 1):
+        training.backward(0, math.nan if rank == bad else 0.0)
+        with pytest.raises(ss.NonFiniteGradientError) as caught:
+            training.optimizer.step()
+        assert caught.value.ranks == {"1.weight": (bad,)}
+        training.optimizer.zero_grad(set_to_none=False)
+
+
+def test_gradients_that_are_zeroed_in_place_are_forgotten() -> None:
+    run_on_ranks(zeroed, 2)
+
+
 def test_overflow_is_told_from_a_bad_gradient() -> None:
     run_on_ranks(overflowing, 2)
 
