@@ -322,7 +322,7 @@ class Exchange:
         wire.reduce(out, rows, table=table, scale=scale, accumulate=accumulate)
         gaps = how.gaps[self._place]
         if gaps is not None:
-            gaps.clear_gaps(out)
+            gaps.clear_gaps(out, wire.align_numel)
         self._release(sent)
         if received is not None:
             self._release(received)

@@ -111,7 +111,9 @@ class MessageWire(Wire):
         require_number("MessageWire: seed", seed, "a whole number", lambda n: isinstance(n, int))
         self.rounding, self.hadamard, self.seed = rounding, hadamard, seed
         self.residual_dtype = _checked_residual(format, error_feedback)
-        self.align_numel, self.fills_gaps = align_of(format), hadamard
+        self.align_numel = align_of(format)
+        # What is not finite spoils its block, or comes out of the transform, behind the tensor too.
+        self.fills_gaps = hadamard or form.scale_dtype is not None
         self.scratch_bytes = 8 if hadamard or error_feedback is not None else 0
         more = {
             "stochastic": rounding == "stochastic",
@@ -153,7 +155,7 @@ class MessageWire(Wire):
             residual.copy_(flat.sub_(self._decoded(messages, made)))
             # Whatever is not finite is told of; it must not come again in every later exchange.
             residual.masked_fill_(~residual.isfinite(), 0.0)
-            source.places.clear_gaps(residual)
+            source.places.clear_gaps(residual, self.align_numel)
 
     def _encode(
         self, messages: Tensor, source: Source, tensors: Sequence[Tensor], offsets: Sequence[int]

@@ -60,10 +60,13 @@ class Places:
         """The elements of the model before those at `offsets`, where tensors begin."""
         return [self._indices.get(offset, 0) for offset in offsets]  # one without elements: any
 
-    def clear_gaps(self, flat: Tensor) -> None:
-        """Zero what belongs to no tensor of `flat`, which lies there."""
+    def clear_gaps(self, flat: Tensor, multiple: int) -> None:
+        """Zero what belongs to no tensor of `flat`, which lies there, from the end of each tensor to
+        the next multiple of so many elements.
+        """
         for start, stop in self._gaps:
-            flat[start:stop].zero_()
+            if start % multiple:
+                flat[start : min(stop, round_up(start, multiple))].zero_()
 
 
 class Source(Protocol):
@@ -101,7 +104,8 @@ class Wire:
 
     `name`: equal on all ranks, and different for wires that send different bytes. `dtype`: of the
     buffers that travel. `align_numel`: what starts of tensors and parts are multiples of, a
-    multiple of 128. `fills_gaps`: what it sums may not be zero where no tensor is.
+    multiple of 128. `fills_gaps`: what it sums may not be zero between the end of a tensor and the
+    next such multiple.
     `residual_dtype`: of what it keeps for each element of a unit on each rank, if anything.
     `scratch_bytes`: for an element, what `pack` takes beside what it writes, and `reduce`.
     """

@@ -233,6 +233,32 @@ def test_gradients_that_are_zeroed_in_place_are_forgotten() -> None:
     run_on_ranks(zeroed, 2)
 
 
+def recovering(rank: int, world_size: int, wire: str) -> None:
+    """Blocks that a tensor fills in part have NaN behind it, where no load writes."""
+    for zero in LEVELS[world_size]:
+        dtypes = {"grad_wire": wire, "param_wire": "mxfp8"}
+        training = Training(zero, OPTIMIZERS["ours"], "keep", dtypes=dtypes)
+        state = {name: value.clone() for name, value in ss.full_state_dict(training.model).items()}
+        training.backward(0, math.nan if rank else math.inf)
+        training.model[1].weight.grad = None
+        training.backward(1)
+        assert ss.clip_grad_norm_(training.model, 1.0).isfinite()
+        training.step(2)
+        training.backward(3, math.nan)
+        training.optimizer.step()
+        training.model.load_state_dict(state)
+        training.optimizer.state.clear()
+        training.optimizer.zero_grad()
+        assert training.loss(4).isfinite()
+        training.step(5)
+        assert all(value.isfinite().all() for value in training.values())
+
+
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8", "nvfp4"])
+def test_training_goes_on_when_weights_are_loaded_again(wire: str) -> None:
+    run_on_ranks(recovering, 2, wire)
+
+
 def test_overflow_is_told_from_a_bad_gradient() -> None:
     run_on_ranks(overflowing, 2)
 
