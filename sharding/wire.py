@@ -61,7 +61,7 @@ class Places:
         return [self._indices.get(offset, 0) for offset in offsets]  # one without elements: any
 
     def clear_gaps(self, flat: Tensor, multiple: int) -> None:
-        """Zero what belongs to no tensor of `flat`, which lies there, from the end of each tensor to
+        """Zero what belongs to no tensor of `flat`, which lies there: from each tensor's end to
         the next multiple of so many elements.
         """
         for start, stop in self._gaps:
