@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ..training.errors import UsageError
 from .cluster_links import EXCHANGES, FLAT, NIC, NVLINK, Shape
-from .cluster_parsing import Rate, not_negative, positive, rate, rates, shape, share, whole
-from .commands.parsing import count, names, names_of
+from .cluster_parsing import not_negative, positive, shape, share, whole
+from .commands.parsing import Rate, count, names_of, rate, rates, trainers_of
 from .progress import shown
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _NUMBERS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
         "400gbit,200gbit,100gbit,50gbit",
         "rates of a GPU to other nodes, one way; the tables begin with the first",
     ),
-    ("--nvlink", rate, "450GBs", "rate of a GPU inside its node, one way"),
-    ("--memory", rate, "3000GBs", "rate of a GPU's memory"),
+    ("--nvlink", rate, "450GB/s", "rate of a GPU inside its node, one way"),
+    ("--memory", rate, "3000GB/s", "rate of a GPU's memory"),
     ("--latency-us", not_negative, "5", "of a message, in a node and between nodes"),
     ("--tflops", positive, "989", "peak of a GPU's matrix products"),
     ("--mfu", share, "0.5", "the part of it that compute reaches"),
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--wires",
-        type=names,
+        type=trainers_of(()),
         default=DEFAULT_WIRES,
         metavar="GRADIENTS/WEIGHTS,...",
         help=f"formats by the names of MixedPrecisionPolicy (default: {','.join(DEFAULT_WIRES)})",
@@ -93,8 +93,8 @@ def report(options: argparse.Namespace) -> str:
     """The tables, and what they assume.
 
     Raises:
-        UsageError: an unknown wire, an exchange that needs more nodes, or a model that is too small
-            for so many GPUs, or the GPUs too many.
+        UsageError: an exchange that needs more nodes, or a model that is too small for so many
+            GPUs, or the GPUs too many.
     """
     from .cluster_steps import Decoder
 
@@ -133,16 +133,13 @@ def _policy(wires: str, partials: str) -> MixedPrecisionPolicy:
 
     from ..sharding.precision import MixedPrecisionPolicy
 
-    gradients, _, weights = wires.partition("/")
-    try:
-        return MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16,
-            grad_wire=gradients,
-            param_wire=weights,
-            grad_partial_dtype=torch.float32 if partials == "fp32" else torch.bfloat16,
-        )
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--wires {wires}: {error}") from None
+    gradients, weights = wires.split("/")
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        grad_wire=gradients,
+        param_wire=weights,
+        grad_partial_dtype=torch.float32 if partials == "fp32" else torch.bfloat16,
+    )
 
 
 def _exchanges(options: argparse.Namespace) -> Sequence[str]:
@@ -221,9 +218,10 @@ def _steps(cases: Sequence[_Case], decoder: Decoder, options: argparse.Namespace
     compute_ms, nic = _compute_ms(decoder, options), options.nic[0]
     baseline_ms = cases[0].step_ms(options, nic)
     lines = [
-        f"steps with NICs of {nic}; MB a GPU sends; over: {' '.join(BASELINE)}",
+        f"steps with NICs of {nic}; exposed: beyond compute; MB: what a GPU sends; ratio: to the "
+        f"step of {' '.join(BASELINE)}",
         f"{'gradients/weights':<18} {'exchange':<13} {'step ms':>9} {'exposed ms':>11} "
-        f"{'in node MB':>11} {'to nodes MB':>12} {'over':>6}",
+        f"{'in node MB':>11} {'to nodes MB':>12} {'ratio':>6}",
     ]
     for case in cases:
         step_ms, moved = case.step_ms(options, nic), case.recording.step_bytes()
