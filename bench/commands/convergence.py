@@ -86,11 +86,11 @@ def run(options: argparse.Namespace) -> int:
 
     digest = None
     if not options.report:
-        settings, unigram_loss = _settings(options)
+        settings, unigram = _settings(options)
         digest = digest_of(settings)
         try:
             with raising_signals():
-                _measure(options, settings, unigram_loss)
+                _measure(options, settings, unigram)
         except RanksFailed as error:
             print(f"sidestream bench convergence: {error}", file=sys.stderr)
             return 1
@@ -110,7 +110,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, float]:
     return settings, unigram_loss(corpus)
 
 
-def _measure(options: argparse.Namespace, settings: Settings, unigram_loss: float) -> None:
+def _measure(options: argparse.Namespace, settings: Settings, unigram: float) -> None:
     from ..convergence import (
         Circumstances,
         add_result,
@@ -126,7 +126,7 @@ def _measure(options: argparse.Namespace, settings: Settings, unigram_loss: floa
     todo = missing(runs, read_results(options.out), settings)
     found = document("convergence", options.arguments, torch.device("cpu"))
     machine = {**found["machine"], "threads": 1, "cores": os.cpu_count()}
-    beside = Circumstances(unigram_loss, found["date"], found["command"], machine)
+    beside = Circumstances(unigram, found["date"], found["command"], machine)
     print(f"{len(todo)} of {len(runs)} runs to do, {settings.steps} steps each", flush=True)
     with shown(len(todo), "runs") as step:
 

@@ -63,7 +63,7 @@ def pack_message_(
             count = min(_step(numel), numel - start)
             values = _gathered(chunk, count, cast.scale, layout, scratch)
             drawn = None if noise is None else _drawn(noise, chunk, count, scratch)
-            _encode_(row, values, drawn, layout, cast, start, scratch)
+            _encode_(sections_of(row, layout, start, count), values, drawn, layout, cast, scratch)
 
 
 def unpack_message_(
@@ -180,22 +180,20 @@ def _drawn(noise: Noise, chunk: Share, numel: int, scratch: Scratch) -> torch.Te
 
 
 def _encode_(
-    message: torch.Tensor,
+    sections: Sequence[torch.Tensor],
     values: torch.Tensor,
     noise: torch.Tensor | None,
     layout: MessageLayout,
     cast: MessageCast,
-    start: int,
     scratch: Scratch,
 ) -> None:
-    """Write codes and scales of the FP32 `values`, the elements of the message from `start` on."""
-    form, numel = layout.format, values.numel()
-    data, *sections = sections_of(message, layout, start, numel)
+    """Write the codes and scales of the FP32 `values` into their sections."""
+    form, (data, *scales) = layout.format, sections
     if isinstance(form, BlockFormat):
         blocks = in_blocks(values, form, layout.row_numel)
         amax = cpu_codes.amax_of(blocks, scratch)
-        factors = write_scales_(sections, amax, form, cast)
-        values = scratch.values[:numel]
+        factors = write_scales_(scales, amax, form, cast)
+        values = scratch.values[: values.numel()]
         torch.mul(blocks, factors.unsqueeze(-1), out=values.view(blocks.shape))
     cpu_codes.store_(data, values, form.element, noise, scratch)
 
