@@ -46,7 +46,7 @@ class RuntimeOptions:
 class ShardConfig:
     """All options, resolved. `outer`: what is held along the outer axis, if there is one.
     `divide_factor`: of the sum of gradients over all ranks (None: how many there are). `native`:
-    whether the backend sums. `symmetric_memory`: whether sums read peers' memory.
+    whether the backend sums. `symmetric_memory`: "off", "auto" or "on".
     """
 
     strategy: Strategy

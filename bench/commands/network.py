@@ -140,10 +140,12 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         require_writable_file(str(options.json), "--json")
     require_network()
+    from ..network_table import LEGEND
+
     config = SIZES[options.size]
     print(
-        f"network: gloo, {config.numel / 1e6:.2f} M parameters, {options.dtype} compute, a thread "
-        f"a rank, torch {torch.__version__}",
+        f"network: gloo, {config.numel:,} parameters, {options.dtype} compute, a thread a rank, "
+        f"torch {torch.__version__}\n{LEGEND}",
         flush=True,
     )
     results: list[NetworkResult] = []
