@@ -1,4 +1,4 @@
-"""Types of the arguments that describe a cluster: its shape, and numbers."""
+"""Types of the arguments that describe a cluster: its nodes, and numbers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import math
 import re
 from collections.abc import Callable
 
-from .cluster_links import Shape
+from .cluster_links import Cluster
 
 
-def shape(text: str) -> Shape:
+def cluster_of(text: str) -> Cluster:
     """NODESxGPUS, two GPUs in all at least."""
     found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
-    shape = Shape(int(found[1]), int(found[2])) if found else Shape(0, 0)
-    if shape.world_size < 2:  # noqa: PLR2004
+    given = Cluster(int(found[1]), int(found[2])) if found else Cluster(0, 0)
+    if given.world_size < 2:  # noqa: PLR2004
         raise argparse.ArgumentTypeError(
             f"expected nodes and GPUs of a node, two GPUs in all at least, got {text!r}; write "
             "such as 8x8 for 8 nodes of 8"
         )
-    return shape
+    return given
 
 
 def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
