@@ -50,7 +50,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Cluster:
     """`nodes` of `per_node` GPUs."""
 
     nodes: int
@@ -69,7 +69,7 @@ class Exchange:
     splits: bool
     options: Mapping[str, str] = field(default_factory=dict)
 
-    def spans(self, cluster: Shape) -> tuple[Span, ...]:
+    def spans(self, cluster: Cluster) -> tuple[Span, ...]:
         """The axes, the first one first."""
         if self.splits:
             return Span(cluster.per_node, cluster.per_node), Span(cluster.nodes, 1)

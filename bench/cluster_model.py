@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..training.errors import UsageError
-from .cluster_links import EXCHANGES, FLAT, NIC, NVLINK, Shape
-from .cluster_parsing import Rate, not_negative, positive, rate, rates, shape, share, whole
-from .commands.parsing import count, names, names_of
+from .cluster_links import EXCHANGES, FLAT, NIC, NVLINK, Cluster
+from .cluster_parsing import cluster_of, not_negative, positive, share, whole
+from .commands.parsing import Rate, count, names_of, rate, rates, trainers_of
 from .progress import shown
 
 if TYPE_CHECKING:
     from ..sharding.precision import MixedPrecisionPolicy
-    from .cluster_steps import Decoder
+    from .cluster_steps import DecoderSizes
     from .virtual_steps import Recording
 
 DEFAULT_WIRES = ("fp32/bf16", "bf16/bf16", "mxfp8/mxfp8", "nvfp4/mxfp8")
@@ -30,8 +30,8 @@ _NUMBERS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
         "400gbit,200gbit,100gbit,50gbit",
         "rates of a GPU to other nodes, one way; the tables begin with the first",
     ),
-    ("--nvlink", rate, "450GBs", "rate of a GPU inside its node, one way"),
-    ("--memory", rate, "3000GBs", "rate of a GPU's memory"),
+    ("--nvlink", rate, "450GB/s", "rate of a GPU inside its node, one way"),
+    ("--memory", rate, "3000GB/s", "rate of a GPU's memory"),
     ("--latency-us", not_negative, "5", "of a message, in a node and between nodes"),
     ("--tflops", positive, "989", "peak of a GPU's matrix products"),
     ("--mfu", share, "0.5", "the part of it that compute reaches"),
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "defaults.",
     )
     group.add_argument(
-        "--cluster", type=shape, metavar="NxG", help="N nodes of G GPUs; asks for the model"
+        "--cluster", type=cluster_of, metavar="NxG", help="N nodes of G GPUs; asks for the model"
     )
     for name, type_, default, text in _NUMBERS:
         group.add_argument(
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--wires",
-        type=names,
+        type=trainers_of(()),
         default=DEFAULT_WIRES,
         metavar="GRADIENTS/WEIGHTS,...",
         help=f"formats by the names of MixedPrecisionPolicy (default: {','.join(DEFAULT_WIRES)})",
@@ -93,12 +93,13 @@ def report(options: argparse.Namespace) -> str:
     """The tables, and what they assume.
 
     Raises:
-        UsageError: an unknown wire, an exchange that needs more nodes, or a model that is too small
-            for so many GPUs, or the GPUs too many.
+        UsageError: an exchange that needs more nodes, or a model that is too small for so many
+            GPUs, or the GPUs too many.
     """
-    from .cluster_steps import Decoder
+    from .cluster_steps import DecoderSizes
 
-    decoder = _fitted(Decoder(options.blocks, options.block_params, options.table_params), options)
+    asked = DecoderSizes(options.blocks, options.block_params, options.table_params)
+    decoder = _fitted(asked, options)
     cases = _recorded(decoder, options)
     tables = [_assumptions(decoder, options), _steps(cases, decoder, options)]
     if len(options.nic) > 1:
@@ -106,7 +107,7 @@ def report(options: argparse.Namespace) -> str:
     return "\n\n".join(tables)
 
 
-def _fitted(decoder: Decoder, options: argparse.Namespace) -> Decoder:
+def _fitted(decoder: DecoderSizes, options: argparse.Namespace) -> DecoderSizes:
     """`decoder` with tables as its stand-ins make them."""
     from .cluster_steps import MAX_STAND_IN_NUMEL, PART_NUMEL, stand_ins
 
@@ -133,16 +134,13 @@ def _policy(wires: str, partials: str) -> MixedPrecisionPolicy:
 
     from ..sharding.precision import MixedPrecisionPolicy
 
-    gradients, _, weights = wires.partition("/")
-    try:
-        return MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16,
-            grad_wire=gradients,
-            param_wire=weights,
-            grad_partial_dtype=torch.float32 if partials == "fp32" else torch.bfloat16,
-        )
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--wires {wires}: {error}") from None
+    gradients, weights = wires.split("/")
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        grad_wire=gradients,
+        param_wire=weights,
+        grad_partial_dtype=torch.float32 if partials == "fp32" else torch.bfloat16,
+    )
 
 
 def _exchanges(options: argparse.Namespace) -> Sequence[str]:
@@ -158,7 +156,7 @@ def _exchanges(options: argparse.Namespace) -> Sequence[str]:
     return chosen
 
 
-def _recorded(decoder: Decoder, options: argparse.Namespace) -> list[_Case]:
+def _recorded(decoder: DecoderSizes, options: argparse.Namespace) -> list[_Case]:
     """The baseline first."""
     from .cluster_steps import Gpu, record_step
 
@@ -186,13 +184,13 @@ def _recorded(decoder: Decoder, options: argparse.Namespace) -> list[_Case]:
     return cases
 
 
-def _compute_ms(decoder: Decoder, options: argparse.Namespace) -> float:
+def _compute_ms(decoder: DecoderSizes, options: argparse.Namespace) -> float:
     flops = 6 * decoder.multiplied_numel * options.tokens
     return float(flops / (options.tflops * options.mfu * 1e9))
 
 
-def _assumptions(decoder: Decoder, options: argparse.Namespace) -> str:
-    cluster: Shape = options.cluster
+def _assumptions(decoder: DecoderSizes, options: argparse.Namespace) -> str:
+    cluster: Cluster = options.cluster
     asked = f" (for {options.table_params / 1e6:.1f} M)"
     tables = f", embedding and head of {decoder.table_numel / 1e6:.1f} M"
     tables = tables + asked if decoder.table_numel else ""
@@ -217,13 +215,14 @@ def _assumptions(decoder: Decoder, options: argparse.Namespace) -> str:
     return "\n".join([*lines, *(f"{name:<9} {text}" for name, text in rows.items())])
 
 
-def _steps(cases: Sequence[_Case], decoder: Decoder, options: argparse.Namespace) -> str:
+def _steps(cases: Sequence[_Case], decoder: DecoderSizes, options: argparse.Namespace) -> str:
     compute_ms, nic = _compute_ms(decoder, options), options.nic[0]
     baseline_ms = cases[0].step_ms(options, nic)
     lines = [
-        f"steps with NICs of {nic}; MB a GPU sends; over: {' '.join(BASELINE)}",
+        f"steps with NICs of {nic}; exposed: beyond compute; MB: what a GPU sends; ratio: to the "
+        f"step of {' '.join(BASELINE)}",
         f"{'gradients/weights':<18} {'exchange':<13} {'step ms':>9} {'exposed ms':>11} "
-        f"{'in node MB':>11} {'to nodes MB':>12} {'over':>6}",
+        f"{'in node MB':>11} {'to nodes MB':>12} {'ratio':>6}",
     ]
     for case in cases:
         step_ms, moved = case.step_ms(options, nic), case.recording.step_bytes()

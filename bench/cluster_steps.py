@@ -20,7 +20,7 @@ from ..sharding.fully_shard import runtime_of
 from ..sharding.message_wire import message_bytes
 from ..sharding.precision import MixedPrecisionPolicy
 from ..sharding.unit_spec import UnitSpec
-from .cluster_links import Exchange, Shape
+from .cluster_links import Cluster, Exchange
 from .virtual_ranks import Along
 from .virtual_steps import Layer, Recording, record
 from .virtual_streams import LoopbackGroup
@@ -33,7 +33,7 @@ _FINEST = (8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderSizes:
     """`blocks` of `block_numel` parameters between an embedding and a head of `table_numel`."""
 
     blocks: int
@@ -68,12 +68,12 @@ class StandIns:
     table: int
     scale: float
 
-    def numel(self, decoder: Decoder) -> int:
+    def numel(self, decoder: DecoderSizes) -> int:
         """Of all layers together."""
         return decoder.blocks * self.block + 2 * self.table
 
 
-def stand_ins(decoder: Decoder, world_size: int) -> StandIns:
+def stand_ins(decoder: DecoderSizes, world_size: int) -> StandIns:
     """Multiples of `PART_NUMEL` for each rank, in the ratio of the layers or near it: the finest
     that has `MAX_STAND_IN_NUMEL` elements at most in all, or the coarsest.
     """
@@ -82,7 +82,7 @@ def stand_ins(decoder: Decoder, world_size: int) -> StandIns:
     return [*fitting, found[-1]][0]
 
 
-def _in_ratio(decoder: Decoder, finest: int, world_size: int) -> StandIns:
+def _in_ratio(decoder: DecoderSizes, finest: int, world_size: int) -> StandIns:
     """A block has at most `finest` parts for each rank, and a table is at least one of them."""
     ratio = Fraction(0)
     if decoder.table_numel:
@@ -94,10 +94,10 @@ def _in_ratio(decoder: Decoder, finest: int, world_size: int) -> StandIns:
 
 
 def record_step(
-    decoder: Decoder,
+    decoder: DecoderSizes,
     tokens: int,
     gpu: Gpu,
-    cluster: Shape,
+    cluster: Cluster,
     exchange: Exchange,
     policy: MixedPrecisionPolicy,
 ) -> Recording:

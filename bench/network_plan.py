@@ -56,14 +56,9 @@ class NetworkPlan:
     namespaces: tuple[str, ...]
     make: tuple[Command, ...]
 
-    @property
-    def remove(self) -> tuple[Command, ...]:
-        """A namespace takes its interfaces and their shaping with it."""
-        return tuple(removal(name) for name in reversed(self.namespaces))
-
 
 def removal(namespace: str) -> Command:
-    """The command that removes it."""
+    """The command that removes it, with its interfaces and their shaping."""
     return ("ip", "netns", "delete", namespace)
 
 

@@ -10,6 +10,9 @@ from .network_worker import NetworkCase, RankSeen
 from .timing import Estimate, estimate_median, pair_ratios
 from .trainer_names import FSDP2
 
+LEGEND = """\
+sent      MB a step through the interface of the rank that sends most, headers included
+counted   of it, what sidestream hands to collectives for others; B/param: bytes sent a parameter"""
 _WIDTHS = (14, 25, 22, 9, 9, 8)
 
 

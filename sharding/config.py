@@ -46,7 +46,7 @@ class RuntimeOptions:
 class ShardConfig:
     """All options, resolved. `outer`: what is held along the outer axis, if there is one.
     `divide_factor`: of the sum of gradients over all ranks (None: how many there are). `native`:
-    whether the backend sums. `symmetric_memory`: whether sums read peers' memory.
+    whether the backend sums. `symmetric_memory`: "off", "auto" or "on".
     """
 
     strategy: Strategy
@@ -71,9 +71,7 @@ class ShardConfig:
             "reduce": "native" if self.native else "exact",
             "symmetric_memory": self.symmetric_memory,
             "mixed_precision_policy": self.policy,
-            "grad_wire": bytes_on(self.policy.grad_wire)
-            if isinstance(self.policy.grad_wire, Wire)
-            else None,
+            "grad_wire": ", ".join(map(bytes_on, _grad_wires(self.policy))),
             "fsdp_unit_modules": self.classes,
             "reshard_after_forward": self.reshard_after_forward,
             "bucket_mib": _mib(self.sizes.bucket_bytes),
@@ -170,15 +168,19 @@ def _is_native(reduce: str, policy: MixedPrecisionPolicy | None) -> bool:
             f"reduce: expected 'exact' or 'native', got {reduce!r}; pass 'exact' for sums in FP32 "
             "in rank order, 'native' for the backend's own"
         )
-    rules = () if policy is None else policy.wire_rules
-    wires = [None if policy is None else policy.grad_wire, *(rule.grad_wire for rule in rules)]
-    summed = next((wire for wire in wires if wire is not None), None)
-    if reduce == "native" and summed is not None:
+    wires = [] if policy is None else _grad_wires(policy)
+    if reduce == "native" and wires:
         raise ValueError(
-            f"reduce: expected 'exact' with MixedPrecisionPolicy(grad_wire={summed!r}), which only "
-            "itself can sum, got 'native'; leave one of them out"
+            f"reduce: expected 'exact' with MixedPrecisionPolicy(grad_wire={wires[0]!r}), which "
+            "only itself can sum, got 'native'; leave one of them out"
         )
     return reduce == "native"
+
+
+def _grad_wires(policy: MixedPrecisionPolicy) -> list[Wire]:
+    """Those that a policy chooses for gradients, those of its rules too."""
+    chosen = (policy.grad_wire, *(rule.grad_wire for rule in policy.wire_rules))
+    return [wire for wire in chosen if isinstance(wire, Wire)]
 
 
 def _require_symmetric_memory(mode: object, reduce: str) -> None:

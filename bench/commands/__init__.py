@@ -8,10 +8,7 @@ themselves, such as `inspect`, have a row in `cli.COMMANDS` instead.
 import argparse
 import importlib
 
-GROUP: tuple[str, ...] = (
-    *("kernels", "report", "host", "step", "overlap"),
-    *("network", "convergence"),
-)
+GROUP = ("kernels", "report", "host", "step", "overlap", "network", "convergence")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -20,3 +17,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     group = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     for name in GROUP:
         importlib.import_module(f".{name}", __name__).add_parser(group)
+    for command in group.choices.values():
+        # Examples in a description have lines of their own.
+        command.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...training.errors import UsageError
 from ...training.interruption import raising_signals
 from ...training.paths import require_writable_folder
+from ..convergence_wires import DEFAULT_WIRES, WIRES
+from ..convergence_worker import SIZES, Settings, load_text, unigram_loss
 from ..progress import shown
 from ..ranks import GLOO_RANKS, RanksFailed
 from ..reports import ReportError, document, write_text
-from .parsing import count, names
+from .parsing import count, names_of
 
 if TYPE_CHECKING:
     from ..convergence import Result
-    from ..convergence_worker import Outcome, Run, Settings
+    from ..convergence_worker import Outcome, Run
 
 DEFAULT_FOLDER = Path("bench", "results", "convergence")
-DEFAULT_SIZE = "small"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,13 +40,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "convergence", help="loss of a small GPT with each wire", description=__doc__
     )
-    parser.add_argument("--wires", type=names, metavar="WIRE,...", help="default: the usual ones")
-    parser.add_argument("--steps", type=count, default=2000, help="of a run")
     parser.add_argument(
-        "--seeds", type=count, default=3, help="how many; their numbers are 0, 1 .."
+        "--wires",
+        type=names_of(tuple(WIRES)),
+        default=DEFAULT_WIRES,
+        metavar="WIRE,...",
+        help=f"from {', '.join(WIRES)} (default: {','.join(DEFAULT_WIRES)})",
     )
-    parser.add_argument("--ranks", type=count, default=GLOO_RANKS)
-    parser.add_argument("--size", default=DEFAULT_SIZE, help=f"of the model; {DEFAULT_SIZE}")
+    parser.add_argument("--steps", type=count, default=2000, help="of a run (default: %(default)s)")
+    parser.add_argument(
+        "--seeds", type=count, default=3, help="how many, numbered from 0 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ranks", type=count, default=GLOO_RANKS, help="of a run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--size", choices=SIZES, default="small", help="of the model (default: %(default)s)"
+    )
     parser.add_argument(
         "--data", metavar="PATH", help="text: a file or a folder; default: Python's own sources"
     )
@@ -55,9 +65,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=Path,
         default=DEFAULT_FOLDER,
         metavar="FOLDER",
-        help=f"results and page go here; {DEFAULT_FOLDER}",
+        help="results and page go here (default: %(default)s)",
     )
-    parser.add_argument("--jobs", type=count, default=1, help="runs at a time")
+    parser.add_argument(
+        "--jobs", type=count, default=1, help="runs at a time (default: %(default)s)"
+    )
     parser.add_argument(
         "--report", action="store_true", help="only draw the page of what was measured last"
     )
@@ -74,11 +86,11 @@ def run(options: argparse.Namespace) -> int:
 
     digest = None
     if not options.report:
-        settings, unigram_loss = _settings(options)
+        settings, unigram = _settings(options)
         digest = digest_of(settings)
         try:
             with raising_signals():
-                _measure(options, settings, unigram_loss)
+                _measure(options, settings, unigram)
         except RanksFailed as error:
             print(f"sidestream bench convergence: {error}", file=sys.stderr)
             return 1
@@ -87,16 +99,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, float]:
     """What all runs have in common; and the loss of the text's byte frequencies alone."""
-    from ..convergence_wires import WIRES
-    from ..convergence_worker import SIZES, Settings, load_text, unigram_loss
-
-    known = {"wires": (options.wires or (), WIRES), "size": ([options.size], SIZES)}
-    for option, (given, names_of_it) in known.items():
-        if unknown := [name for name in given if name not in names_of_it]:
-            raise UsageError(
-                f"--{option}: expected {', '.join(names_of_it)}, got {', '.join(unknown)}; choose "
-                "of these"
-            )
     corpus = load_text(options.data, options.size)
     settings = Settings(
         size=options.size,
@@ -108,7 +110,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, float]:
     return settings, unigram_loss(corpus)
 
 
-def _measure(options: argparse.Namespace, settings: Settings, unigram_loss: float) -> None:
+def _measure(options: argparse.Namespace, settings: Settings, unigram: float) -> None:
     from ..convergence import (
         Circumstances,
         add_result,
@@ -118,14 +120,13 @@ def _measure(options: argparse.Namespace, settings: Settings, unigram_loss: floa
         result_of,
         runs_of,
     )
-    from ..convergence_wires import DEFAULT_WIRES
 
     require_writable_folder(str(options.out), "--out")
-    runs = runs_of(options.wires or DEFAULT_WIRES, options.seeds)
+    runs = runs_of(options.wires, options.seeds)
     todo = missing(runs, read_results(options.out), settings)
     found = document("convergence", options.arguments, torch.device("cpu"))
     machine = {**found["machine"], "threads": 1, "cores": os.cpu_count()}
-    beside = Circumstances(unigram_loss, found["date"], found["command"], machine)
+    beside = Circumstances(unigram, found["date"], found["command"], machine)
     print(f"{len(todo)} of {len(runs)} runs to do, {settings.steps} steps each", flush=True)
     with shown(len(todo), "runs") as step:
 

@@ -23,7 +23,6 @@ import torch
 
 from ...training.errors import UsageError
 from ...training.interruption import raising_signals
-from ...training.options import GRAD_WIRES, PARAM_WIRES
 from ...training.paths import require_writable_file
 from .. import cluster_model
 from ..models import STEP_TIME_CONFIG, TINY_CONFIG, DecoderConfig
@@ -32,7 +31,7 @@ from ..network_plan import MAX_RANKS, MIN_RANKS, plan_network
 from ..ranks import RanksFailed, run_ranks
 from ..reports import document, write_json
 from ..trainer_names import NETWORK_RIVALS
-from .parsing import count, counts, rates
+from .parsing import Rate, count, counts, rates, trainers_of
 
 if TYPE_CHECKING:
     from ..network_table import NetworkResult
@@ -50,6 +49,8 @@ SIZES: dict[str, DecoderConfig] = {"26m": STEP_TIME_CONFIG, "tiny": TINY_CONFIG}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # A step of any trainer sends less than this a parameter, and computes for less than so long.
 _MOST_BYTES_A_PARAMETER, _MOST_COMPUTE_S, _START_S = 32, 30.0, 120.0
+_MIN_RATE, _MAX_RATE = 10**6, 10**11  # bits a second
+_DEFAULT = "default: %(default)s"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -59,26 +60,42 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--rate",
-        type=rates,
-        default=(250_000_000, 1_000_000_000),
+        type=link_rates,
+        default="250mbit,1gbit",
         metavar="RATE,...",
-        help="of every link, each way, in kbit, mbit or gbit (default: 250mbit,1gbit)",
+        help="of every link, each way (default: %(default)s)",
     )
     parser.add_argument(
         "--ranks", type=ranks, default=(2,), metavar="N,...", help="how many (default: 2)"
     )
     parser.add_argument(
         "--trainers",
-        type=trainers,
+        type=trainers_of(NETWORK_RIVALS),
         default=DEFAULT_TRAINERS,
         metavar="NAME,...",
         help=f"of {', '.join(NETWORK_RIVALS)}, and ours as GRADIENTS/WEIGHTS, what each travels as "
         f"(default: these and {', '.join(DEFAULT_TRAINERS[len(NETWORK_RIVALS) :])})",
     )
-    parser.add_argument("--size", choices=SIZES, default="26m", help="parameters of the decoder")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of forward and backward")
-    parser.add_argument("--rounds", type=count, default=5, help="timed turns of every trainer")
-    parser.add_argument("--steps", type=count, default=1, help="that it takes in each turn")
+    parser.add_argument(
+        "--size", choices=SIZES, default="26m", help=f"parameters of the decoder ({_DEFAULT})"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help=f"of forward and backward ({_DEFAULT})"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=count,
+        default=5,
+        metavar="N",
+        help=f"timed turns of every trainer ({_DEFAULT})",
+    )
+    parser.add_argument(
+        "--steps",
+        type=count,
+        default=1,
+        metavar="N",
+        help=f"that it takes in each turn ({_DEFAULT})",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and samples here")
     measured = vars(parser.parse_args([]))
     cluster_model.add_options(parser)
@@ -100,18 +117,17 @@ def ranks(text: str) -> tuple[int, ...]:
     return given
 
 
-def trainers(text: str) -> tuple[str, ...]:
-    """Rivals by name, and pairs of what gradients and weights travel as; each once."""
-    given = tuple(dict.fromkeys(text.split(",")))
-    for name in given:
-        gradients, _, weights = name.partition("/")
-        if name not in NETWORK_RIVALS and not (gradients in GRAD_WIRES and weights in PARAM_WIRES):
-            raise argparse.ArgumentTypeError(
-                f"expected some of {', '.join(NETWORK_RIVALS)}, or GRADIENTS/WEIGHTS of "
-                f"{', '.join(GRAD_WIRES)} and of {', '.join(PARAM_WIRES)}, got {name!r}; pass such "
-                "as fsdp2,nvfp4/mxfp8"
-            )
-    return given
+def link_rates(text: str) -> tuple[int, ...]:
+    """Bits a second of links; several rates with commas between them, each once."""
+    return tuple(dict.fromkeys(map(_link_rate, rates(text))))
+
+
+def _link_rate(given: Rate) -> int:
+    if not _MIN_RATE <= given.bits_per_s <= _MAX_RATE:
+        raise argparse.ArgumentTypeError(
+            f"expected rates from 1mbit to 100gbit, got {given.text!r}; pass such as 250mbit,1gbit"
+        )
+    return round(given.bits_per_s)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -124,10 +140,12 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         require_writable_file(str(options.json), "--json")
     require_network()
+    from ..network_table import LEGEND
+
     config = SIZES[options.size]
     print(
-        f"network: gloo, {config.numel / 1e6:.2f} M parameters, {options.dtype} compute, a thread "
-        f"a rank, torch {torch.__version__}",
+        f"network: gloo, {config.numel:,} parameters, {options.dtype} compute, a thread a rank, "
+        f"torch {torch.__version__}\n{LEGEND}",
         flush=True,
     )
     results: list[NetworkResult] = []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sidestream.bench.network_plan import Owner, left_behind, plan_network
+from sidestream.bench.network_plan import Owner, left_behind, plan_network, removal
 
 OWNER = Owner(pid=41, start_ticks=7)
 
@@ -22,10 +22,8 @@ def test_two_ranks_are_joined_by_one_pair():
         f"tc -n sidestream-41-7-rank0 qdisc add {bucket}",
         f"tc -n sidestream-41-7-rank1 qdisc add {bucket}",
     ]
-    assert [" ".join(command) for command in plan.remove] == [
-        "ip netns delete sidestream-41-7-rank1",
-        "ip netns delete sidestream-41-7-rank0",
-    ]
+    assert plan.namespaces == plan.ranks == ("sidestream-41-7-rank0", "sidestream-41-7-rank1")
+    assert " ".join(removal(plan.ranks[1])) == "ip netns delete sidestream-41-7-rank1"
 
 
 @pytest.mark.parametrize("num_ranks", [3, 64])

@@ -235,9 +235,14 @@ def test_what_a_wire_has_is_of_its_kind(
 def wires_of_one_name(rank: int, world_size: int) -> None:
     """gloo ends a process that gets more than it expects."""
     for other in ({"part_numel": lambda numel: 2 * numel}, {"dtype": torch.int16}):
-        policy = ss.MixedPrecisionPolicy(grad_wire=AnyWire(**other if rank else {}))
-        with pytest.raises(ValueError, match=r"rank 1: grad_wire is 'messages of mxfp8 of torch"):
-            model_with(mixed_precision_policy=policy)
+        wire = AnyWire(**other if rank else {})
+        rules = (ss.WireRule(torch.nn.Module, wire),)
+        for options in ({"grad_wire": wire}, {"wire_rules": rules}):
+            policy = ss.MixedPrecisionPolicy(**options)
+            with pytest.raises(
+                ValueError, match=r"rank 1: grad_wire is 'messages of mxfp8 of torc"
+            ):
+                model_with(mixed_precision_policy=policy)
 
 
 def test_ranks_whose_wires_send_other_bytes_are_told() -> None:
