@@ -32,7 +32,7 @@ _START_S, _STEP_S = 300.0, 2.0  # beyond any machine that this is of use on
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """A run that is done, as a line of the file. Losses are nats per byte, rounded; None where they
-    were not finite, which was the end of the run. Bytes: see `Outcome`.
+    were not finite, with which a run ends early. Bytes: see `Outcome`.
 
     validation: [step, loss] pairs. final_validation_loss: mean of those of the last 100 steps;
     None where the run did not come so far.

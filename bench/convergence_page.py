@@ -267,6 +267,8 @@ def _notes(results: Sequence[Result], rows: Sequence[Row]) -> list[str]:
     notes = [
         f"% above {BASELINE}: seed by seed, then mean [lowest, highest]. Bytes are those of the "
         "collectives' arguments in one step, headers and padding included.",
+        "fp32-nudged starts from weights that were rounded to bfloat16 once: what is no farther "
+        f"from {BASELINE} than it is may be chance.",
         f"{BASELINE} trained twice: {_REPEATED[is_repeated(results)]}",
     ]
     if len({row.seeds for row in rows}) > 1:

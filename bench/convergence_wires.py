@@ -2,6 +2,8 @@
 
 What the default ones are there to show: each narrower wire beside the exact one, what each means
 against the noise of four bits does, and `mxfp4-naive`, rounded to the nearest without any of them.
+`fp32-nudged` is exact too, but starts next to where others start: a gap that is no larger than its
+own may be chance.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ class WirePair:
     """How gradients and weights travel, by the names of `MixedPrecisionPolicy`; `options` are those
     of the gradients' `MessageWire` that are not the usual ones.
 
-    limit_percent: the most that the final validation loss is to be above the baseline's; None where
-    nothing is promised.
+    nudged: initial weights are rounded to bfloat16, once. limit_percent: the most that the final
+    validation loss is to be above the baseline's; None where nothing is promised.
     """
 
     gradients: str
     weights: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    nudged: bool = False
     limit_percent: float | None = None
 
     def policy(self) -> MixedPrecisionPolicy:
@@ -40,11 +43,13 @@ class WirePair:
         """All that a run depends on, as words: how both travel, with what is usual spelt out."""
         wire = self.policy().grad_wire
         assert isinstance(wire, Wire), "a policy makes a wire of its name"
-        return {"gradients": wire.name, "weights": self.weights}
+        weights = f"{self.weights}, nudged" if self.nudged else self.weights
+        return {"gradients": wire.name, "weights": weights}
 
 
 WIRES: Mapping[str, WirePair] = {
     BASELINE: WirePair("fp32", "fp32"),
+    "fp32-nudged": WirePair("fp32", "fp32", nudged=True),
     "bf16": WirePair("bf16", "bf16", limit_percent=0.3),
     "mxfp8": WirePair("mxfp8", "mxfp8", limit_percent=0.3),
     "nvfp4": WirePair("nvfp4", "mxfp8", limit_percent=1.0),
@@ -57,5 +62,6 @@ WIRES: Mapping[str, WirePair] = {
     "nvfp4-weights": WirePair("nvfp4", "nvfp4"),
 }
 DEFAULT_WIRES = (
-    BASELINE, "bf16", "mxfp8", "nvfp4", "nvfp4+hadamard", "nvfp4+feedback", "mxfp4", "mxfp4-naive",
+    BASELINE, "fp32-nudged", "bf16", "mxfp8",
+    "nvfp4", "nvfp4+hadamard", "nvfp4+feedback", "mxfp4", "mxfp4-naive",
 )  # fmt: skip

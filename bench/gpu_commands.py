@@ -66,7 +66,8 @@ def _words(beginning: str) -> Callable[[str, Mapping[str, Any]], Result]:
 
 def trainings(*, dry_run: bool) -> list[Step]:
     """Of one rank: at two levels, which are to agree; the second again over a group of that rank,
-    by which its gathers and exchanges reach NCCL, to the same result; and in bf16.
+    by which its gathers and exchanges reach NCCL, to the same result; in bf16, and with messages of
+    4 and 8 bits.
     """
     device = "cpu" if dry_run else "cuda"
     common = ["train", "--steps", "20", "--nproc", "1", "--device", device]
@@ -78,6 +79,7 @@ def trainings(*, dry_run: bool) -> list[Step]:
         "ZeRO-3": (zero3, alone),
         "ZeRO-3 group": (zero3, _GROUP_OF_ONE),
         "ZeRO-3 bf16": ([*zero3, "--compute", "bf16", "--grad-wire", "bf16"], alone),
+        "ZeRO-3 nvfp4": ([*zero3, "--grad-wire", "nvfp4", "--param-wire", "mxfp8"], _GROUP_OF_ONE),
     }
     return [
         _command(

@@ -99,7 +99,7 @@ class BackwardPass:
     def exchange_late(self, late: Sequence[Unit]) -> None:
         """Reduce what is left of `late`, as `finish` does."""
         for unit in late:
-            self._launch(unit)
+            self._launch(unit, ~self.number)  # which no backward has: noise of its own
         self._publish()
 
     def finish_exchanges(self) -> None:
@@ -144,13 +144,15 @@ class BackwardPass:
                 self._launch(unit)
             self.next_in_order += 1
 
-    def _launch(self, unit: Unit) -> None:
+    def _launch(self, unit: Unit, number: int | None = None) -> None:
+        """Reduce `unit`; `number`: of the exchange, None: the backward's."""
+        number = self.number if number is None else number
         with torch.no_grad():  # a backward that makes a graph runs its hooks with gradients enabled
             self._finish_packing()
             self.trace.add(Kind.EXCHANGE if self.sync else Kind.ACCUMULATE, unit.spec.index)
             self._packing = (
                 unit,
-                unit.reduction.start(self.lane, sync=self.sync, number=self.number),
+                unit.reduction.start(self.lane, sync=self.sync, number=number),
             )
             self._in_flight.append(self._packing)
 

@@ -109,7 +109,7 @@ class Reduction:
     def start(self, lane: Lane, *, sync: bool, number: int) -> Exchange:
         """Start to reduce this backward's gradients, which the parameters lose, and what was
         accumulated; or (not `sync`) to add them to what was, without communication. `number`: of
-        the backward, of those that exchange.
+        the exchange, among those of this unit.
 
         Raises:
             RuntimeError: the visible gradients of that sum were changed in place.

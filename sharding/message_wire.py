@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import (
+    ALIGN_NUMEL,
     hadamard16,
     message_layout,
     pack_message_,
@@ -61,7 +62,9 @@ class MessageWire(Wire):
     Sent for an element, headers apart: 1.03 bytes with "mxfp8" and "fp8_1x128", 1.004 with "fp8" (a
     scale for 1,024 elements), 0.53 with "mxfp4", 0.566 with "nvfp4". The largest error to nearest:
     with 8 bits 2^-4 of an element, or 2^-17 of the largest magnitude that shares its scale; with 4
-    bits 0.18 ("nvfp4") or 0.25 ("mxfp4") of that. Twice that with noise, whose expected error is 0.
+    bits 0.18 ("nvfp4", or 2^-17 of the largest of 1,024 elements) or 0.25 ("mxfp4") of that. Twice
+    that with noise, whose expected error is 0, but for what exceeds the scale of an "nvfp4" block
+    that was rounded down: up to 6 % of it is lost.
 
     Args:
         format: "bf16", "fp16", "fp8", "fp8_1x128", "mxfp8", "mxfp4" or "nvfp4"; "fp32" is a
@@ -139,11 +142,13 @@ class MessageWire(Wire):
         residual = source.residual
         if residual is not None:
             flat.add_(residual)
-        made = flat
+        made, multiple = flat, 1
         if self.hadamard:
-            # In place, unless what is lost will be told by the difference.
+            # In place, unless what is lost will be told by the difference. A tensor's last block
+            # is transformed with the zeros behind it, all of which it takes to get it back.
             made = hadamard16(flat, out=flat if residual is None else None)
-        self._encode(messages, source, *source.places.cut(made))
+            multiple = ALIGN_NUMEL
+        self._encode(messages, source, *source.places.cut(made, multiple=multiple))
         if residual is not None:
             residual.copy_(flat.sub_(self._decoded(messages, made)))
             # Whatever is not finite is told of; it must not come again in every later exchange.

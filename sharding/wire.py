@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, FlatBuffer, FlatLayout
+from ..buffers.layout import round_up
 from ..kernels import ALIGN_NUMEL, pack_, reduce_
 
 if TYPE_CHECKING:
@@ -47,11 +48,13 @@ class Places:
             if start < span[1] and stop > span[0]
         ]
 
-    def cut(self, flat: Tensor) -> tuple[list[Tensor], list[int]]:
+    def cut(self, flat: Tensor, *, multiple: int = 1) -> tuple[list[Tensor], list[int]]:
         """What `flat`, which lies there, has of each tensor, as views, and where in it they begin,
-        ascending.
+        ascending. `multiple`, a divisor of `ALIGN_NUMEL`: with so much of the gap after a tensor
+        that it has a multiple of so many elements.
         """
-        return [flat[at : at + n] for at, n in self._cuts], [at for at, _ in self._cuts]
+        cuts = [(at, round_up(n, multiple)) for at, n in self._cuts]
+        return [flat[at : at + n] for at, n in cuts], [at for at, _ in cuts]
 
     def indices_at(self, offsets: Sequence[int]) -> list[int]:
         """The elements of the model before those at `offsets`, where tensors begin."""

@@ -34,7 +34,11 @@ MAX_FUNCTION_LINES = 60
 MAX_JIT_KERNEL_LINES = 100
 MAX_POSITIONAL_PARAMETERS = 6
 # What starts before the package has a name on the machine, so that it cannot import relatively.
-SCRIPTS = ("bench/gpu_check.py", "bench/test_speed/test_kernels.py")
+SCRIPTS = (
+    "bench/gpu_check.py",
+    "bench/test_speed/test_kernels.py",
+    "bench/test_speed/test_messages.py",
+)
 
 
 @dataclass(frozen=True)

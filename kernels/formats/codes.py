@@ -55,7 +55,7 @@ def encode(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
     normal -= (_BIAS - element.bias) << element.mantissa_bits
     # With ulp(anchor) = min_subnormal the adder itself rounds to a multiple of it, ties to even.
     anchor = element.min_subnormal * 2.0**_MANTISSA_BITS
-    subnormal = (magnitude + anchor).view(torch.int32) - _bits_of(anchor)
+    subnormal = (magnitude + anchor).view(torch.int32) - bits_of(anchor)
     return _finish(torch.where(magnitude < element.min_normal, subnormal, normal), values, element)
 
 
@@ -205,6 +205,12 @@ def scale_byte_rceil(amax: torch.Tensor, element: ElementFormat) -> torch.Tensor
     return _scale_byte(field + above, amax)
 
 
+def amax_of(blocks: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of FP32 [..., elements of one], and a NaN where there is one."""
+    # As integers, NaNs are above infinity, and the largest one's sign cannot come out set.
+    return blocks.abs().view(torch.int32).amax(-1).view(torch.float32)
+
+
 def scale_byte(amax: torch.Tensor, element: ElementFormat, rule: ScaleRule) -> torch.Tensor:
     """The scale of a block with this `amax`, FP32, >= 0, any shape, by the rule: E8M0 bytes."""
     made: torch.Tensor = named(*rule.definition)(amax, element)
@@ -248,14 +254,15 @@ def _top_bits(noise: torch.Tensor, count: int) -> torch.Tensor:
     return (noise >> (32 - count)) & ((1 << count) - 1)
 
 
-def _bits_of(value: float) -> int:
+def bits_of(value: float) -> int:
+    """The 32 bits of `value` rounded to FP32, as a signed integer."""
     return int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 @functools.lru_cache(maxsize=32)
 def _table(element: ElementFormat, device: torch.device) -> torch.Tensor:
     """The FP32 value of every code, by the format's definition."""
-    bits = [_bits_of(_value(code, element)) for code in range(1 << element.bits)]
+    bits = [bits_of(_value(code, element)) for code in range(1 << element.bits)]
     return torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
 
 

@@ -25,9 +25,9 @@ MAX_INDEX = 2**63 - 1  # of an element in its whole tensor, as ops and kernels t
 PHILOX_ROUNDS = 7
 GROUP_NUMEL = 16  # elements that share one Philox call
 
-_LOW_32 = 0xFFFF_FFFF
-_KEY_STEPS = (0x9E37_79B9, 0xBB67_AE85)
-_MULTIPLIERS = (0xD251_1F53, 0xCD9E_8D57)
+LOW_32 = 0xFFFF_FFFF
+KEY_STEPS = (0x9E37_79B9, 0xBB67_AE85)
+MULTIPLIERS = (0xD251_1F53, 0xCD9E_8D57)
 
 
 def signed_seed(seed: int) -> int:
@@ -79,14 +79,14 @@ def noise_bits(
 
 def philox(seed: int, groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The four 32-bit words of each group, as int64 from 0 to 2^32 - 1; `groups`: int64, >= 0."""
-    keys = [seed & _LOW_32, (seed >> 32) & _LOW_32]
+    keys = [seed & LOW_32, (seed >> 32) & LOW_32]
     zero = torch.zeros_like(groups)
-    c0, c1, c2, c3 = groups & _LOW_32, groups >> 32, zero, zero
+    c0, c1, c2, c3 = groups & LOW_32, groups >> 32, zero, zero
     for _ in range(PHILOX_ROUNDS):
         # A product of two 32-bit numbers may wrap int64 around; its 64 bits are right even so.
-        product_0, product_2 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((product_2 >> 32) & _LOW_32) ^ c1 ^ keys[0]
-        c2 = ((product_0 >> 32) & _LOW_32) ^ c3 ^ keys[1]
-        c1, c3 = product_2 & _LOW_32, product_0 & _LOW_32
-        keys = [(key + step) & _LOW_32 for key, step in zip(keys, _KEY_STEPS, strict=True)]
+        product_0, product_2 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0 = ((product_2 >> 32) & LOW_32) ^ c1 ^ keys[0]
+        c2 = ((product_0 >> 32) & LOW_32) ^ c3 ^ keys[1]
+        c1, c3 = product_2 & LOW_32, product_0 & LOW_32
+        keys = [(key + step) & LOW_32 for key, step in zip(keys, KEY_STEPS, strict=True)]
     return c0, c1, c2, c3

@@ -200,10 +200,10 @@ class ScaleRule:
 class Codec:
     """How blocks get their scales, and codes their values: two functions, in two languages.
 
-    ``definition``: a module with, in PyTorch, of FP32 [rows, blocks, elements of one]
+    ``definition``: a module with, in PyTorch, of the amax of blocks, FP32 [rows, blocks]
 
-        scales_of(blocks, form, rule) -> (what they are multiplied by [rows, blocks], their scales
-                                          [rows, blocks] or None, scales of rows [rows, 1] or None)
+        scales_of(amax, form, rule) -> (what they are multiplied by [rows, blocks], their scales
+                                        [rows, blocks] or None, scales of rows [rows, 1] or None)
         factors_of(scales, row_scales) -> what codes are multiplied by, FP32 [rows, blocks]
 
     ``device``: a module with the same as JIT functions, where n blocks make rows of ROW elements

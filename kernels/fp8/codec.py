@@ -32,10 +32,9 @@ def scale_of(amax: torch.Tensor, element: ElementFormat, power_of_2: bool) -> to
 
 
 def scales_of(
-    blocks: torch.Tensor, form: BlockFormat, power_of_2: bool
+    amax: torch.Tensor, form: BlockFormat, power_of_2: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """See `table.Codec`: the stored scales are those of rows where a row is a block."""
-    amax = blocks.abs().amax(-1)
     scale = torch.where(amax.isfinite(), scale_of(amax, form.element, power_of_2), torch.nan)
     stored = torch.ones_like(scale) / scale
     return (scale, None, stored) if form.has_rows else (scale, stored, None)

@@ -19,11 +19,9 @@ from ..formats.table import BlockFormat, ScaleRule
 
 
 def scales_of(
-    blocks: torch.Tensor, form: BlockFormat, rule: ScaleRule
+    amax: torch.Tensor, form: BlockFormat, rule: ScaleRule
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """See `table.Codec`: blocks FP32 [..., elements of one] -> (FP32 [...], bytes [...], None)."""
-    # As integers, NaNs are above infinity, and the largest one's sign cannot come out set.
-    amax = blocks.abs().view(torch.int32).amax(-1).view(torch.float32)
+    """See `table.Codec`: of blocks' amax, FP32 [...] -> (FP32 [...], bytes [...], None)."""
     scale_bytes = codes.scale_byte(amax, form.element, rule)
     return codes.reciprocal_e8m0(scale_bytes), scale_bytes, None
 

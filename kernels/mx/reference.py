@@ -31,7 +31,7 @@ import functools
 import torch
 
 from ..formats import swizzle
-from ..formats.codes import loaded, stored
+from ..formats.codes import amax_of, loaded, stored
 from ..formats.noise import noise_bits
 from ..formats.rows import blocks_of, pieces_of, width_of
 from ..formats.table import ELEMENTS, MXFP8, SCALE_RULES, BlockFormat, ElementFormat, ScaleRule
@@ -115,6 +115,6 @@ def _quantized_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 [r, K] -> bytes [r, those of a row] of codes, and [r, blocks] of scales."""
     blocks = blocks_of(values, BLOCK_NUMEL)
-    multipliers, scale_bytes, _ = scales_of(blocks, form, rule)
+    multipliers, scale_bytes, _ = scales_of(amax_of(blocks), form, rule)
     scaled = (blocks * multipliers.unsqueeze(-1)).flatten(-2)[:, : values.shape[1]]
     return stored(scaled.contiguous(), form.element, noise), scale_bytes

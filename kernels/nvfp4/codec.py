@@ -34,10 +34,10 @@ DOWN, UP = 2.0**-12, 2.0**12
 
 
 def scales_of(
-    blocks: torch.Tensor, form: BlockFormat, rule: None
+    amax: torch.Tensor, form: BlockFormat, rule: None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `table.Codec`."""
-    block_amax, counted = block_amaxes(blocks, True)
+    block_amax, counted = _finite_amaxes(amax)
     row_amax = counted.amax(-1, keepdim=True)
     scale_bytes, factors = block_scales(block_amax, row_amax, False)
     return factors, scale_bytes, row_amax
@@ -57,9 +57,7 @@ def block_amaxes(blocks: torch.Tensor, as_nan: bool) -> tuple[torch.Tensor, torc
     if not as_nan:
         amax = magnitudes.masked_fill_(magnitudes.isnan(), 0.0).amax(-1)
         return amax, amax
-    amax = magnitudes.amax(-1)
-    is_finite = amax.isfinite()
-    return torch.where(is_finite, amax, torch.nan), torch.where(is_finite, amax, 0.0)
+    return _finite_amaxes(magnitudes.amax(-1))
 
 
 def block_scales(
@@ -94,6 +92,12 @@ def block_factors(
     """What codes are multiplied by, FP32 of the scale bytes' shape; `tensor_amax` as above."""
     multiplier, divisor = _decode_factors(tensor_amax, torchao)
     return (codes.decode(scale_bytes, E4M3) * multiplier) * divisor
+
+
+def _finite_amaxes(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`block_amaxes`' two, of which a block that is not finite has a NaN, and 0."""
+    is_finite = amax.isfinite()
+    return torch.where(is_finite, amax, torch.nan), torch.where(is_finite, amax, 0.0)
 
 
 def _decode_factors(tensor_amax: torch.Tensor, torchao: bool) -> tuple[torch.Tensor, torch.Tensor]:

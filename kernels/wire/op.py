@@ -1,11 +1,11 @@
 """The ops of wire messages: tensors to messages and back, sums of messages; schemas and checks.
 
-| op                    | reads                          | writes      | cpu         | cuda     |
-|-----------------------|--------------------------------|-------------|-------------|----------|
-| pack_message_         | tensors                        | one or more | `reference` | `pack`   |
-| unpack_message_       | messages, one or more          | tensors     | `reference` | `unpack` |
-| reduce_messages_      | messages, one [world, bytes]   | out         | `reference` | `sum`    |
-| reduce_peer_messages_ | messages, world times [bytes]  | out         | `reference` | `sum`    |
+| op                    | reads                          | writes      | cpu   | cuda     |
+|-----------------------|--------------------------------|-------------|-------|----------|
+| pack_message_         | tensors                        | one or more | `cpu` | `pack`   |
+| unpack_message_       | messages, one or more          | tensors     | `cpu` | `unpack` |
+| reduce_messages_      | messages, one [world, bytes]   | out         | `cpu` | `sum`    |
+| reduce_peer_messages_ | messages, world times [bytes]  | out         | `cpu` | `sum`    |
 
 `layout` has the layout, `reference` the definition of all. One launch for any number of tensors or
 messages; what is not contiguous, and a message that is not 16-byte aligned, is copied besides where
@@ -42,7 +42,7 @@ from ..checks import (
 from ..formats.noise import MAX_INDEX, checked_seed
 from ..formats.table import SCALE_RULES, MessageFormat
 from ..op import Op, call, is_usual, on_first_use
-from . import reference
+from . import cpu
 from .layout import (
     DEFAULT_ROW_NUMEL,
     HEADER_BYTES,
@@ -63,13 +63,13 @@ _PACK = Op(
     "pack_message_(Tensor(a!) message, Tensor[] tensors, str format, SymInt numel, "
     "SymInt[] offsets, SymInt[] first_indices, float scale, int row_numel, str rule, "
     "bool power_of_2, SymInt? seed) -> ()",
-    reference.pack_message_,
+    cpu.pack_message_,
     on_first_use("wire.pack", "pack_message_"),
 )
 _UNPACK = Op(
     "unpack_message_(Tensor(a!)[] tensors, Tensor message, str format, SymInt numel, "
     "SymInt[] offsets, float scale, bool accumulate, int row_numel) -> ()",
-    reference.unpack_message_,
+    cpu.unpack_message_,
     on_first_use("wire.unpack", "unpack_message_"),
 )
 _SUM_OPTIONS = (
@@ -77,12 +77,12 @@ _SUM_OPTIONS = (
 )
 _REDUCE = Op(
     f"reduce_messages_(Tensor(a!) out, Tensor messages, {_SUM_OPTIONS}) -> ()",
-    reference.reduce_messages_,
+    cpu.reduce_messages_,
     on_first_use("wire.sum", "reduce_messages_"),
 )
 _REDUCE_PEERS = Op(
     f"reduce_peer_messages_(Tensor(a!) out, Tensor[] messages, {_SUM_OPTIONS}) -> ()",
-    reference.reduce_peer_messages_,
+    cpu.reduce_peer_messages_,
     on_first_use("wire.sum", "reduce_peer_messages_"),
 )
 

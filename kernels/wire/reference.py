@@ -1,4 +1,4 @@
-"""The definition of wire messages in plain PyTorch: the GPU kernels' oracle, and the CPU path.
+"""The definition of wire messages in plain PyTorch: the oracle of `cpu` and of the GPU.
 
     pack_message_    message = header | encode(v), v being 0, and float32(tensor) * scale in FP32
                      from each tensor's offset on; several messages are equal parts of one v
@@ -101,7 +101,7 @@ def _pack_one_(
         return
     values = torch.zeros(numel, dtype=torch.float32, device=message.device)
     reference.pack_(values, tensors, offsets, cast.scale)
-    for start, stop, first_index in _runs(numel, tensors, offsets, first_indices):
+    for start, stop, first_index in runs_of(numel, tensors, offsets, first_indices):
         for piece in _pieces(start, stop):
             index = first_index + piece.start - start
             _encode_(message, values[piece], layout, cast, piece.start, index)
@@ -175,21 +175,28 @@ def decode_(values: torch.Tensor, message: torch.Tensor, layout: MessageLayout, 
     Values begin and end where a row of the message does.
     """
     form = layout.format
-    data, scales, row_scales = _sections(message, layout, start, values.numel())
+    data, scales, row_scales = sections_of(message, layout, start, values.numel())
     if isinstance(form, WireFormat):
-        values.copy_(_elements(data, form.dtype))
+        values.copy_(elements_of(data, form.dtype))
         return
-    blocks = _in_blocks(values, form, layout.row_numel)
-    stored = None
-    if form.block_numel is not None:
-        is_fp32 = form.scale_dtype is torch.float32
-        stored = _elements(scales, torch.float32) if is_fp32 else scales
-        stored = stored.view(blocks.shape[:2])
-    rows = _elements(row_scales, torch.float32).view(-1, 1) if form.has_rows else None
-    assert form.codec is not None
-    factors = named(form.codec.definition, "factors_of")(stored, rows)
+    blocks = in_blocks(values, form, layout.row_numel)
+    factors = factors_of(scales, row_scales, form)
     made = codes.loaded(data, form.element).view(blocks.shape)
     torch.mul(made, factors.unsqueeze(-1), out=blocks)
+
+
+def factors_of(scales: torch.Tensor, row_scales: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """What codes are multiplied by, FP32 [rows, blocks], of the bytes that `sections_of` gives."""
+    stored = rows = None
+    if form.has_rows:
+        rows = elements_of(row_scales, torch.float32).view(-1, 1)
+    if form.block_numel is not None:
+        is_fp32 = form.scale_dtype is torch.float32
+        stored = elements_of(scales, torch.float32) if is_fp32 else scales
+        stored = stored.view(1 if rows is None else len(rows), -1)
+    assert form.codec is not None
+    made: torch.Tensor = named(form.codec.definition, "factors_of")(stored, rows)
+    return made
 
 
 def aligned_memory(message: torch.Tensor) -> torch.Tensor:
@@ -199,7 +206,7 @@ def aligned_memory(message: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(message)
 
 
-def _runs(
+def runs_of(
     numel: int,
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
@@ -238,29 +245,41 @@ def _encode_(
 ) -> None:
     """Write codes and scales of the FP32 `values`, the elements of the message from `start` on."""
     form, noise = layout.format, None
-    data, scales, row_scales = _sections(message, layout, start, values.numel())
+    data, *sections = sections_of(message, layout, start, values.numel())
     if cast.seed is not None:
         noise = noise_bits(cast.seed, first_index, values.numel(), values.device)
     if isinstance(form, BlockFormat):
-        assert form.codec is not None
-        rule = rule_of(form, cast.rule, cast.power_of_2)
-        blocks = _in_blocks(values, form, layout.row_numel)
-        factors, stored, rows = named(form.codec.definition, "scales_of")(blocks, form, rule)
+        blocks = in_blocks(values, form, layout.row_numel)
+        factors = write_scales_(sections, codes.amax_of(blocks), form, cast)
         values = (blocks * factors.unsqueeze(-1)).view(-1)
-        for section, made in ((scales, stored), (row_scales, rows)):
-            if made is not None:
-                section.copy_(made.reshape(-1).view(torch.uint8))
     data.copy_(codes.stored(values, form.element, noise).view(torch.uint8))
 
 
-def _in_blocks(values: torch.Tensor, form: BlockFormat, row_numel: int) -> torch.Tensor:
+def write_scales_(
+    sections: Sequence[torch.Tensor], amax: torch.Tensor, form: BlockFormat, cast: MessageCast
+) -> torch.Tensor:
+    """What blocks with this amax, FP32 [rows, blocks], are multiplied by, its scales written.
+
+    sections: the bytes of scales and of row scales that `sections_of` gives.
+    """
+    assert form.codec is not None
+    rule = rule_of(form, cast.rule, cast.power_of_2)
+    factors: torch.Tensor
+    factors, *made = named(form.codec.definition, "scales_of")(amax, form, rule)
+    for section, scales in zip(sections, made, strict=True):
+        if scales is not None:
+            section.copy_(scales.reshape(-1).view(torch.uint8))
+    return factors
+
+
+def in_blocks(values: torch.Tensor, form: BlockFormat, row_numel: int) -> torch.Tensor:
     """`values` as [rows, blocks, elements of one]; where rows have no scales, as one row."""
     num_rows = values.numel() // row_numel if form.has_rows else 1
     block_numel = form.block_numel or row_numel
     return values.view(num_rows, values.numel() // (num_rows * block_numel), block_numel)
 
 
-def _sections(
+def sections_of(
     message: torch.Tensor, layout: MessageLayout, start: int, numel: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The bytes of the codes, scales and row scales of `numel` elements from `start` on.
@@ -285,7 +304,7 @@ def _section(message: torch.Tensor, at: int, first_bit: int, num_bits: int) -> t
     return message[at + first_bit // BITS_PER_BYTE :][: num_bits // BITS_PER_BYTE]
 
 
-def _elements(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def elements_of(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as numbers, by way of a copy where they do not lie as such numbers may."""
     if part.data_ptr() % dtype.itemsize or part.storage_offset() % dtype.itemsize:
         part = part.clone()

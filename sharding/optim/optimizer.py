@@ -97,6 +97,7 @@ def _guarded(optimizer: torch.optim.Optimizer, bound: _BoundOptimizer) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         current = reference()
         assert current is not None
+        bound.begin_step()
         try:
             if inner is not None:  # such as an LR scheduler's, which counts steps
                 return inner(*args, **kwargs)
@@ -134,12 +135,14 @@ class _BoundOptimizer:
         self._inside = False
         self._lent: list[Unit] = []  # their copies, during a step
         self._is_replaced = False
+        # Unless `optimizer.step` was called: `type(optimizer).step(optimizer)` passes it by.
+        self._ends_by_itself = True
         self._finite = FiniteSteps(runtime.options.nonfinite_grads)
 
     def hook(self, optimizer: torch.optim.Optimizer) -> None:
         """Take part in the steps of `optimizer` from now on."""
         self._before = optimizer.register_step_pre_hook(self._before_step)
-        self._after = optimizer.register_step_post_hook(lambda *_: self._leave())
+        self._after = optimizer.register_step_post_hook(lambda *_: self._after_step())
         optimizer.register_state_dict_pre_hook(teach_torch)
         optimizer.register_load_state_dict_pre_hook(take_own_parts)
         optimizer.step = _guarded(optimizer, self)  # type: ignore[method-assign]
@@ -166,10 +169,21 @@ class _BoundOptimizer:
         """What the closure of the step that is under way returned last."""
         return self._finite.loss
 
+    def begin_step(self) -> None:
+        """A step begins, whose end will be told."""
+        self._ends_by_itself = False
+
     def end_step(self) -> None:
         """A step is over, whatever ended it."""
+        self._ends_by_itself = True
         self._leave()
         self._finite.end()
+
+    def _after_step(self) -> None:
+        """The step of a class is over, be it the optimizer's or a base's that it has called."""
+        self._leave()
+        if self._ends_by_itself:
+            self._finite.end()
 
     def come_last(self, optimizer: torch.optim.Optimizer) -> None:
         """What else is hooked to a step sees the model's own parameters."""

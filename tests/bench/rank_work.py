@@ -29,3 +29,8 @@ def sleep_last(rank: int, argument: float) -> None:
     if rank == dist.get_world_size() - 1:
         time.sleep(argument)
     dist.barrier()
+
+
+def speak_and_sleep(rank: int, argument: float) -> None:
+    print(f"rank {rank}", flush=True)
+    time.sleep(argument)

@@ -1,6 +1,8 @@
 """Tests of the benches' rank processes: results in rank order, failures with their traceback."""
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -40,6 +42,22 @@ def test_another_thread_can_end_them():
     with pytest.raises(RuntimeError, match="ended before they gave a result"):
         run_ranks(rank_work.sleep_last, 2, 600.0, stop=stop)
     assert not multiprocessing.active_children()
+
+
+def test_ranks_end_with_a_killed_parent():
+    code = (
+        "from sidestream.bench.ranks import run_ranks\n"
+        "from sidestream.tests.bench.rank_work import speak_and_sleep\n"
+        "if __name__ == '__main__': run_ranks(speak_and_sleep, 2, 600.0)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        assert {parent.stdout.readline(), parent.stdout.readline()} == {"rank 0\n", "rank 1\n"}
+    finally:
+        parent.kill()
+    # The ranks have the other end of the pipe too: it ends when they do.
+    assert parent.communicate(timeout=30.0)[0] == ""
 
 
 def test_no_ranks_are_refused():

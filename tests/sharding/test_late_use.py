@@ -2,6 +2,9 @@
 after their unit's exchange: each equals a plain model at every ZeRO level.
 """
 
+from collections import Counter
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,7 @@ import sidestream as ss
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.trace import Kind
 from sidestream.sharding.unit import UnitState
+from sidestream.sharding.wire import Source
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.twins import LEVELS, Twins, square_loss
 
@@ -309,6 +313,26 @@ def exchanges(model: nn.Module) -> int:
 def test_only_gradients_that_come_late_cost_another_exchange() -> None:
     assert exchanges(in_a_stack(ChecksItsPart(True, 1), ChecksItsPart(False, 2))) == 3
     assert exchanges(ChecksUnitsTwice()) == 3 + 2
+
+
+class Keys(ss.MessageWire):
+    """Remembers the keys of the noise that it was asked for."""
+
+    seen: ClassVar[list[int]] = []
+
+    def pack(self, sent: Tensor, source: Source, parts: int) -> None:
+        self.seen.append(source.noise_key)
+        super().pack(sent, source, parts)
+
+
+def test_exchanges_of_late_gradients_have_noise_of_their_own() -> None:
+    model, x = ChecksUnitsTwice(), torch.randn(3, WIDTH)
+    policy = ss.MixedPrecisionPolicy(grad_wire=Keys("nvfp4"))
+    ss.fully_shard(model, fsdp_unit_modules=[Unit], mixed_precision_policy=policy)
+    for _ in range(3):
+        model(x).sum().backward()
+    times = Counter(Keys.seen)
+    assert sorted(times.values()) == [2, 2, 2, 3, 3, 3], "two units late, three in their turn"
 
 
 def test_a_unit_used_again_after_its_gradients_is_released_again() -> None:

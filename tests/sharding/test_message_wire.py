@@ -117,18 +117,28 @@ def test_what_is_not_finite_does_not_stay_in_the_residual() -> None:
 
 def test_the_transform_is_of_what_is_sent() -> None:
     wire, flat = ss.MessageWire("nvfp4", rounding="nearest", hadamard=True), gradients()
-    plain = ss.MessageWire("nvfp4", rounding="nearest")
     sent = packed(wire, source_of(flat))
-    assert torch.equal(sent, packed(plain, source_of(hadamard16(flat))))
+    expected = torch.empty_like(sent)
+    pack_message_(expected.view(2, -1), [hadamard16(flat)], "nvfp4", offsets=[0])
+    assert torch.equal(sent, expected)
     out = torch.empty(LAYOUT.shard_numel)
     rows = [sent.chunk(2)[0], sent.chunk(2)[0]]
     wire.reduce(out, rows, scale=0.5)
     said = torch.empty(LAYOUT.shard_numel)
-    plain.reduce(said, rows)
+    ss.MessageWire("nvfp4", rounding="nearest").reduce(said, rows)
     assert torch.equal(out, hadamard16(said, inverse=True) * 0.5)
     before = out.clone()
     wire.reduce(out, rows, scale=0.5, accumulate=True)
     assert torch.equal(out, before + before)
+
+
+@pytest.mark.parametrize("feedback", [None, torch.float32], ids=["lost", "fed back"])
+def test_blocks_that_a_tensor_fills_in_part_come_back_from_the_transform(feedback: Any) -> None:
+    wire = ss.MessageWire("fp16", rounding="nearest", hadamard=True, error_feedback=feedback)
+    flat = gradients()
+    residual = None if feedback is None else torch.zeros(LAYOUT.numel)
+    out = received(wire, packed(wire, source_of(flat, residual=residual)))
+    torch.testing.assert_close(out, flat, rtol=0, atol=2**-10 * flat.abs().max().item())
 
 
 def test_names_say_what_is_sent() -> None:

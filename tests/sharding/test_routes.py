@@ -66,6 +66,10 @@ def test_on_refuses_where_gradients_travel_along_an_axis_that_cannot() -> None:
 class OwnWire(PlainWire):
     """Moves what it sends by itself."""
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.name = "own"
+
     def exchange(
         self, channel: Channel, received: Tensor, sent: Tensor, what: str
     ) -> list[Pending]:
@@ -111,6 +115,14 @@ def none_here(rank: int, world_size: int) -> None:
         policy = ss.MixedPrecisionPolicy(grad_wire=OwnWire(torch.float32))
         assert route_of("auto", mixed_precision_policy=policy)["dp_shard"].startswith("messages")
         assert route_of("auto", reduce="native")["dp_shard"].startswith("messages")
+        rule = ss.WireRule(trainer.Attention, grad_wire=OwnWire(torch.float32))
+        policy = ss.MixedPrecisionPolicy(wire_rules=(rule,))
+        with pytest.raises(ValueError, match=r"OwnWire.* for unit 'blocks\.0"):
+            trainer.build(Job(options={"symmetric_memory": "on", "mixed_precision_policy": policy}))
+        options = {"symmetric_memory": "auto", "mixed_precision_policy": policy}
+        model, _ = trainer.build(Job(zero=2, options=options))
+        by_wire = {(unit.wire, unit.exchange) for unit in ss.summary(model).units}
+        assert by_wire == {("own", "messages"), ("float32", "symmetric memory")}
 
 
 def test_summary_says_what_exchanges_go_by() -> None:

@@ -208,6 +208,10 @@ def failed_backward(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match="planted"):
             trainer.run_step(model, optimizer, job, step, rank, world_size)
     hook.remove()
+    for step in range(3):
+        planted = mock.patch.object(PlainWire, "pack", side_effect=ValueError("planted"))
+        with planted, pytest.raises(ValueError, match="planted"):
+            trainer.run_step(model, optimizer, job, step, rank, world_size)
     expected, plain_optimizer = trainer.build(job)
     for one, stepper in ((model, optimizer), (expected, plain_optimizer)):
         trainer.run_step(one, stepper, job, 0, rank, world_size)

@@ -304,6 +304,21 @@ def test_beside_a_scaler(policy: str, make: str) -> None:
     run_on_ranks(scaled, 2, policy, make)
 
 
+def test_a_step_called_through_the_class_is_checked_each_time() -> None:
+    training = Training(3, OPTIMIZERS["SGD"], "skip")
+    for _ in range(2):
+        training.backward(0)
+        torch.optim.SGD.step(training.optimizer)
+        training.optimizer.zero_grad()
+    before = training.values()
+    training.backward(1, math.nan)
+    with pytest.raises(ss.NonFiniteGradientError) as caught:
+        torch.optim.SGD.step(training.optimizer)
+    assert caught.value.step == 2
+    training.optimizer.step()
+    assert same(training.values(), before) and ss.skipped_steps(training.model) == 1
+
+
 def calls(rank: int, world_size: int, policy: str) -> int:
     training = Training(3, OPTIMIZERS["SGD"], policy)
     training.step(0)
