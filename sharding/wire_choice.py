@@ -51,11 +51,14 @@ class WireRule:
     param_wire: str | None = None
 
     def __post_init__(self) -> None:
-        is_class = isinstance(self.where, type)
-        if not callable(self.where) or (is_class and not issubclass(self.where, nn.Module)):  # type: ignore[arg-type]
+        is_class = isinstance(self.where, type) and issubclass(self.where, nn.Module)
+        # A module can be called as well, but says nothing of parameters.
+        is_function = callable(self.where) and not isinstance(self.where, (type, nn.Module))
+        if not is_class and not is_function:
             raise TypeError(
                 "WireRule: where: expected a module class or a function of a parameter's name and "
-                f"the parameter, got {kind_of(self.where)}; pass one of them"
+                f"the parameter, got {kind_of(self.where)}; pass one of them, for a single module "
+                "a function of the name"
             )
         wire = resolve_grad_wire("WireRule: grad_wire", self.grad_wire)
         object.__setattr__(self, "grad_wire", wire)
@@ -82,9 +85,13 @@ class ParamWires:
     @property
     def described(self) -> str:
         """In words, after a dtype; nothing where nothing was chosen."""
-        if self.names == (None, None):
-            return ""
-        return f" (gradients in {self.names[0]}, gathered in {self.param})"
+        texts = ("gradients in", "gathered in")
+        found = [
+            f"{text} {name}"
+            for text, name in zip(texts, self.names, strict=True)
+            if name is not None
+        ]
+        return f" ({', '.join(found)})" if found else ""
 
 
 def choose_wires(
@@ -158,8 +165,9 @@ def require_wire(option: str, wire: object) -> None:
     """
     if not isinstance(wire, Wire):
         raise TypeError(
-            f"{option}: expected None or a sidestream.Wire, got {kind_of(wire)}; derive a class "
-            "from sidestream.Wire and pass an object of it"
+            f"{option}: expected None, a name such as 'bf16' or a sidestream.Wire, got "
+            f"{kind_of(wire)}; pass one of {', '.join(GRAD_WIRES)}, or an object of a class "
+            "derived from sidestream.Wire"
         )
     missing = [name for name in _METHODS if getattr(type(wire), name) is getattr(Wire, name)]
     missing += [name for name in ("name", "dtype") if not hasattr(wire, name)]

@@ -174,6 +174,11 @@ def test_names_say_what_is_sent() -> None:
         (lambda: ss.MixedPrecisionPolicy(wire_rules=3), TypeError, "sidestream.WireRules in a"),
         (lambda: ss.WireRule("norm"), TypeError, "a module class or a function of a parameter's"),
         (lambda: ss.WireRule(int), TypeError, "got the class int"),
+        (
+            lambda: ss.WireRule(nn.Linear(2, 2), "bf16"),
+            TypeError,
+            "got Linear; pass .* of the name",
+        ),
         (lambda: ss.WireRule(nn.Linear, grad_wire="x"), ValueError, "WireRule: grad_wire"),
     ],
 )
@@ -244,7 +249,7 @@ def test_native_sums_take_no_messages() -> None:
 def rules_differ(rank: int, world_size: int) -> None:
     rule = ss.WireRule(lambda name, param: name.startswith("eh"[rank]), "mxfp8")
     policy = ss.MixedPrecisionPolicy(wire_rules=(rule,))
-    with pytest.raises(ValueError, match=r"rank 1: 'embed.weight' has .*on rank 0 .*mxfp8"):
+    with pytest.raises(ValueError, match=r"rank 1: 'embed.weight' has .*on rank 0 .*in mxfp8\)"):
         ss.fully_shard(Model(), mixed_precision_policy=policy)
 
 

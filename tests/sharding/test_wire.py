@@ -196,7 +196,7 @@ class NoReduce(ss.Wire):
 def test_a_wire_must_have_all_that_is_used() -> None:
     with pytest.raises(TypeError, match=r"without reduce; add what is missing"):
         ss.MixedPrecisionPolicy(grad_wire=NoReduce())
-    with pytest.raises(TypeError, match=r"expected None or a sidestream.Wire, got int"):
+    with pytest.raises(TypeError, match=r"a name such as 'bf16' or .*Wire, got int; pass one of"):
         ss.MixedPrecisionPolicy(grad_wire=8)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got both"):
         ss.MixedPrecisionPolicy(grad_wire=MessageWire("mxfp8"), grad_comm_dtype=torch.bfloat16)
