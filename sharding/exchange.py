@@ -63,9 +63,9 @@ class Reduction:
         ]
         self.coordinate = collectives.grid.coordinate
         self.residual: Tensor | None = None
-        """What the wire of gradients has lost so far on this rank, if it is fed back [numel]."""
-        if spec.wires[0].residual_dtype is not None:
-            self.residual = pool.lease(layout.numel, spec.wires[0].residual_dtype).zero_()
+        """What the wire of gradients has lost so far on this rank, if it is fed back [numel]; from
+        when a parameter is trainable on.
+        """
         self.name = f"gradient exchange of unit '{spec.name}'"
         self._accumulation = f"gradient accumulation of unit '{spec.name}'"
         self.own_gradients: OwnGradients | None = None
@@ -75,8 +75,14 @@ class Reduction:
         """Reduce the gradients of `params`, which `watch` sees come."""
         self._params = params
         self.watch = GradientWatch(params)
+        self._begin_if_needed()
+
+    def _begin_if_needed(self) -> None:
         self.is_needed = bool(self.watch.trainable)
         """Whether any parameter is trainable."""
+        dtype = self.spec.wires[0].residual_dtype
+        if self.is_needed and self.residual is None and dtype is not None:
+            self.residual = self.pool.lease(self.spec.layout.numel, dtype).zero_()
 
     def reset_residual(self, indices: Sequence[int]) -> None:
         """Owe nothing to the gradients of these tensors."""
@@ -92,7 +98,7 @@ class Reduction:
     def follow_requires_grad(self) -> None:
         """Some parameters may have been frozen or unfrozen."""
         self.watch.follow_requires_grad()
-        self.is_needed = bool(self.watch.trainable)
+        self._begin_if_needed()
 
     @property
     def holds_grads(self) -> bool:
@@ -105,6 +111,8 @@ class Reduction:
         self.watch.rearm()
         self._packer.take(self._params)
         self.view.drop_sum()
+        # What messages of that step have lost, or paid back, no optimizer will see.
+        self.reset_residual(range(len(self.spec.names)))
 
     def start(self, lane: Lane, *, sync: bool, number: int) -> Exchange:
         """Start to reduce this backward's gradients, which the parameters lose, and what was
