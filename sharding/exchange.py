@@ -86,9 +86,10 @@ class Reduction:
 
     def reset_residual(self, indices: Sequence[int]) -> None:
         """Owe nothing to the gradients of these tensors."""
-        for index in indices if self.residual is not None else ():
+        if self.residual is None:
+            return
+        for index in indices:
             segment = self.spec.layout.segments[index]
-            assert self.residual is not None
             self.residual[segment.start : segment.stop] = 0
 
     def note_own_gradients(self) -> None:

@@ -62,7 +62,7 @@ class MessageWire(Wire):
     Sent for an element, headers apart: 1.03 bytes with "mxfp8" and "fp8_1x128", 1.004 with "fp8" (a
     scale for 1,024 elements), 0.53 with "mxfp4", 0.566 with "nvfp4". The largest error to nearest:
     with 8 bits 2^-4 of an element, or 2^-17 of the largest magnitude that shares its scale; with 4
-    bits 0.18 ("nvfp4", or 2^-17 of the largest of 1,024 elements) or 0.25 ("mxfp4") of that. Twice
+    bits 0.18 ("nvfp4", or 2^-17 of the largest of 1,024 elements) or 0.2 ("mxfp4") of that. Twice
     that with noise, whose expected error is 0, but for what exceeds the scale of an "nvfp4" block
     that was rounded down: up to 6 % of it is lost.
 
@@ -119,7 +119,7 @@ class MessageWire(Wire):
             "stochastic": rounding == "stochastic",
             f"seed {seed}": rounding == "stochastic" and seed,
             "hadamard": hadamard,
-            f"feedback in {error_feedback}": error_feedback is not None,
+            f"feedback in {error_feedback}".replace("torch.", ""): error_feedback is not None,
         }
         self.name = ", ".join([format, *(name for name, is_on in more.items() if is_on)])
 

@@ -203,7 +203,8 @@ def require_wire(option: str, wire: object) -> None:
 def bytes_on(wire: Wire) -> str:
     """What ranks must agree on so that messages fit, whatever the wire is called."""
     sizes = [f"{sent} for {numel}" for numel, sent in _sample(wire).items()]
-    return f"{wire.name} of {wire.dtype}, elements for a part: {', '.join(sizes)}"
+    places = f"places in multiples of {wire.align_numel}"
+    return f"{wire.name} of {wire.dtype}, {places}, elements for a part: {', '.join(sizes)}"
 
 
 def _sample(wire: Wire) -> dict[int, object]:

@@ -256,7 +256,12 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
     )
     _add(group, "compute", "dtype of forward and backward", choices=COMPUTE_DTYPES)
     _add(group, "grad_wire", "format of gradients between ranks; sums are FP32", choices=GRAD_WIRES)
-    _add(group, "param_wire", "format of gathered weights (that of compute)", choices=PARAM_WIRES)
+    _add(
+        group,
+        "param_wire",
+        "format of gathered weights (default: that of compute)",
+        choices=PARAM_WIRES,
+    )
     _add(
         group,
         "bucket_mib",

@@ -234,7 +234,8 @@ def test_what_a_wire_has_is_of_its_kind(
 
 def wires_of_one_name(rank: int, world_size: int) -> None:
     """gloo ends a process that gets more than it expects."""
-    for other in ({"part_numel": lambda numel: 2 * numel}, {"dtype": torch.int16}):
+    others = ({"part_numel": lambda n: 2 * n}, {"dtype": torch.int16}, {"align_numel": 256})
+    for other in others:
         wire = AnyWire(**other if rank else {})
         rules = (ss.WireRule(torch.nn.Module, wire),)
         for options in ({"grad_wire": wire}, {"wire_rules": rules}):
