@@ -34,6 +34,14 @@ from .reference import (
 )
 from .shares import Share, shares_of
 
+CHUNK_NUMEL = 512 * 1024
+"""Elements of a chunk, for each thread: a multiple of rows of every length.
+
+A quarter of it stays in 2 MiB of cache, but then calls cost more than arithmetic: packing took 5.7
+ns an element of MXFP8 and 9.6 of NVFP4, where this takes 4.0 and 7.8, and decoding 2.5 and 3.5 in
+place of 2.1 and 2.2 (one core of a Xeon with 2 MiB of L2, minima of 12).
+"""
+
 
 def pack_message_(
     message: torch.Tensor,
@@ -130,7 +138,7 @@ def reduce_peer_messages_(
 
 def _step(numel: int) -> int:
     """Elements of a chunk in a vector of `numel`: whole rows of every length."""
-    return min(max(numel, 1), packing.CHUNK_NUMEL * torch.get_num_threads())
+    return min(max(numel, 1), CHUNK_NUMEL * torch.get_num_threads())
 
 
 def _chunks(share: Share, numel: int) -> Iterator[tuple[int, Share]]:

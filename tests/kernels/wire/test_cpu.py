@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sidestream.kernels.formats.noise import noise_bits
-from sidestream.kernels.pack import reference as packing
 from sidestream.kernels.wire import cpu, reference
 from sidestream.kernels.wire.layout import layout_of_numel
 from sidestream.kernels.wire.reference import MessageCast
@@ -31,7 +30,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(packing, "CHUNK_NUMEL", CHUNK)
+    monkeypatch.setattr(cpu, "CHUNK_NUMEL", CHUNK)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
@@ -147,7 +146,7 @@ def test_subnormals_where_the_processor_has_none(name):
 def test_memory_is_that_of_a_chunk_however_long_the_message(name, monkeypatch):
     """The largest are the indices of a look-up, 8 bytes an element; tables are made before."""
     chunk = 4 * CHUNK
-    monkeypatch.setattr(packing, "CHUNK_NUMEL", chunk)
+    monkeypatch.setattr(cpu, "CHUNK_NUMEL", chunk)
     assert _largest(name, chunk) > 0
     assert _largest(name, 8 * chunk) <= 8 * chunk
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sidestream.kernels.wire import reference
+from sidestream.kernels.wire import cpu
 from sidestream.kernels.wire.layout import header_bytes, message_layout, read_header
 from sidestream.kernels.wire.op import pack_message_, unpack_message_
 from sidestream.tests.kernels import oracle
@@ -210,7 +210,7 @@ def test_large_messages_are_packed_in_pieces(monkeypatch):
         options = {} if name in cases.ALWAYS_NEAREST else {"rounding": "stochastic", "seed": 5}
         expected, _ = pack(tensors, name, **options)
         with monkeypatch.context() as patched:
-            patched.setattr(reference.reference, "CHUNK_NUMEL", 4096)
+            patched.setattr(cpu, "CHUNK_NUMEL", 4096)
             assert torch.equal(pack(tensors, name, **options)[0], expected)
 
 

@@ -10,8 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sidestream.kernels import message_layout, pack_message_, unpack_message_
-from sidestream.kernels.pack import reference
-from sidestream.kernels.wire import op
+from sidestream.kernels.wire import cpu, op
 from sidestream.kernels.wire import reference as definition
 from sidestream.kernels.wire.layout import header_bytes, layout_of_numel
 from sidestream.tests.kernels import oracle
@@ -157,7 +156,7 @@ def test_ranks_are_added_in_their_order():
 @FORMAT
 def test_rows_and_chunks(format, row_numel, monkeypatch):
     """Chunks of 4096 elements, the last of 128 or a row."""
-    monkeypatch.setattr(reference, "CHUNK_NUMEL", 4096)
+    monkeypatch.setattr(cpu, "CHUNK_NUMEL", 4096)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     rows = row_numel if format in ("fp8_row", "nvfp4") else 128
     messages = cases.random_messages(format, 2, 2 * 4096 + rows, row_numel, seed=row_numel)
@@ -270,7 +269,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 @FORMAT
 def test_temporaries_are_a_chunk_however_long_the_message(format, monkeypatch):
-    monkeypatch.setattr(reference, "CHUNK_NUMEL", 4096)
+    monkeypatch.setattr(cpu, "CHUNK_NUMEL", 4096)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     messages, out = cases.random_messages(format, 3, 32 * 4096), torch.empty(32 * 4096)
     with Largest(messages, out) as largest:
