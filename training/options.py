@@ -156,8 +156,12 @@ class TrainOptions:
             )
 
     def defining(self) -> dict[str, str | int | float]:
-        """The options that decide the numbers of the run, by name."""
-        return {name: value for name, value in asdict(self).items() if name in DEFINING_OPTIONS}
+        """The options that decide the numbers of the run, by name, but for those left out."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name in DEFINING_OPTIONS and value is not None
+        }
 
 
 DEFAULTS = {field.name: field.default for field in fields(TrainOptions)}
