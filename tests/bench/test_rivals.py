@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from sidestream.bench import rivals
 from sidestream.bench.fsdp2_messages import MessageAllGather, MessageReduceScatter
-from sidestream.bench.models import DecoderConfig, build_batch
+from sidestream.bench.models import Block, DecoderConfig, build_batch
 from sidestream.bench.rivals import (
     LEARNING_RATE,
     MEGATRON_FSDP,
@@ -126,16 +126,21 @@ def test_plain_ranks_drift_apart():
 
 def _trained_in_bf16(rank: int, world_size: int, name: str) -> dict:
     trainer = build_trainer(name, CONFIG, Setup(dtype=torch.bfloat16))
+    computed = set()
+    for module in trainer.module.modules():
+        if isinstance(module, Block):
+            module.register_forward_hook(lambda *call: computed.add(call[-1].dtype))
     losses = [
         trainer.step(*build_batch(CONFIG, seed=world_size * step + rank)) for step in range(STEPS)
     ]
-    return {"losses": torch.stack(losses), "parameters": trainer.full_parameters()}
+    parameters = trainer.full_parameters()
+    return {"losses": torch.stack(losses), "parameters": parameters, "computed": computed}
 
 
 def test_bf16_is_computed_in_and_main_parameters_are_not():
     ours, theirs = (run_on_ranks(_trained_in_bf16, 2, name) for name in ("zero3", "fsdp2"))
     for one, other in zip(ours, theirs, strict=True):
-        assert one["losses"].dtype == other["losses"].dtype == torch.bfloat16
+        assert one["computed"] == other["computed"] == {torch.bfloat16}
         torch.testing.assert_close(one["losses"], other["losses"], rtol=0.01, atol=0.0)
         for name, value in one["parameters"].items():
             assert value.dtype == torch.float32
