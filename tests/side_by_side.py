@@ -19,7 +19,11 @@ from xml.etree import ElementTree
 
 BESIDE = (
     ("kernels", "bench", "examples"),
-    ("training", "integrations", "sharding/checkpoint", "sharding/optim"),
+    (
+        *("training", "integrations", "sharding/checkpoint", "sharding/optim"),
+        *("sharding/torch_state_dict", "sharding/modules", "sharding/safetensors"),
+        *("sharding/tensor", "sharding/test_compile.py"),
+    ),
 )
 REGULAR_ENDS = (0, 1)
 END_S = 10.0
