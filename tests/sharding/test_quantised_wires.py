@@ -14,12 +14,9 @@ from sidestream.tests.sharding.meshes import options_of
 STEPS = 3
 WIRES: dict[str, dict[str, Any]] = {
     "mxfp8": {"grad_wire": "mxfp8", "param_wire": "mxfp8"},
-    "fp8": {"grad_wire": "fp8", "param_wire": "fp8"},
-    "fp8_1x128": {"grad_wire": "fp8_1x128", "param_wire": "bf16"},
+    "fp8": {"grad_wire": "fp8", "param_wire": "fp8_1x128"},
     "nvfp4": {"grad_wire": "nvfp4", "param_wire": "nvfp4"},
-    "mxfp4": {"grad_wire": "mxfp4", "param_wire": "mxfp8"},
     "bf16, stochastic": {"grad_wire": ss.MessageWire("bf16", rounding="stochastic")},
-    "nvfp4, hadamard": {"grad_wire": ss.MessageWire("nvfp4", hadamard=True)},
     "mxfp4, feedback": {"grad_wire": ss.MessageWire("mxfp4", error_feedback=torch.float32)},
     "nvfp4, all": {
         "grad_wire": ss.MessageWire("nvfp4", hadamard=True, error_feedback=torch.bfloat16, seed=7),
@@ -85,7 +82,6 @@ def trained(rank: int, wires: dict[str, Any], **options: Any) -> tuple[nn.Module
 
 CUTS: dict[str, dict[str, Any]] = {
     "ZeRO-0": {"zero_dp_strategy": 0},
-    "ZeRO-1": {"zero_dp_strategy": 1},
     "ZeRO-3": {"zero_dp_strategy": 3},
     "one unit": {"fsdp_unit_modules": None, "zero_dp_strategy": 2},
     "buckets": {"bucket_mib": 0.005, "overlap_grad_reduce": False, "overlap_param_gather": False},
@@ -104,7 +100,7 @@ def test_bits_do_not_depend_on_how_the_model_is_cut(name: str) -> None:
     run_on_ranks(same_bits, 3, WIRES[name])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_bits_at_other_worlds(world_size: int) -> None:
     run_on_ranks(same_bits, world_size, WIRES["nvfp4, all"])
 
@@ -122,7 +118,10 @@ def same_on_a_mesh(rank: int, world_size: int, wires: dict[str, Any], partial: A
     assert len(set(found.values())) == 1, found
 
 
-@pytest.mark.parametrize("partial", [torch.float32, torch.bfloat16, None], ids=str)
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4, all"])
+@pytest.mark.parametrize(
+    ("name", "partial"),
+    [("mxfp8", torch.float32), ("nvfp4, all", torch.bfloat16), ("nvfp4, all", None)],
+    ids=lambda value: str(value),
+)
 def test_bits_on_a_mesh(name: str, partial: Any) -> None:
     run_on_ranks(same_on_a_mesh, 4, WIRES[name], partial)
