@@ -9,11 +9,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test docs lint gpu-check clean
+.PHONY: help demo test test-all docs lint gpu-check clean
 
 help:
 	@echo "make demo       train a small GPT on two ranks, kill it, resume it, compare the bits"
-	@echo "make test       lint, types and every test"
+	@echo "make test       lint, types and the tests, but for those marked slow"
+	@echo "make test-all   lint, types and every test"
 	@echo "make docs       write docs/kernels.md anew from the kernels' cases"
 	@echo "make lint       lint and types only"
 	@echo "make gpu-check  tests, sanitizers, speed, training and tuning on this machine's GPU, in 6 minutes"
@@ -37,7 +38,10 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/$(if $(ARGS),pytest $(ARGS),python tests/side_by_side.py)
+	$(BIN)/$(if $(ARGS),pytest $(ARGS),python tests/side_by_side.py -m "not slow")
+
+test-all: lint
+	$(BIN)/python tests/side_by_side.py
 
 docs: $(INSTALLED)
 	$(BIN)/python -m sidestream.kernels.cases > docs/kernels.md

@@ -23,7 +23,9 @@ BESIDE = (
     (
         *("training", "integrations", "sharding/checkpoint", "sharding/optim"),
         *("sharding/torch_state_dict", "sharding/modules", "sharding/safetensors"),
-        *("sharding/tensor", "sharding/test_compile.py"),
+        *("sharding/tensor", "sharding/test_compile.py", "sharding/test_quantised_wires.py"),
+        *("sharding/test_stream_lane.py", "sharding/test_ranks_that_differ.py"),
+        "sharding/test_lifecycle.py",
     ),
 )
 REGULAR_ENDS = (0, 1)

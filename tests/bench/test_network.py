@@ -166,6 +166,7 @@ def test_what_cannot_be_removed_is_said(monkeypatch, capsys):
     assert _names_of(os.getpid()) == []
 
 
+@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.timeout(200)
 def test_a_killed_rank_removes_the_network():
@@ -175,6 +176,7 @@ def test_a_killed_rank_removes_the_network():
     assert _names_of(os.getpid()) == []
 
 
+@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
@@ -228,6 +230,7 @@ def _until(holds, timeout_s: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.timeout(200)
 def test_a_run_in_namespaces(tmp_path, capsys):

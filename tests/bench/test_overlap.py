@@ -13,6 +13,7 @@ from sidestream.cli import main
 COMMAND = ["bench", "overlap", "--layers", "1", "--steps", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_records_ours_and_fsdp2(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(overlap_command, "STEP_TIME_CONFIG", TINY_CONFIG)

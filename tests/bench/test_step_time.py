@@ -252,6 +252,7 @@ def test_a_gpu_that_is_not_there_is_refused(capsys, monkeypatch):
     assert "--device: expected a GPU that torch sees" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_command_compares_and_writes_its_result(tmp_path, capsys):
     """One rank, so that fewer processes start; two are in the test of those that disagree."""
@@ -283,6 +284,7 @@ def test_command_times_and_profiles_one_trainer(capsys):
     assert all(part in printed for part in ("zero3: median", "MiB at start", "Self CPU"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ranks_that_do_not_communicate_are_caught(capsys):
     command = ["bench", "step", "--tiny", "--device", "cpu", "--pairs", "3", "--launches", "1"]

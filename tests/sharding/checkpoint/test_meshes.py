@@ -117,6 +117,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_mesh_reads_what_every_other_wrote(saved: Path) -> None:
     assert len(list(saved.glob("*.pt"))) == len(CASES)
 

@@ -87,6 +87,7 @@ def norms_on_meshes(rank: int, world_size: int) -> dict[str, list[float]]:
     return values
 
 
+@pytest.mark.slow
 def test_same_bits_on_every_mesh() -> None:
     (single,) = run_on_ranks(norms, 1)
     for values in run_on_ranks(norms_on_meshes, WORLD):
