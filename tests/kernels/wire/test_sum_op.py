@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sidestream.kernels import message_layout, pack_message_, unpack_message_
+from sidestream.kernels.pack import reference
 from sidestream.kernels.wire import cpu, op
 from sidestream.kernels.wire import reference as definition
 from sidestream.kernels.wire.layout import header_bytes, layout_of_numel
@@ -269,7 +270,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 @FORMAT
 def test_temporaries_are_a_chunk_however_long_the_message(format, monkeypatch):
-    monkeypatch.setattr(cpu, "CHUNK_NUMEL", 4096)
+    monkeypatch.setattr(reference, "CHUNK_NUMEL", 4096)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     messages, out = cases.random_messages(format, 3, 32 * 4096), torch.empty(32 * 4096)
     with Largest(messages, out) as largest:
