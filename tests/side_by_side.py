@@ -19,11 +19,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 BESIDE = (
-    ("kernels", "bench", "examples"),
+    ("kernels", "bench", "examples", "sharding/test_quantised_wires.py"),
     (
         *("training", "integrations", "sharding/checkpoint", "sharding/optim"),
         *("sharding/torch_state_dict", "sharding/modules", "sharding/safetensors"),
-        *("sharding/tensor", "sharding/test_compile.py", "sharding/test_quantised_wires.py"),
+        *("sharding/tensor", "sharding/test_compile.py"),
         *("sharding/test_stream_lane.py", "sharding/test_ranks_that_differ.py"),
         "sharding/test_lifecycle.py",
     ),

@@ -19,6 +19,8 @@ from sidestream.tests.ranks import preload, run_on_ranks
 preload("torch._dynamo.backends.debugging", "torch._dynamo.convert_frame", "functorch.compile")
 preload("torch._inductor.compile_fx")
 
+pytestmark = pytest.mark.slow
+
 ZEROS = (0, 1, 2, 3)
 STEPS = 2
 # Compilers take long where other work shares the cores.
