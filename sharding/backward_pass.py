@@ -30,8 +30,8 @@ class BackwardPass:
 
     `order`: indices of all units, as their exchanges follow each other on every rank. `sync`:
     whether gradients are exchanged, or only added up on this rank. `number`: how many backwards
-    that did so came before. `callback`: refers to what the
-    engine alone holds, so it is dead once the backward has ended, with an exception too.
+    that did so came before. `callback`: refers to what the engine alone holds, so it is dead once
+    the backward has ended, with an exception too.
     """
 
     units: Sequence[Unit]

@@ -93,9 +93,7 @@ class MessageGather:
 
     def _complete_rest(self, hop: Hop) -> Sequence[Pending]:
         assert self._rest is not None
-        flat = self._rest[hop.start - self._rest_start : hop.stop - self._rest_start]
-        slices = cut(flat, hop.parts)
-        return self._channels[hop.axis].gather(flat, slices, slices[hop.own], self._what)
+        return self._move(hop, self._rest, self._rest_start)
 
     def _begin(self) -> Sequence[Pending]:
         self._messages = self._pool.lease(self.numel, torch.uint8)
@@ -108,11 +106,18 @@ class MessageGather:
 
     def _hop(self, place: int) -> Sequence[Pending]:
         assert self._messages is not None
-        hop = self._hops[place]
-        flat = self._messages[hop.start : hop.stop]
+        return self._move(self._hops[place], self._messages, 0, None if place else self._rest)
+
+    def _move(
+        self, hop: Hop, messages: Tensor, start: int, own: Tensor | None = None
+    ) -> Sequence[Pending]:
+        """Start `hop` inside `messages`, which lie from byte `start` on; `own`: what this rank
+        sends, None: what lies in its place.
+        """
+        flat = messages[hop.start - start : hop.stop - start]
         slices = cut(flat, hop.parts)
-        source = self._rest if self._rest is not None and not place else slices[hop.own]
-        return self._channels[hop.axis].gather(flat, slices, source, self._what)
+        own = slices[hop.own] if own is None else own
+        return self._channels[hop.axis].gather(flat, slices, own, self._what)
 
     def _decode(self) -> Sequence[Pending]:
         assert self._messages is not None
