@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..sharding.process_groups import ONE_RANK_VARIABLE
+from ..sharding.data_parallel_groups import ONE_RANK_VARIABLE
 from ..training.ranks import INIT_METHOD_VARIABLE
 from .gpu_steps import FAILED, FILE, FOLDER, NOT_RUN, OK, Outcome, Result, Step, unfinished
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from ..sharding import build, runtime
 from ..sharding.collectives import Collectives
+from ..sharding.data_parallel_groups import Axis, DataParallelGroups
 from ..sharding.fully_shard import fully_shard
 from ..sharding.lanes import Lane, StreamLane
-from ..sharding.process_groups import Axis, DataParallelGroups
 from .virtual_streams import LoopbackGroup, Machine
 
 Along = list[tuple[LoopbackGroup, ...]]

@@ -1,6 +1,7 @@
 """Ranks, modules, time: what shards a model and moves its parameters and gradients."""
 
 from .checkpoint import full_state_dict, load_checkpoint, remove_old_checkpoints, save_checkpoint
+from .data_parallel_groups import shorten_flight_record
 from .entries import gathered, register_forward_method
 from .errors import CommunicationError, DivergentUseError, NonFiniteGradientError
 from .fully_shard import (
@@ -17,7 +18,6 @@ from .message_wire import MessageWire
 from .optim.adamw import AdamW
 from .optim.grad_norm import clip_grad_norm_
 from .precision import MixedPrecisionPolicy
-from .process_groups import shorten_flight_record
 from .safetensors import load_safetensors, save_safetensors
 from .summary import summary
 from .tensor.sharded_tensor import ShardedTensor

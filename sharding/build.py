@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..buffers import BufferPool, Placement, flat_layout
 from .collectives import Collectives
-from .config import ShardConfig
 from .hooks import Entry, install_hooks, install_root_hooks
 from .initialisation import Initialisation, Staging
 from .lanes import LaneStreams, make_lane
@@ -26,6 +25,7 @@ from .placements import unit_placements
 from .precision import resolve_dtypes, resolve_param_wire, resolve_wires
 from .routes import open_channels
 from .runtime import Runtime
+from .shard_config import ShardConfig
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.torch_state_dict import part_like, teach_torch
 from .unit import Unit

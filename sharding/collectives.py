@@ -32,8 +32,8 @@ from torch.distributed.distributed_c10d import (
 
 from ..buffers import BufferPool, Grid, Hop, Placements, redistribute
 from .communicators import gather_objects
+from .data_parallel_groups import Axis, DataParallelGroups
 from .in_flight import WAITS
-from .process_groups import Axis, DataParallelGroups
 from .ranges import is_profiling, ranged
 from .uses import Uses
 

@@ -20,7 +20,7 @@ from .arguments import require_forward, require_module
 from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .collectives import Collectives
-from .config import SPLIT_ROOT_MIB, ShardConfig, resolve_config
+from .data_parallel_groups import DataParallelGroups, data_parallel_groups
 from .explanation import Explanation, explain_runtime
 from .initialisation import plan_initialisation
 from .mesh_axes import require_mesh
@@ -43,8 +43,8 @@ from .optim.kinds import check_elementwise, describe_options
 from .optim.nonfinite import num_skipped
 from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
 from .precision import MixedPrecisionPolicy
-from .process_groups import DataParallelGroups, data_parallel_groups
 from .runtime import Runtime
+from .shard_config import SPLIT_ROOT_MIB, ShardConfig, resolve_config
 from .tensor.sharded_tensor import ShardedTensor
 from .wire_choice import choose_wires
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 from ..buffers import BufferPool
 from . import peer_memory
 from .collectives import Collectives, Pending
+from .data_parallel_groups import DataParallelGroups
 from .lanes import Lane
-from .process_groups import DataParallelGroups
 from .sum_plan import plan_sums
 from .symmetric import Slots, SymmetricChannel, leaves_moving
 from .unit_spec import UnitSpec

@@ -19,12 +19,12 @@ from torch.autograd.variable import Variable
 from ..buffers import BufferPool
 from .backward_pass import BackwardPass, engine_let_go
 from .collectives import Collectives
-from .config import RuntimeOptions
 from .exchange_order import ExchangeOrder
 from .gathered_unit import agree_on_paths, check_not_gathered
 from .lanes import Lane
 from .lent_outputs import LentOutputs
 from .modules.uncompiled import uncompiled
+from .shard_config import RuntimeOptions
 from .trace import Kind, Trace
 from .turns import make_turns
 from .unit import Unit, UnitState

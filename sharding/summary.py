@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .data_parallel_groups import DataParallelGroups
 from .fully_shard import runtime_of
 from .memory import Depth, StreamBytes, UnitBytes, stream_bytes
 from .modules.tree_watch import watches_of
-from .process_groups import DataParallelGroups
 from .routes import routes, symmetric_bytes
 from .runtime import Runtime
 from .unit import Unit

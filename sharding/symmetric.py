@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ..buffers import BufferPool
 from .collectives import Channel, Lender, Pending, Traffic
+from .data_parallel_groups import Axis
 from .peer_memory import PeerMemory
-from .process_groups import Axis
 from .uses import Uses
 from .wire import Wire
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..communicators import background_group
+from ..data_parallel_groups import device_of
 from ..entries import runtimes_over
 from ..errors import communicating
-from ..process_groups import device_of
 from .folder import shown
 
 

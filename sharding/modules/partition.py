@@ -26,10 +26,10 @@ from torch.nn.parameter import is_lazy
 from ...buffers.layout import round_up
 from ...kernels import ALIGN_NUMEL
 from ..arguments import lacks_forward
-from ..config import UnitSizes
 from ..messages import listed
 from ..optim import replaced_params
 from ..precision import MixedPrecisionPolicy, resolve_dtypes
+from ..shard_config import UnitSizes
 from ..tensor.sharded_tensor import ShardedTensor
 from ..wire_choice import ParamWires
 from .uncompiled import named_buffers, param_places, plain_name

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from sidestream.bench.virtual_ranks import groups_over
-from sidestream.sharding.process_groups import Axis, DataParallelGroups
+from sidestream.sharding.data_parallel_groups import Axis, DataParallelGroups
 
 
 def one_axis(

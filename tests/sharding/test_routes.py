@@ -10,9 +10,9 @@ from torch import Tensor
 
 import sidestream as ss
 from sidestream.sharding.collectives import Channel, Pending
+from sidestream.sharding.data_parallel_groups import Axis
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.peer_memory import Reach
-from sidestream.sharding.process_groups import Axis
 from sidestream.sharding.routes import find_obstacles
 from sidestream.sharding.wire import PlainWire
 from sidestream.tests.ranks import run_on_ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sidestream as ss
-from sidestream.sharding.process_groups import ONE_RANK_VARIABLE
+from sidestream.sharding.data_parallel_groups import ONE_RANK_VARIABLE
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.shared_files import sharing
 from sidestream.training.result import sha256_of

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from sidestream.sharding.config import UnitSizes
 from sidestream.sharding.modules.partition import GroupPlan, collect_params, partition
 from sidestream.sharding.precision import MixedPrecisionPolicy
+from sidestream.sharding.shard_config import UnitSizes
 
 
 class Layer(nn.Module):

@@ -13,13 +13,14 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sidestream as ss
+from sidestream.sharding import data_parallel_groups as data_parallel_groups_module
 from sidestream.sharding.communicators import communicator, gather_objects
-from sidestream.sharding.fully_shard import runtime_of
-from sidestream.sharding.process_groups import (
+from sidestream.sharding.data_parallel_groups import (
     ONE_RANK_VARIABLE,
     DataParallelGroups,
     data_parallel_groups,
 )
+from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 from sidestream.tests.sharding import trainer
 
@@ -281,10 +282,12 @@ def _device(
         stack.enter_context(GPU)
         # The tensors of these groups stay on the CPU.
         stack.enter_context(
-            mock.patch("sidestream.sharding.process_groups._use_once", lambda *_: None)
+            mock.patch.object(data_parallel_groups_module, "_use_once", lambda *_: None)
         )
         stack.enter_context(
-            mock.patch("sidestream.sharding.process_groups.gather_objects", lambda *_: [_[0]] * 2)
+            mock.patch(
+                "sidestream.sharding.data_parallel_groups.gather_objects", lambda *_: [_[0]] * 2
+            )
         )
         world.bound_device_id = None if bound is None else torch.device(bound)
         stack.callback(setattr, world, "bound_device_id", None)
