@@ -28,6 +28,10 @@ _INFINITY = 0x7F80_0000
 _QUIET_NAN = 0x7FC0_0000
 _SIGN_AND_E4M3 = -0x4080  # of an FP16 whose upper bits are copies of the sign
 _FROM_FP16 = 2.0**8
+_SIGN_AND_E4M3_IN_BF16 = -0x7810
+_BF16_FROM_E4M3 = 120  # in the exponent
+_LARGEST_BF16_SCALE = 254 - _BF16_FROM_E4M3
+_SUBNORMAL = 2.0**-130
 _E4M3_NAN = 0x7F
 _NUM_BYTES = 1 << BITS_PER_BYTE
 _ROWS = 16  # of the indices for `gather`: what has 128 elements has a multiple of so many bytes
@@ -96,6 +100,40 @@ def load_(
     indices = scratch.indices[: stored.numel()].copy_(stored)
     table = _values_of_bytes(element)
     _look_up_(values.view(table.dtype), table, indices)
+
+
+def load_bf16_(
+    values: torch.Tensor,
+    stored: torch.Tensor,
+    exponents: torch.Tensor,
+    element: ElementFormat | WireFormat,
+    scratch: Scratch,
+) -> bool:
+    """Fill BF16 `values` [blocks, elements of one] with what codes of e4m3 [n] and E8M0 scales
+    `exponents` [blocks] say, rounded once, if it can: without FP32 between.
+
+    Not if there is a NaN, a scale above 2^7, another element, or if small numbers are flushed.
+    """
+    if (
+        element is not E4M3
+        or not exponents.numel()
+        or exponents.amax() > _LARGEST_BF16_SCALE
+        or _flushes_subnormals()
+        or _has_nan(stored, scratch)
+    ):
+        return False
+    words = values.view(torch.int16)
+    words.view(-1).copy_(stored.view(torch.int8))
+    # BF16 has the bits of e4m3 four places higher, and exponents that are greater by 120.
+    words.bitwise_left_shift_(4).bitwise_and_(_SIGN_AND_E4M3_IN_BF16)
+    factors = (exponents.to(torch.int16) + _BF16_FROM_E4M3).bitwise_left_shift_(7)
+    values.mul_(factors.view(torch.bfloat16).unsqueeze(-1))
+    return True
+
+
+def _flushes_subnormals() -> bool:
+    """Whether `torch.set_flush_denormal` has been told to."""
+    return bool(torch.tensor(_SUBNORMAL, device="cpu").mul_(1.0) == 0.0)
 
 
 def _has_nan(stored: torch.Tensor, scratch: Scratch) -> bool:
@@ -169,18 +207,16 @@ def _round_stochastically_(
 ) -> None:
     """Round values of at most `max_finite` as `codes.encode_stochastic` does."""
     dropped = _MANTISSA_BITS - element.mantissa_bits
-    normal_bits = codes.bits_of(element.min_normal)
-    magnitude, anchor = scratch.pair(values.numel())
-    bits, anchor_bits = magnitude.view(torch.int32), anchor.view(torch.int32)
+    magnitude, is_small = scratch.pair(values.numel())
+    bits = magnitude.view(torch.int32)
     torch.abs(values, out=magnitude)
-    # Below the smallest normal value the difference is all ones when shifted, else 0.
-    torch.sub(bits, normal_bits, out=anchor_bits)
-    anchor_bits.bitwise_right_shift_(31).bitwise_and_(normal_bits)
-    magnitude.add_(anchor)
+    torch.lt(magnitude, element.min_normal, out=is_small)
+    # The smallest normal value beside a smaller one gives it the exponent, and so the steps.
+    magnitude.add_(is_small, alpha=element.min_normal)
     _keep_top_(noise, dropped)
     # Whatever the bits of a NaN are, the sum is that of one.
     bits.clamp_max_(_QUIET_NAN).add_(noise).bitwise_and_(-(1 << dropped))
-    magnitude.sub_(anchor)
+    magnitude.sub_(is_small, alpha=element.min_normal)
     torch.copysign(magnitude, values, out=values)
 
 

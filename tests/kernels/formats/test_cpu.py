@@ -6,7 +6,7 @@ import torch
 from sidestream.kernels.formats import codes, cpu_codes
 from sidestream.kernels.formats.cpu_noise import Noise
 from sidestream.kernels.formats.noise import MAX_INDEX, noise_bits
-from sidestream.kernels.formats.table import BF16, E2M1, E4M3, E5M2
+from sidestream.kernels.formats.table import BF16, E2M1, E4M3, E5M2, E8M0
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.wire.toy import E3M2
 
@@ -92,6 +92,32 @@ def test_values_of_codes(name, has_nan):
     values = torch.empty_like(expected)
     cpu_codes.load_(values, stored, element, cpu_codes.Scratch(values.numel()))
     oracle.assert_same_bits(values, expected)
+
+
+def test_e4m3_straight_to_bf16():
+    """All codes but NaNs with each scale that it takes; of what it does not it says so."""
+    block, largest = torch.arange(256, dtype=torch.uint8), 134
+    block[codes.decode(block, E4M3).isnan()] = 0
+    scales = torch.arange(largest + 1, dtype=torch.uint8)
+    stored = block.repeat(len(scales))
+    values = torch.full((len(scales), 256), torch.nan, dtype=torch.bfloat16)
+    scratch = cpu_codes.Scratch(stored.numel())
+    assert cpu_codes.load_bf16_(values, stored, scales, E4M3, scratch)
+    factors = codes.decode(scales, E8M0).unsqueeze(1)
+    expected = (codes.decode(block, E4M3) * factors).to(torch.bfloat16)
+    assert torch.equal(values.view(torch.int16), expected.view(torch.int16))
+
+    with_nan, too_large = stored.clone(), scales.clone()
+    with_nan[-1], too_large[-1] = 0xFF, largest + 1
+    for given in (with_nan, scales, E4M3), (stored, too_large, E4M3), (stored, scales, E5M2):
+        assert not cpu_codes.load_bf16_(values, *given, scratch)
+
+
+def test_e4m3_is_not_straight_bf16_where_subnormals_are_flushed(flushed):
+    stored, scales = torch.ones(32, dtype=torch.uint8), torch.full((1,), 127, dtype=torch.uint8)
+    values = torch.empty(1, 32, dtype=torch.bfloat16)
+    if cpu_codes.load_bf16_(values, stored, scales, E4M3, cpu_codes.Scratch(ALIGN)):
+        assert values.eq(2.0**-9).all()
 
 
 @pytest.mark.parametrize("width", [16, 32, 128, 1024])
