@@ -112,6 +112,7 @@ def _build_sidestream(name: str, model: Decoder, setup: Setup) -> NetworkTrainer
         device_mesh=setup.mesh,
         fsdp_unit_modules=[Block],
         zero_dp_strategy=3,
+        prefetch=setup.prefetch,
         mixed_precision_policy=MixedPrecisionPolicy(
             param_dtype=setup.dtype, grad_wire=gradients, param_wire=weights
         ),

@@ -33,7 +33,7 @@ _MAX_LINK_BYTES = 64 << 20
 @dataclass(frozen=True, kw_only=True)
 class NetworkCase:
     """Which trainers take how many steps over links of `bits_per_s`; `label` is said of it on the
-    error output.
+    error output. prefetch: units that ours gather ahead.
     """
 
     label: str
@@ -43,6 +43,7 @@ class NetworkCase:
     dtype: torch.dtype
     rounds: int
     steps: int
+    prefetch: int = 1
 
     @property
     def steps_of_each(self) -> int:
@@ -78,7 +79,7 @@ def work_on_network(rank: int, case: NetworkCase) -> RankSeen:
     """Measure the link, then train with every trainer of `case` in turn."""
     link_bits_per_s = _measure_link(case.bits_per_s)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    setup = Setup(mesh=mesh, dtype=case.dtype)
+    setup = Setup(mesh=mesh, dtype=case.dtype, prefetch=case.prefetch)
     batch = build_batch(case.config, seed=rank)
     turns = {name: _Turns(name, case, setup, batch) for name in case.trainers}
     with frozen_heap():

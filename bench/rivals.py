@@ -70,6 +70,7 @@ class Setup:
     """How a trainer is built.
 
     foreach: AdamW's option. mesh: its ranks, by default all. dtype: of forward, backward and wire.
+    prefetch: units that ours gather ahead in `bench network`.
     """
 
     seed: int = 0
@@ -77,6 +78,7 @@ class Setup:
     mesh: DeviceMesh | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
+    prefetch: int = 1
 
 
 def require_trainer(name: str, device_type: str, dtype: torch.dtype = torch.float32) -> None:

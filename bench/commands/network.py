@@ -96,6 +96,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help=f"that it takes in each turn ({_DEFAULT})",
     )
+    parser.add_argument(
+        "--prefetch",
+        type=count,
+        default=1,
+        metavar="N",
+        help=f"units that ours gather ahead ({_DEFAULT})",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and samples here")
     measured = vars(parser.parse_args([]))
     cluster_model.add_options(parser)
@@ -194,6 +201,7 @@ def measure(
         dtype=DTYPES[options.dtype],
         rounds=options.rounds,
         steps=options.steps,
+        prefetch=options.prefetch,
     )
     plan = plan_network(this_process(), num_ranks, bits_per_s)
     with network(plan):
@@ -226,6 +234,7 @@ def content_of(options: argparse.Namespace, results: list[NetworkResult]) -> dic
             "parameters": config.numel,
             "config": asdict(config),
             "rounds": options.rounds,
+            "prefetch": options.prefetch,
             "steps": options.steps,
         },
         "networks": [asdict(result) for result in results],
