@@ -11,7 +11,7 @@ is what it leaves to its caller.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,7 +57,9 @@ class TorchFullyShardedDataParallel(DataParallelBase):
     values of the first of them. Make the optimizer afterwards, over `parameters()`.
 
     Attributes that were set on parameters are on their sharded and their gathered forms too.
-    `save_checkpoint`, `load_checkpoint` and `full_state_dict` take it as they take ours.
+    `save_checkpoint`, `load_checkpoint` and `full_state_dict` take it as they take ours, and
+    `load_state_dict` takes whole tensors as well as sharded ones (a collective where they are
+    sharded otherwise); it refuses `assign`.
     """
 
     def __init__(
@@ -175,18 +177,6 @@ class TorchFullyShardedDataParallel(DataParallelBase):
                     dist.broadcast(staged, group=self._mesh.get_group(axis), group_src=0)
             local.copy_(staged.view(local.dtype).view(local.shape))
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load whole tensors, of which this rank takes its part, or sharded ones (a collective
-        where they are sharded otherwise). Names have no prefix.
-
-        Raises:
-            RuntimeError: names or shapes differ, as torch tells it; `assign` is set.
-        """
-        self._params_at_rest()
-        return super().load_state_dict(state_dict, strict, assign)
-
     @property
     def _root(self) -> FSDPModule:
         return self.module  # type: ignore[return-value]
@@ -198,7 +188,7 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         return (part for part in self.module.modules() if isinstance(part, FSDPModule))
 
     def _params_at_rest(self) -> list[nn.Parameter]:
-        """The sharded parameters: a forward without gradients leaves the root's gathered."""
+        """The sharded parameters, which a forward without gradients does not leave everywhere."""
         for part in self._sharded_modules():
             part.reshard()
         return [*self.module.parameters()]
@@ -305,8 +295,11 @@ def _take_own_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: o
     """Put this rank's parts into `state`, a copy, in place of whole tensors and of those that are
     sharded otherwise (a collective for the latter).
     """
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import distribute_tensor
 
+    if isinstance(module, FSDPModule):
+        module.reshard()  # a forward without gradients leaves the root's gathered
     params: dict[str, Any] = module._parameters
     for name, param in params.items():
         value = state.get(prefix + name)
