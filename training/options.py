@@ -216,6 +216,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare every option of `TrainOptions` on the parser, with the same defaults."""
     _add_run(parser.add_argument_group("the run"))
     _add_ranks(parser.add_argument_group("ranks and sharding"))
+    _add_torch_fsdp2(parser.add_argument_group("PyTorch's own sharding"))
     _add_output(parser.add_argument_group("checkpoints and results"))
     _add_faults(parser.add_argument_group("faults, for tests"))
 
@@ -316,6 +317,16 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
     _add(group, "no_overlap", "communicate in line with the computation", action="store_true")
     _add(
         group,
+        "heartbeat_limit_s",
+        "end the run when a rank has not been heard of for this long; 0: never",
+        type=float,
+        metavar="SECONDS",
+    )
+
+
+def _add_torch_fsdp2(group: argparse._ArgumentGroup) -> None:
+    _add(
+        group,
         "use_torch_fsdp2",
         "let PyTorch's own FSDP2 shard the model and sum its gradients",
         action="store_true",
@@ -325,13 +336,6 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
         "gradient_accumulation_fusion",
         "refused: kernels of layers add to gradients themselves",
         action=argparse.BooleanOptionalAction,
-    )
-    _add(
-        group,
-        "heartbeat_limit_s",
-        "end the run when a rank has not been heard of for this long; 0: never",
-        type=float,
-        metavar="SECONDS",
     )
 
 
