@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 from .errors import OptionsError
@@ -31,15 +32,17 @@ COUNTS = (
 PATHS = ("data", "checkpoint", "json")
 CKPT_FORMAT = "torch_dist"
 # What FSDP2 has no choice of, and why.
-NOT_OF_TORCH_FSDP2 = {
-    "zero": "it shards parameters, gradients and state, as ZeRO-3 does",
-    "outer_strategy": "its replicas share nothing",
-    "ranks_per_node": "its backend chooses the way of a sum",
-    "grad_wire": "it sums gradients in FP32 by its backend",
-    "param_wire": "it gathers weights in the dtype of compute",
-    "bucket_mib": "it exchanges units as a whole",
-    "no_overlap": "it always overlaps",
-}
+NOT_OF_TORCH_FSDP2 = MappingProxyType(
+    {
+        "zero": "it shards parameters, gradients and state, as ZeRO-3 does",
+        "outer_strategy": "its replicas share nothing",
+        "ranks_per_node": "its backend chooses the way of a sum",
+        "grad_wire": "it sums gradients in FP32 by its backend",
+        "param_wire": "it gathers weights in the dtype of compute",
+        "bucket_mib": "it exchanges units as a whole",
+        "no_overlap": "it always overlaps",
+    }
+)
 
 # A checkpoint resumes only a run that agrees in these: they decide the numbers, the others only
 # how they are computed.
