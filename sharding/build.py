@@ -85,13 +85,13 @@ def build_runtime(
         install_hooks(plan.module, Entry(group, runtime, tree, input_dtype))
     install_root_hooks(module, runtime, output_dtype=config.policy.output_dtype)
     for submodule in module.modules():
-        submodule.register_load_state_dict_pre_hook(_refuse_assignment)
+        submodule.register_load_state_dict_pre_hook(refuse_assignment)
         submodule.register_load_state_dict_pre_hook(_take_own_parts)
     teach_torch()
     return runtime
 
 
-def _refuse_assignment(
+def refuse_assignment(
     _module: nn.Module, _state: object, _prefix: str, metadata: dict[str, object], *_: object
 ) -> None:
     """Refuse `load_state_dict(assign=True)` before it loads anything."""

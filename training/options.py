@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 from .errors import OptionsError
@@ -29,6 +30,19 @@ COUNTS = (
     "kill_at_step",
 )
 PATHS = ("data", "checkpoint", "json")
+CKPT_FORMAT = "torch_dist"
+# What FSDP2 has no choice of, and why.
+NOT_OF_TORCH_FSDP2 = MappingProxyType(
+    {
+        "zero": "it shards parameters, gradients and state, as ZeRO-3 does",
+        "outer_strategy": "its replicas share nothing",
+        "ranks_per_node": "its backend chooses the way of a sum",
+        "grad_wire": "it sums gradients in FP32 by its backend",
+        "param_wire": "it gathers weights in the dtype of compute",
+        "bucket_mib": "it exchanges units as a whole",
+        "no_overlap": "it always overlaps",
+    }
+)
 
 # A checkpoint resumes only a run that agrees in these: they decide the numbers, the others only
 # how they are computed.
@@ -77,8 +91,11 @@ class TrainOptions:
     param_wire: str | None = None
     bucket_mib: float | None = None
     no_overlap: bool = False
+    use_torch_fsdp2: bool = False
+    gradient_accumulation_fusion: bool = False
     heartbeat_limit_s: float = 20.0
     checkpoint: str | None = None
+    ckpt_format: str = CKPT_FORMAT
     checkpoint_every: int = 0
     keep_checkpoints: int | None = None
     resume: bool = False
@@ -132,6 +149,7 @@ class TrainOptions:
                 "bucket a unit"
             )
         self._check_pairs()
+        self._check_as_megatron()
 
     def _check_pairs(self) -> None:
         for name in ("resume", "checkpoint_every", "keep_checkpoints"):
@@ -155,6 +173,31 @@ class TrainOptions:
                 "expected --kill-at-step beside --kill-rank, got none; say after which step"
             )
 
+    def _check_as_megatron(self) -> None:
+        if self.ckpt_format != CKPT_FORMAT:
+            raise OptionsError(
+                f"expected --ckpt-format {CKPT_FORMAT}, got {self.ckpt_format}: checkpoints are "
+                "torch.distributed.checkpoint's, which any number of ranks can read, FSDP2's too; "
+                f"pass {CKPT_FORMAT}, or leave it out"
+            )
+        if self.gradient_accumulation_fusion:
+            reason = (
+                "FSDP2 exchanges what autograd hands it, and a kernel that adds gradients to "
+                "main_grad by itself hands it none"
+                if self.use_torch_fsdp2
+                else "no layer of this model has a kernel that adds to main_grad"
+            )
+            raise OptionsError(
+                "expected --no-gradient-accumulation-fusion, got --gradient-accumulation-fusion: "
+                f"{reason}; pass the former, or leave both out"
+            )
+        for name, reason in NOT_OF_TORCH_FSDP2.items():
+            if self.use_torch_fsdp2 and getattr(self, name) != DEFAULTS[name]:
+                raise OptionsError(
+                    f"expected no {flag(name)} beside --use-torch-fsdp2, got "
+                    f"{getattr(self, name)}: {reason}; leave one of them out"
+                )
+
     def defining(self) -> dict[str, str | int | float]:
         """The options that decide the numbers of the run, by name, but for those left out."""
         return {
@@ -176,6 +219,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare every option of `TrainOptions` on the parser, with the same defaults."""
     _add_run(parser.add_argument_group("the run"))
     _add_ranks(parser.add_argument_group("ranks and sharding"))
+    _add_torch_fsdp2(parser.add_argument_group("PyTorch's own sharding"))
     _add_output(parser.add_argument_group("checkpoints and results"))
     _add_faults(parser.add_argument_group("faults, for tests"))
 
@@ -283,8 +327,24 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_torch_fsdp2(group: argparse._ArgumentGroup) -> None:
+    _add(
+        group,
+        "use_torch_fsdp2",
+        "let PyTorch's own FSDP2 shard the model and sum its gradients",
+        action="store_true",
+    )
+    _add(
+        group,
+        "gradient_accumulation_fusion",
+        "refused: kernels of layers add to gradients themselves",
+        action=argparse.BooleanOptionalAction,
+    )
+
+
 def _add_output(group: argparse._ArgumentGroup) -> None:
     _add(group, "checkpoint", "folder of the checkpoints", metavar="DIR")
+    _add(group, "ckpt_format", "format of the checkpoints; this is the only one", metavar="NAME")
     _add(
         group,
         "checkpoint_every",

@@ -114,9 +114,11 @@ def default_num_ranks(requested_device: str) -> int:
 
 
 @contextmanager
-def joined_group(place: Place, choice: DeviceChoice) -> Iterator[torch.device]:
-    """Join the process group (none in a world of one without a launcher) and give this rank's
-    device.
+def joined_group(
+    place: Place, choice: DeviceChoice, *, alone_too: bool = False
+) -> Iterator[torch.device]:
+    """Join the process group and give this rank's device. In a world of one without a launcher
+    there is a group only if it is wanted `alone_too`.
     """
     device = (
         torch.device(choice.kind, place.local_rank)
@@ -125,7 +127,7 @@ def joined_group(place: Place, choice: DeviceChoice) -> Iterator[torch.device]:
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if place.init_method is None:
+    if place.init_method is None and not alone_too:
         yield device
         return
     if choice.backend == "gloo":
@@ -133,6 +135,7 @@ def joined_group(place: Place, choice: DeviceChoice) -> Iterator[torch.device]:
     dist.init_process_group(
         choice.backend,
         init_method=place.init_method,
+        store=None if place.init_method is not None else dist.HashStore(),
         rank=place.rank,
         world_size=place.world_size,
         timeout=GROUP_TIMEOUT,

@@ -52,6 +52,7 @@ class RunResult:
     wire_bytes_per_step: int | None
     torch: str
     triton: str
+    use_torch_fsdp2: bool = False
 
     def line(self) -> str:
         """The last line of a run's standard output."""

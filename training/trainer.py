@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from reprlib import repr as short
 
@@ -21,29 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..sharding import (
-    MixedPrecisionPolicy,
-    clip_grad_norm_,
-    explain,
-    full_state_dict,
-    fully_shard,
-    load_checkpoint,
-    no_sync,
-    save_checkpoint,
-    summary,
-)
+from ..sharding import full_state_dict, load_checkpoint, save_checkpoint
 from . import checkpoints
 from .data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed, sent_to
+from .engines import Engine, engine_for, replicas_of
 from .errors import CheckpointError
 from .heartbeat import Whereabouts
-from .model import VOCAB_SIZE, Block, build_model, model_config
-from .optimization import build_optimizer, learning_rate
+from .model import VOCAB_SIZE, build_model, model_config
+from .optimization import learning_rate
 from .options import TrainOptions
 from .paths import require_writable_file, require_writable_folder
 from .progress import Reporter, reporter_for
 from .ranks import (
     Place,
-    Replicas,
     choose_device,
     joined_group,
     max_over_ranks,
@@ -53,8 +42,6 @@ from .ranks import (
 from .recorder import Recorder
 from .result import RunResult, peak_memory_mib, reserved_memory_mib, sha256_of
 from .step_file import SavedRun
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +71,7 @@ class Run:
     place: Place
     share: Share
     device: torch.device
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
+    engine: Engine
     num_parameters: int
 
 
@@ -97,7 +83,7 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
         do not fit the run.
     """
     Share(options.batch, options.accumulate, 0, world_size)
-    _replicas(options).check(world_size)
+    replicas_of(options).check(world_size)
     if options.json is not None:
         require_writable_file(options.json, "--json")
     plan = Plan(options, load_corpus(options.data, seq_len=options.seq_len), None)
@@ -130,13 +116,13 @@ def train(
     whereabouts = whereabouts or Whereabouts()
     choice = choose_device(options.device, place.local_world_size)
     with (
-        joined_group(place, choice) as device,
+        joined_group(place, choice, alone_too=options.use_torch_fsdp2) as device,
         reporter_for(
             is_first=place.is_first, first_step=plan.first_step, last_step=options.steps
         ) as reporter,
     ):
         run = _build(plan, place, device)
-        whereabouts.explanation = partial(explain, run.module)
+        whereabouts.explanation = run.engine.explanation
         _introduce(run, reporter, choice.reason)
         recorder = Recorder(reporter, device, options.batch * options.seq_len)
         if plan.resume_from is not None:
@@ -162,30 +148,9 @@ def _build(plan: Plan, place: Place, device: torch.device) -> Run:
     config = model_config(options.model, context=options.seq_len, dropout=options.dropout)
     model = build_model(config, options.seed).to(device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = build_optimizer(model.parameters(), options.lr)
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if options.compute == "fp32" else DTYPES[options.compute],
-        grad_wire=options.grad_wire,
-        param_wire=options.param_wire,
-    )
-    module, sharded_optimizer = fully_shard(
-        model,
-        optimizer,
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=options.zero,
-        mixed_precision_policy=policy,
-        overlap_grad_reduce=not options.no_overlap,
-        overlap_param_gather=not options.no_overlap,
-        bucket_mib=options.bucket_mib,
-        **_replicas(options).arguments(device),
-    )
-    assert sharded_optimizer is not None, "fully_shard returns the optimizer it was given"
+    engine = engine_for(options, model, device)
     share = Share(options.batch, options.accumulate, place.rank, place.world_size)
-    return Run(plan, place, share, device, module, sharded_optimizer, num_parameters)
-
-
-def _replicas(options: TrainOptions) -> Replicas:
-    return Replicas(options.dp_outer, options.outer_strategy, options.ranks_per_node)
+    return Run(plan, place, share, device, engine, num_parameters)
 
 
 def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
@@ -195,15 +160,10 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
     )
     reporter.note(
         f"model: {options.model}, {run.num_parameters:,} parameters; {_ranks(place.world_size)} "
-        f"{_in_replicas(options)}on {run.device.type} ({device_reason}); ZeRO-{options.zero}, "
-        f"{options.compute} compute, {options.grad_wire} gradients and "
-        f"{options.param_wire or options.compute} weights on the wire"
+        f"{_in_replicas(options)}on {run.device.type} ({device_reason}); {run.engine.described}"
     )
-    cost = summary(run.module)
-    reporter.note(
-        f"each rank: {cost.bytes_at_rest / MIB:.1f} MiB of parameters and gradients at rest, "
-        f"{cost.sent_bytes_per_step / MIB:.1f} MiB sent a step"
-    )
+    for remark in run.engine.remarks:
+        reporter.note(remark)
     saved = run.plan.resume_from
     if saved is not None:
         reporter.note(f"resuming after step {saved.step} from {saved.path}")
@@ -217,7 +177,7 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
 def _train_step(run: Run, step: int) -> Tensor:
     options = run.plan.options
     torch.manual_seed(mix_seed(options.seed, step, run.place.rank))
-    for group in run.optimizer.param_groups:
+    for group in run.engine.optimizer.param_groups:
         group["lr"] = learning_rate(step, total_steps=options.steps, peak=options.lr)
     total = torch.zeros((), device=run.device)
     for microbatch in range(options.accumulate):
@@ -231,14 +191,14 @@ def _train_step(run: Run, step: int) -> Tensor:
         )
         tokens = sent_to(run.device, tokens)
         is_last = microbatch == options.accumulate - 1
-        with nullcontext() if is_last else no_sync(run.module):
-            loss = _loss(run.module, tokens) / options.accumulate
+        with nullcontext() if is_last else run.engine.no_sync():
+            loss = _loss(run.engine.module, tokens) / options.accumulate
             loss.backward()
         total += loss.detach()
     if options.clip > 0:
-        clip_grad_norm_(run.module, options.clip)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+        run.engine.clip(options.clip)
+    run.engine.optimizer.step()
+    run.engine.optimizer.zero_grad()
     return mean_over_ranks(total, "loss")
 
 
@@ -251,15 +211,15 @@ def _held_out_loss(run: Run) -> float:
     tokens = held_out_batch(run.plan.corpus, run.share, seq_len=run.plan.options.seq_len).to(
         run.device
     )
-    run.module.eval()
+    run.engine.module.eval()
     with torch.no_grad():
-        loss = _loss(run.module, tokens)
-    run.module.train()
+        loss = _loss(run.engine.module, tokens)
+    run.engine.module.train()
     return float(mean_over_ranks(loss, "held-out loss").item())
 
 
 def _load(run: Run, saved: SavedRun, recorder: Recorder) -> None:
-    extra = load_checkpoint(saved.path, run.module, run.optimizer)
+    extra = load_checkpoint(saved.path, run.engine.module, run.engine.optimizer)
     if extra != _extra_of(saved.step):
         raise CheckpointError(
             f"expected the state after step {saved.step} in {saved.path}, got a checkpoint that "
@@ -288,7 +248,9 @@ def _save(run: Run, step: int, recorder: Recorder) -> None:
     saved = SavedRun(path, step, run.place.world_size, recorder.loss_first, run.plan.defining)
     checkpoints.save_run(
         saved,
-        lambda folder: save_checkpoint(folder, run.module, run.optimizer, extra=_extra_of(step)),
+        lambda folder: save_checkpoint(
+            folder, run.engine.module, run.engine.optimizer, extra=_extra_of(step)
+        ),
         is_first=run.place.is_first,
         keep=options.keep_checkpoints,
     )
@@ -308,7 +270,6 @@ def _kill_if_due(run: Run, step: int) -> None:
 def _sum_up(run: Run, recorder: Recorder) -> RunResult:
     options = run.plan.options
     assert recorder.loss_first is not None, "at least one step was run"
-    wire_bytes = summary(run.module).sent_bytes_per_step
     peak_mib = max_over_ranks(peak_memory_mib(run.device), "peak memory", run.device)
     reserved_mib = reserved_memory_mib(run.device)
     if reserved_mib is not None:
@@ -333,7 +294,8 @@ def _sum_up(run: Run, recorder: Recorder) -> RunResult:
         model=options.model,
         num_parameters=run.num_parameters,
         device=_device_name(run.device),
-        wire_bytes_per_step=wire_bytes,
+        wire_bytes_per_step=run.engine.sent_bytes_per_step,
+        use_torch_fsdp2=options.use_torch_fsdp2,
         torch=torch.__version__,
         triton=_triton_version(),
     )
@@ -341,7 +303,7 @@ def _sum_up(run: Run, recorder: Recorder) -> RunResult:
 
 def _fingerprint(run: Run) -> str:
     """Gather the full parameters (every rank takes part) and hash them where they arrived."""
-    parameters = full_state_dict(run.module)
+    parameters = full_state_dict(run.engine.module)
     return sha256_of(parameters) if run.place.is_first else ""
 
 

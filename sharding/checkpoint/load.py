@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import require_flag
-from ..fully_shard import runtime_of
 from ..modules.uncompiled import plain_name, uncompiled
 from ..optim.state import load_scalars, named_state, prepare_state
 from ..untrusted import one_line, shown
@@ -25,7 +24,7 @@ from .match import FittingState, match
 from .opening import identity_of, open_checkpoint
 from .ranks import Ranks, ranks_of
 from .read import Contents
-from .state import state_of
+from .state import names_of_params, state_of
 from .stored import BadCheckpoint, Key, Stored
 from .wires import match_wires, wires_of
 
@@ -41,7 +40,8 @@ def load_checkpoint(
 ) -> Any:
     """Load the checkpoint at `path` into `module` and `optimizer`.
 
-    A collective over the ranks that `module` is sharded over, or all of the job for a plain one.
+    A collective over the ranks that `module` is sharded over, or all of the job for a plain one
+    and for one of PyTorch's own `fully_shard`, whose optimizer is over its sharded parameters.
     Their number may differ from that when it was saved. Returns the `extra` that this rank saved,
     the first one's if their number differs, None if there is none; its tensors come back on the
     CPU. With `strict=False`, what only one side has is left alone, and a warning lists it. Ranks
@@ -151,9 +151,9 @@ def _with_moments(
     module: nn.Module, optimizer: torch.optim.Optimizer, fitting: FittingState
 ) -> dict[Key, Tensor]:
     """Make `optimizer` have the entries that are stored; returns those to fill."""
-    runtime = runtime_of(module)
-    prepare_state(runtime, optimizer, fitting.entries, kept=fitting.kept)
-    state = named_state(runtime, optimizer)["state"]
+    names = names_of_params(module)
+    prepare_state(names, optimizer, fitting.entries, kept=fitting.kept)
+    state = named_state(names, optimizer)["state"]
     return {
         f"optim.state.{name}.{entry}": state[name][entry]
         for name, entries in fitting.entries.items()
@@ -171,7 +171,7 @@ def _take_values(
     loaded = {**model, **values.get("model", {})}
     module.load_state_dict({key: loaded[plain_name(key)] for key in module.state_dict()})
     if optimizer is not None:
-        load_scalars(runtime_of(module), optimizer, _placed(values["optim"], model))
+        load_scalars(names_of_params(module), optimizer, _placed(values["optim"], model))
 
 
 def _placed(optim: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

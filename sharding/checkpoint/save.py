@@ -74,7 +74,8 @@ def save_checkpoint(
 ) -> Future[None] | None:
     """Write `module`, `optimizer` and `extra` to the folder `path`.
 
-    A collective over the ranks that `module` is sharded over, or all of the job for a plain one.
+    A collective over the ranks that `module` is sharded over, or all of the job for a plain one
+    and for one of PyTorch's own `fully_shard`, whose optimizer is over its sharded parameters.
 
     A checkpoint that is at `path` already is replaced, its folder as a whole, once the new one is
     complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Of what

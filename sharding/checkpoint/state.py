@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..arguments import kind_of, require_module
 from ..entries import check_sharded
 from ..fully_shard import runtime_of
+from ..modules.partition import is_dtensor
 from ..modules.tree_watch import watches_of
 from ..modules.uncompiled import plain_name, uncompiled
 from ..optim.state import named_state
@@ -23,7 +24,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` with whole, plain, new tensors on every rank (a collective).
 
     Keys, dtypes and devices are the unsharded model's; names of one tied parameter share a tensor.
-    A part of a sharded module and a plain module will do as well.
+    A part of a sharded module, a plain module and one of PyTorch's own `fully_shard` will do too.
 
     Raises:
         RuntimeError: parameters were added after `fully_shard`.
@@ -38,11 +39,17 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
             state[name] = value
             continue
         if id(value) not in whole:
-            whole[id(value)] = (
-                value.full_tensor() if isinstance(value, ShardedTensor) else value.detach().clone()
-            )
+            whole[id(value)] = _whole(value)
         state[name] = whole[id(value)]
     return state
+
+
+def _whole(value: Any) -> Tensor:
+    if isinstance(value, ShardedTensor):
+        return value.full_tensor()
+    # A DTensor that one rank holds all of gives out what it holds.
+    plain: Tensor = value.full_tensor() if is_dtensor(value) else value
+    return plain.detach().clone()
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -61,7 +68,25 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
             "that fully_shard bound (what else is to be saved goes to save_checkpoint's extra)"
         )
     model = _named_plainly(module.state_dict())
-    return {"optim": named_state(runtime_of(module), optimizer), "model": model}
+    return {"optim": named_state(names_of_params(module), optimizer), "model": model}
+
+
+def names_of_params(module: nn.Module) -> dict[int, str]:
+    """The name of every parameter of a sharded model, by its id.
+
+    Raises:
+        ValueError: neither our `fully_shard` nor PyTorch's has sharded `module`.
+    """
+    if any(map(is_dtensor, module.parameters())):
+        kept = module.state_dict(keep_vars=True).items()
+        named = [(key, value) for key, value in kept if isinstance(value, nn.Parameter)]
+        # Of a parameter's names the first counts.
+        return {id(param): plain_name(key) for key, param in reversed(named)}
+    return {
+        id(param): name
+        for unit in runtime_of(module).units
+        for param, name in zip(unit.faces.sharded, unit.spec.names, strict=True)
+    }
 
 
 def _named_plainly(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def _problem_of_any(tensor: Tensor, takes_meta: bool) -> str | None:
     """What keeps a parameter or buffer from being taken, other than its dtype."""
     if is_lazy(tensor):
         return "has no shape yet: run one forward of its lazy module first"
-    if _is_dtensor(tensor):
+    if is_dtensor(tensor):
         return "is a DTensor: pass a model with plain parameters"
     if tensor.is_meta and not takes_meta:
         return (
@@ -188,7 +188,8 @@ def _base_with_rules(kind: type) -> type | None:
     return None
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: object) -> bool:
+    """Whether `tensor` is one of `torch.distributed.tensor`."""
     # Who has one has imported this, which takes longer than all of sidestream.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

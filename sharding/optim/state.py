@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..optimizer_view import FlatRun
-from ..runtime import Runtime
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.torch_state_dict import part_like
 from ..unit import Unit
@@ -28,6 +27,9 @@ parameter's moments.
 """
 
 State = dict[str, Any]
+
+Names = Mapping[int, str]
+"""Of every parameter of a model, by the parameter's id."""
 
 
 class ShardedState(collections.defaultdict[Any, State]):
@@ -166,17 +168,7 @@ def _same(ours: Any, shown: Any) -> bool:
     return type(ours) is type(shown) and bool(ours == shown)
 
 
-def _names(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """The name of every parameter of the model, by its id.
-
-    Raises:
-        ValueError: `optimizer` holds others.
-    """
-    names = {
-        id(param): name
-        for unit in runtime.units
-        for param, name in zip(unit.faces.sharded, unit.spec.names, strict=True)
-    }
+def _require_own(names: Names, optimizer: torch.optim.Optimizer) -> None:
     others = [
         param
         for group in optimizer.param_groups
@@ -187,21 +179,20 @@ def _names(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[int, str]
         raise ValueError(
             "optimizer: expected the optimizer that fully_shard bound to this module, got one with "
             f"{len(others)} other parameters; pass it to fully_shard or fully_shard_optimizer "
-            "first"
+            "first (for PyTorch's own fully_shard: make it over the sharded parameters)"
         )
-    return names
 
 
-def named_state(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def named_state(names: Names, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`optimizer`'s state by parameter name, as torch.distributed.checkpoint lays it out.
 
-    `{"state": {name: {key: ShardedTensor or scalar}}, "param_groups": [{..., "params": [names]}]}`.
+    `{"state": {name: {key: sharded or one value}}, "param_groups": [{..., "params": [names]}]}`.
     Sharded tensors alias the live state; a parameter that has no state yet is left out.
 
     Raises:
         ValueError: `optimizer` is not this model's; its state cannot be moved to another sharding.
     """
-    names = _names(runtime, optimizer)
+    _require_own(names, optimizer)
     groups: list[dict[str, Any]] = [
         {
             **{key: value for key, value in group.items() if key not in ("params", "param_names")},
@@ -218,7 +209,7 @@ def named_state(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def prepare_state(
-    runtime: Runtime,
+    names: Names,
     optimizer: torch.optim.Optimizer,
     saved: Mapping[str, Mapping[str, Tensor | None]],
     *,
@@ -234,7 +225,7 @@ def prepare_state(
     Raises:
         ValueError: `optimizer` is not this model's.
     """
-    names = _names(runtime, optimizer)
+    _require_own(names, optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in names or names[id(param)] in kept:
@@ -249,19 +240,15 @@ def prepare_state(
             for key, like in entries.items():
                 if like is not None and key not in SCALAR_STATE:
                     current = state.get(key)
-                    if not isinstance(current, ShardedTensor) or current.dtype != like.dtype:
-                        state[key] = param.with_local(
-                            torch.zeros_like(param.local, dtype=like.dtype)
-                        )
+                    if not hasattr(current, "__create_chunk_list__") or current.dtype != like.dtype:
+                        state[key] = _zeros_like(param, like.dtype)
 
 
-def load_scalars(
-    runtime: Runtime, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]
-) -> None:
+def load_scalars(names: Names, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
     """Take what `loaded` (shaped like `named_state`) holds besides sharded tensors: options and
     counters.
     """
-    names = _names(runtime, optimizer)
+    _require_own(names, optimizer)
     by_name = {name: group for group in loaded["param_groups"] for name in group["params"]}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -304,6 +291,12 @@ def _own_part(param: ShardedTensor, entry: str, value: Any) -> Any:
             "an optimizer over the same parameters in the same order and groups"
         )
     return part_like(param, value)
+
+
+def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(param, ShardedTensor):
+        return param.with_local(torch.zeros_like(param.local, dtype=dtype))
+    return torch.zeros_like(param, dtype=dtype)
 
 
 def _has_shape(key: str, value: object, shape: Sequence[int]) -> bool:

@@ -33,7 +33,8 @@ def test_every_option_can_be_given():
     options = _parsed(*line.split())
     given = {field.name for field in fields(options)}
     unchanged = {name for name in given if getattr(options, name) == getattr(TrainOptions(), name)}
-    assert unchanged == set()
+    # Those of PyTorch's FSDP2 exclude others, or have one value.
+    assert unchanged == {"use_torch_fsdp2", "ckpt_format", "gradient_accumulation_fusion"}
 
 
 def test_defining_options_exist_and_leave_out_how_it_is_computed():
@@ -72,6 +73,37 @@ def test_defining_options_exist_and_leave_out_how_it_is_computed():
 )
 def test_impossible_options_are_refused(arguments, expected):
     with pytest.raises(OptionsError, match=expected):
+        _parsed(*arguments.split())
+
+
+MEGATRON = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist"
+
+
+def test_the_flags_that_megatron_wants_beside_fsdp2_are_taken():
+    options = _parsed(*MEGATRON.split(), "--dp-outer", "2", "--compute", "bf16")
+    assert options == TrainOptions(use_torch_fsdp2=True, dp_outer=2, compute="bf16")
+    assert options.defining() == TrainOptions(compute="bf16").defining()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "fix"),
+    [
+        ("--gradient-accumulation-fusion", "no layer of this model", "pass the former"),
+        (f"{MEGATRON} --gradient-accumulation-fusion", "hands it none", "pass the former"),
+        ("--ckpt-format zarr", "torch.distributed.checkpoint's", "pass torch_dist"),
+        (f"{MEGATRON} --ckpt-format torch", "FSDP2's too", "pass torch_dist"),
+        (f"{MEGATRON} --zero 2", "got 2: it shards", "leave one of them out"),
+        (f"{MEGATRON} --grad-wire fp8", "got fp8: it sums gradients in FP32", "leave one"),
+        (f"{MEGATRON} --param-wire fp8", "got fp8: it gathers weights", "leave one"),
+        (f"{MEGATRON} --bucket-mib 1", "got 1.0: it exchanges units", "leave one"),
+        (f"{MEGATRON} --no-overlap", "got True: it always overlaps", "leave one"),
+        (f"{MEGATRON} --ranks-per-node 2", "got 2: its backend chooses", "leave one"),
+        (f"{MEGATRON} --dp-outer 2 --outer-strategy optim", "share nothing", "leave one"),
+    ],
+    ids=lambda value: value.replace(MEGATRON, "fsdp2") if value.startswith("--") else "",
+)
+def test_what_fsdp2_cannot_do_is_refused_with_the_reason_and_the_fix(arguments, reason, fix):
+    with pytest.raises(OptionsError, match=f"^expected .*{reason}.*; .*{fix}"):
         _parsed(*arguments.split())
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sidestream.tests.sharding.fake_streams import Late
-from sidestream.training import recorder, trainer
+from sidestream.training import engines, recorder, trainer
 from sidestream.training.options import TrainOptions
 from sidestream.training.ranks import Place
 from sidestream.training.recorder import HostClock, Recorder, StreamClock
@@ -155,7 +155,7 @@ def test_no_host_read_in_a_whole_step_of_training(text_file):
     options = TrainOptions(data=text_file, zero=2, steps=3, **sizes)
     plan = trainer.plan_run(options, 1)
     device = Device()
-    with recording_on(device), mock.patch.object(trainer, "build_optimizer", sgd):
+    with recording_on(device), mock.patch.object(engines, "build_optimizer", sgd):
         run = trainer._build(plan, Place(), CPU)
         device.host_waits = 0
         kept = Recorder(Shown(), CPU, tokens_per_step=64)

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import checkpoint as dcp
 
 import sidestream as ss
-from sidestream.sharding.fully_shard import runtime_of
+from sidestream.sharding.checkpoint.state import names_of_params
 from sidestream.sharding.optim.state import named_state
 from sidestream.tests.sharding.checkpoint.whole import EXTRA, Case, everything, make
 
@@ -18,7 +18,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "ours":
         ss.save_checkpoint(root / "c", model, optimizer, extra=EXTRA)
     else:
-        state = {"model": model.state_dict(), "optim": named_state(runtime_of(model), optimizer)}
+        state = {
+            "model": model.state_dict(),
+            "optim": named_state(names_of_params(model), optimizer),
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save(state, checkpoint_id=root / "c")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import sidestream
 from sidestream.sharding.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
-from sidestream.sharding.fully_shard import runtime_of
+from sidestream.sharding.checkpoint.state import names_of_params
 from sidestream.sharding.optim.state import named_state
 from sidestream.sharding.tensor.group_parts import Intervals
 from sidestream.sharding.tensor.sharded_tensor import ShardedTensor
@@ -192,7 +192,7 @@ def _from_fsdp2_and_back(rank: int, world_size: int, folder: str, zero: int) -> 
         zero_dp_strategy=zero,
     )
     extra = load_checkpoint(f"{folder}/theirs", ours, our_optimizer)
-    named = named_state(runtime_of(ours), our_optimizer)
+    named = named_state(names_of_params(ours), our_optimizer)
     wrong = _differences(expected, full_state_dict(ours))
     wrong += _differences(expected_state, _whole(named["state"]))
     if extra is not None or [group["lr"] for group in our_optimizer.param_groups] != [0.3]:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 import sidestream as ss
-from sidestream.sharding.fully_shard import runtime_of
+from sidestream.sharding.checkpoint.state import names_of_params
 from sidestream.sharding.optim.state import named_state
 from sidestream.tests.ranks import preload, run_on_ranks
 from sidestream.tests.sharding.meshes import CASES, MESHES, WORLD, options_of
@@ -73,7 +73,7 @@ def whole(both: Both) -> dict[str, Any]:
     """Every parameter, moment and counter, by name."""
     model, optimizer = both
     values: dict[str, Any] = dict(ss.full_state_dict(model))
-    for name, entries in named_state(runtime_of(model), optimizer)["state"].items():
+    for name, entries in named_state(names_of_params(model), optimizer)["state"].items():
         for key, value in entries.items():
             is_part = isinstance(value, ss.ShardedTensor)
             values[f"{name} {key}"] = value.full_tensor() if is_part else value

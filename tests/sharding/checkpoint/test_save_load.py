@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 import sidestream
 from sidestream.sharding.checkpoint import folder as checkpoint_folder
 from sidestream.sharding.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
-from sidestream.sharding.fully_shard import runtime_of
+from sidestream.sharding.checkpoint.state import names_of_params
 from sidestream.sharding.optim.state import named_state
 from sidestream.sharding.tensor.sharded_tensor import ShardedTensor
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
@@ -71,7 +71,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, ran
 
 def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Whole parameters, buffers, state and options by name."""
-    named = named_state(runtime_of(model), optimizer)
+    named = named_state(names_of_params(model), optimizer)
     flat = dict(full_state_dict(model))
     for name, entries in named["state"].items():
         for entry, value in entries.items():

@@ -11,7 +11,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import sidestream as ss
-from sidestream.sharding.fully_shard import runtime_of
+from sidestream.sharding.checkpoint.state import names_of_params
 from sidestream.sharding.optim.state import named_state
 from sidestream.tests.ranks import run_on_ranks
 
@@ -34,7 +34,7 @@ def make(*names: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def parts(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> dict[str, Tensor]:
     """All that is `name`'s: weights and optimizer state."""
-    state = named_state(runtime_of(model), optimizer)["state"]
+    state = named_state(names_of_params(model), optimizer)["state"]
     found = {
         f"{key} {entry}": getattr(value, "local", value).clone()
         for key, entries in state.items()
@@ -277,9 +277,9 @@ def test_0d_parameters_alone_keep_their_counters(tmp_path: Path) -> None:
     model().backward()
     optimizer.step()
     ss.save_checkpoint(tmp_path / "c", model, optimizer)
-    before = named_state(runtime_of(model), optimizer)["state"]["gain"]
+    before = named_state(names_of_params(model), optimizer)["state"]["gain"]
     expected = {key: getattr(x, "local", x).clone() for key, x in before.items()}
     optimizer.state.clear()
     ss.load_checkpoint(tmp_path / "c", model, optimizer)
-    after = named_state(runtime_of(model), optimizer)["state"]["gain"]
+    after = named_state(names_of_params(model), optimizer)["state"]["gain"]
     assert {key: getattr(x, "local", x) for key, x in after.items()} == expected

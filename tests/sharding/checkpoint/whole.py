@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sidestream as ss
-from sidestream.sharding.fully_shard import runtime_of
+from sidestream.sharding.checkpoint.state import names_of_params
 from sidestream.sharding.optim.state import named_state
 
 EXTRA = {"step": 7, "note": "a text"}
@@ -43,7 +43,7 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """A sum over all that a checkpoint holds."""
     total = hashlib.sha256()
-    named = named_state(runtime_of(model), optimizer)
+    named = named_state(names_of_params(model), optimizer)
     for name, tensor in ss.full_state_dict(model).items():
         total.update(name.encode() + tensor.numpy().tobytes())
     for name, entries in named["state"].items():

@@ -1,0 +1,313 @@
+"""A model that PyTorch's own FSDP2 shards, behind the interface of a data-parallel model.
+
+    a unit      an instance of `fsdp_unit_modules`, or of a class in some module's `_fsdp_modules`
+    the root    what lies in no unit
+    an element  sharded along the mesh's last axis, replicated along the one before it, if any
+
+FSDP2 gathers, exchanges and averages by itself, in the backend's order of sums. What is added here
+is what it leaves to its caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .arguments import require_forward, require_module
+from .build import refuse_assignment
+from .data_parallel_base import DataParallelBase
+from .data_parallel_groups import device_of
+from .fully_shard import is_sharded
+from .messages import listed
+from .modules.partition import is_dtensor
+from .modules.unit_classes import UnitClass, resolve_unit_classes
+
+# Two seconds of import, which only who shards by FSDP2 needs.
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+
+class HasDataParallelGroup(Protocol):
+    """Groups of which one has the ranks that share a model, as a `ProcessGroupCollection` has."""
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """All ranks that hold the same model and other data."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFullyShardedDataParallelConfig:
+    """Arguments of `torch.distributed.fsdp.fully_shard`, which explains them. mp_policy: torch's
+    own; None: gradients and parameters travel in the parameters' dtype.
+    """
+
+    reshard_after_forward: bool | int = True
+    mp_policy: MixedPrecisionPolicy | None = None
+
+
+class TorchFullyShardedDataParallel(DataParallelBase):
+    """`module`, sharded in place over the ranks of `mesh` by PyTorch's FSDP2, starting from the
+    values of the first of them. Make the optimizer afterwards, over `parameters()`.
+
+    Attributes that were set on parameters are on their sharded and their gathered forms too.
+    `save_checkpoint`, `load_checkpoint` and `full_state_dict` take it as they take ours, and
+    `load_state_dict` takes whole tensors as well as sharded ones (a collective where they are
+    sharded otherwise); it refuses `assign`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: TorchFullyShardedDataParallelConfig | None = None,
+        process_groups: HasDataParallelGroup | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        fsdp_unit_modules: Iterable[UnitClass] | None = None,
+    ) -> None:
+        """mesh: one axis, or two, of which the first has replicas; default: that of
+        `process_groups.dp_cp`, or all ranks of the job. fsdp_unit_modules: classes, their names or
+        import paths, as `sidestream.fully_shard` takes them; instances may lie in one another.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            ValueError: process_groups and mesh at once; a module that is sharded already; a unit
+                without a forward; parameters that are shared by two units.
+            RuntimeError: no process group.
+        """
+        require_module(module)
+        require_forward(module)
+        if is_sharded(module) or any(map(is_dtensor, module.parameters())):
+            raise ValueError(
+                "module: expected plain parameters, got some that are sharded already; pass the "
+                "model as it was before fully_shard"
+            )
+        units = _units_in(module, fsdp_unit_modules)
+        _require_apart(module, units)
+        super().__init__(module)
+        self.config = config or TorchFullyShardedDataParallelConfig()
+        self._mesh = _mesh_of(process_groups, mesh)
+        self._syncs = True
+        self.broadcast_params()
+        attributes = {name: dict(vars(param)) for name, param in module.named_parameters()}
+        for part in (*units, module):
+            self._shard(part)
+        for name, kept in attributes.items():
+            vars(module.get_parameter(name)).update(kept)
+        for part in (*units, module):
+            _keep_attributes(part)
+        for part in module.modules():
+            part.register_load_state_dict_pre_hook(refuse_assignment)
+            part.register_load_state_dict_pre_hook(_take_own_parts)
+
+    def _shard(self, part: nn.Module) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        fully_shard(
+            part,
+            mesh=self._mesh,
+            reshard_after_forward=self.config.reshard_after_forward,
+            mp_policy=self.config.mp_policy or MixedPrecisionPolicy(),
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add to this rank's own, whole gradients; the next one outside exchanges
+        the sum.
+        """
+        before, self._syncs = self._syncs, False
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._syncs = before
+            self._root.set_requires_gradient_sync(before)
+
+    def finish_grad_sync(self) -> None:
+        """See that every gradient was exchanged, which the backward has done.
+
+        Raises:
+            RuntimeError: some were only added under `no_sync`, and no backward came after it.
+        """
+        self._require_exchanged("finish_grad_sync")
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by `factor`, a number or a tensor of one element.
+
+        Raises:
+            RuntimeError: some gradients wait for their exchange under `no_sync`.
+        """
+        self._require_exchanged("scale_gradients")
+        for param in self._params_at_rest():
+            if param.grad is not None:
+                _local(param.grad).mul_(factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Clear all gradients, also those that were only added under `no_sync`, which
+        `optimizer.zero_grad()` leaves there.
+        """
+        for param in self._params_at_rest():
+            param.grad = None
+        for _, state in self._unexchanged():
+            state.unsharded_accumulated_grad = None
+            state.unsharded_param.grad = None
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Give parameters and buffers the first rank's values, those that are sharded along the
+        axes where they are replicated. On the meta device there are none.
+        """
+        kind = self._mesh.device_type
+        tensors: list[Any] = [*self._params_at_rest(), *self.module.buffers()]
+        for tensor in tensors:
+            if tensor.is_meta:
+                continue
+            local = _local(tensor)
+            # As bytes: gloo refuses some dtypes.
+            staged = local.detach().to(kind).reshape(-1).view(torch.uint8).clone()
+            for axis in range(self._mesh.ndim):
+                if not is_dtensor(tensor) or tensor.placements[axis].is_replicate():
+                    dist.broadcast(staged, group=self._mesh.get_group(axis), group_src=0)
+            local.copy_(staged.view(local.dtype).view(local.shape))
+
+    @property
+    def _root(self) -> FSDPModule:
+        return self.module  # type: ignore[return-value]
+
+    def _sharded_modules(self) -> Iterator[FSDPModule]:
+        """The units and the root; none before they are sharded."""
+        from torch.distributed.fsdp import FSDPModule
+
+        return (part for part in self.module.modules() if isinstance(part, FSDPModule))
+
+    def _params_at_rest(self) -> list[nn.Parameter]:
+        """The sharded parameters, which a forward without gradients does not leave everywhere."""
+        for part in self._sharded_modules():
+            part.reshard()
+        return [*self.module.parameters()]
+
+    def _unexchanged(self) -> Iterator[tuple[str, Any]]:
+        """What holds a whole gradient that no backward has exchanged, with its parameter's name."""
+        # Private names of torch 2.11 to 2.14: no public one tells, or clears such a gradient.
+        for part in self._sharded_modules():
+            whole = part._get_fsdp_state()
+            for group in getattr(whole, "_fsdp_param_groups", None) or [whole._fsdp_param_group]:
+                for state in group.fsdp_params if group else ():
+                    gathered = getattr(state, "_unsharded_param", None)
+                    if gathered is None:
+                        continue
+                    if gathered.grad is not None or state.unsharded_accumulated_grad is not None:
+                        yield state._param_fqn or "?", state
+
+    def _require_exchanged(self, caller: str) -> None:
+        if names := [name for name, _ in self._unexchanged()]:
+            raise RuntimeError(
+                f"{caller}: expected gradients that were exchanged, got those of {listed(names)}, "
+                "which were only added under no_sync; run the last backward of a step outside of "
+                "it, or drop them with zero_grad_buffer()"
+            )
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local
+
+
+def _units_in(module: nn.Module, given: Iterable[UnitClass] | None) -> list[nn.Module]:
+    """The units below `module`, those inside others first, as FSDP2 wants them.
+
+    Raises:
+        ValueError: one has no forward.
+    """
+    declared = [kind for part in module.modules() for kind in getattr(part, "_fsdp_modules", ())]
+    classes = {
+        *resolve_unit_classes(given, module),
+        *resolve_unit_classes(declared, module),
+    }
+    found = [part for part in module.modules() if isinstance(part, tuple(classes))]
+    units = [part for part in reversed(found) if part is not module]
+    for unit in units:
+        require_forward(unit)
+    return units
+
+
+def _require_apart(module: nn.Module, units: list[nn.Module]) -> None:
+    """Refuse a parameter of two units: each would get a copy, trained apart.
+
+    Raises:
+        ValueError: there is one.
+    """
+    owners = {part: unit for unit in (module, *reversed(units)) for part in unit.modules()}
+    seen: dict[nn.Parameter, nn.Module] = {}
+    for part, owner in owners.items():
+        for param in part._parameters.values():
+            if param is not None and seen.setdefault(param, owner) is not owner:
+                named = module.named_parameters(remove_duplicate=False)
+                raise ValueError(
+                    "fsdp_unit_modules: expected every parameter in one unit, got one of two under "
+                    f"the names {[name for name, other in named if other is param]}; leave out the "
+                    "class that parts them"
+                )
+
+
+def _mesh_of(groups: HasDataParallelGroup | None, mesh: DeviceMesh | None) -> DeviceMesh:
+    if groups is not None and mesh is not None:
+        raise ValueError(
+            "mesh: expected process_groups or mesh, got both; pass the one that names the ranks"
+        )
+    if mesh is not None:
+        return mesh
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "TorchFullyShardedDataParallel: expected a process group, got none; call "
+            "torch.distributed.init_process_group first, on one rank too"
+        )
+    if groups is not None:
+        return DeviceMesh.from_group(groups.dp_cp, device_of(groups.dp_cp).type)
+    return init_device_mesh(device_of(dist.group.WORLD).type, (dist.get_world_size(),))
+
+
+def _keep_attributes(part: nn.Module) -> None:
+    """At the first forward of `part`, give its gathered parameters, which stay the same objects,
+    the attributes of the sharded ones.
+    """
+    kept = {name: dict(vars(param)) for name, param in part.named_parameters()}
+
+    def give(_module: nn.Module, _inputs: object) -> None:
+        for name, attributes in kept.items():
+            shown = vars(part.get_parameter(name))
+            shown.update({key: attributes[key] for key in attributes if key not in shown})
+        handle.remove()
+
+    # After that of FSDP2, which gathers.
+    handle = part.register_forward_pre_hook(give)
+
+
+@torch.no_grad()
+def _take_own_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Put this rank's parts into `state`, a copy, in place of whole tensors and of those that are
+    sharded otherwise (a collective for the latter).
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import distribute_tensor
+
+    if isinstance(module, FSDPModule):
+        module.reshard()  # a forward without gradients leaves the root's gathered
+    params: dict[str, Any] = module._parameters
+    for name, param in params.items():
+        value = state.get(prefix + name)
+        # A shape that differs is torch's to refuse.
+        if value is None or not is_dtensor(param) or value.shape != param.shape:
+            continue
+        layout = param.device_mesh, param.placements
+        if not is_dtensor(value) or (value.device_mesh, value.placements) != layout:
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            # Every rank has the whole, so none is asked for it.
+            state[prefix + name] = distribute_tensor(whole, *layout, src_data_rank=None)
