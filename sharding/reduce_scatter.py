@@ -24,16 +24,20 @@ from .lanes import DONE, Event, Lane, make_lane
 from .uses import Uses
 from .wire import PlainWire
 
-_WHAT = "reduce-scatter with FP32 accumulation"
-
 
 class ReduceScatterWork:
     """A reduce-scatter under way. Keep it until `wait` has returned: it owns what is in flight."""
 
-    def __init__(self, event: Event, held: Sequence[Tensor]) -> None:
-        """held: what the operations read and write."""
-        self._event = event
-        self._held = held
+    event: Event = DONE
+
+    def __init__(
+        self, name: str, tensors: Sequence[Tensor], channel: Channel, scale: float
+    ) -> None:
+        """tensors: the output and the input, and memory for what arrives, if there is some."""
+        flat: list[Tensor | None] = [tensor.detach().view(-1) for tensor in tensors]
+        self._output, self._sent, self._received, *_ = [*flat, None]
+        self._name, self._channel, self._scale = name, channel, scale
+        self._wire = PlainWire(tensors[1].dtype)
 
     def wait(self) -> None:
         """Order the caller's following work after the sum: on CUDA the current stream waits, and on
@@ -42,8 +46,30 @@ class ReduceScatterWork:
         Raises:
             CommunicationError: the exchange failed, for example because a rank died.
         """
-        self._event.wait()
-        self._held = ()
+        self.event.wait()
+        self._output = self._sent = self._received = None
+
+    def exchange(self) -> Sequence[Pending]:
+        """The first stage: start to bring what the ranks have for us."""
+        assert self._output is not None and self._sent is not None
+        numel = self._channel.received_parts * self._output.numel()
+        if self._received is None:  # allocated where the lane runs, which owns it
+            self._received = self._sent.new_empty(numel)
+        self._received = self._received[:numel]
+        return self._wire.exchange(self._channel, self._received, self._sent, self._name)
+
+    def sum(self) -> Sequence[Pending]:
+        """The second stage: add it up."""
+        output, sent, received = self._output, self._sent, self._received
+        assert output is not None and sent is not None and received is not None
+        table = received.view(-1, output.numel())
+        rows = self._wire.rows(self._channel, table.unbind(), sent)
+        whole = table if len(rows) == len(table) else None
+        if whole is None and output.untyped_storage()._cdata == sent.untyped_storage()._cdata:
+            # Our own part stayed where it is, and the first partial sums would overwrite it.
+            rows[self._channel.rank] = rows[self._channel.rank].clone()
+        self._wire.reduce(output, rows, table=whole, scale=self._scale)
+        return ()
 
 
 def reduce_scatter_with_fp32_accumulation(
@@ -55,6 +81,7 @@ def reduce_scatter_with_fp32_accumulation(
     *,
     scratch: Tensor | None = None,
     lane: Lane | None = None,
+    name: str = "reduce-scatter with FP32 accumulation",
 ) -> ReduceScatterWork | None:
     """Fill `output` with the sum, or the average, of all ranks' parts of `input` for this rank.
 
@@ -64,8 +91,9 @@ def reduce_scatter_with_fp32_accumulation(
     BF16 or FP16. Both contiguous, plain and on one device. group: None is all ranks. scratch:
     memory like `input`, for what arrives, that shares none with it or `output`; None allocates it
     for the while. lane (`lanes.make_lane`): where it runs, for those who start many; None is one
-    of its own, on CUDA a stream beside the current one if `async_op`. Nothing is remembered between
-    calls, so any number may be under way, in any groups, if all ranks start them in one order.
+    of its own, on CUDA a stream beside the current one if `async_op`. name: for errors and traces.
+    Nothing is remembered between calls, so any number may be under way, in any groups, if all ranks
+    start them in one order.
 
     Returns what `wait` is called of if `async_op`, else None. Until then nothing may write `input`
     or `scratch`, or read `output`.
@@ -80,52 +108,14 @@ def reduce_scatter_with_fp32_accumulation(
     held = _checked(output, input, scratch)
     channel = _channel(group, output.device)
     _check_sizes(output, input, channel.size)
-    total = _Sum(held, channel, _scale_of(op, channel.size))
-    event: Event = DONE
+    work = ReduceScatterWork(name, held, channel, _scale_of(op, channel.size))
     if output.numel():
         lane = lane or make_lane(output.device, async_op)
-        event = lane.submit(_WHAT, total.exchange, total.sum)
-    work = ReduceScatterWork(event, held)
+        work.event = lane.submit(name, work.exchange, work.sum)
     if async_op:
         return work
     work.wait()
     return None
-
-
-class _Sum:
-    """The two stages of one."""
-
-    def __init__(self, tensors: Sequence[Tensor], channel: Channel, scale: float) -> None:
-        """tensors: the output and the input, and memory for what arrives, if there is some."""
-        self._output, self._sent, *scratch = [tensor.detach().view(-1) for tensor in tensors]
-        self._scratch = scratch[0] if scratch else None
-        self._channel, self._scale = channel, scale
-        self._wire = PlainWire(self._sent.dtype)
-
-    def exchange(self) -> Sequence[Pending]:
-        """Start to bring what the ranks have for us."""
-        numel = self._channel.received_parts * self._output.numel()
-        if self._scratch is None:  # allocated where the lane runs, which owns it
-            self._scratch = self._sent.new_empty(numel)
-        self._scratch = self._scratch[:numel]
-        return self._wire.exchange(self._channel, self._scratch, self._sent, _WHAT)
-
-    def sum(self) -> Sequence[Pending]:
-        """Add it up."""
-        channel, output, received = self._channel, self._output, self._scratch
-        assert received is not None
-        table = received.view(-1, output.numel())
-        rows = self._wire.rows(channel, table.unbind(), self._sent)
-        if len(rows) > len(table) and _may_meet(output, self._sent):
-            # Our own part stayed where it is, and the first partial sums would overwrite it.
-            rows[channel.rank] = rows[channel.rank].clone()
-        whole = table if len(rows) == len(table) else None
-        self._wire.reduce(output, rows, table=whole, scale=self._scale)
-        return ()
-
-
-def _may_meet(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _channel(group: dist.ProcessGroup | None, device: torch.device) -> Channel:
@@ -134,8 +124,7 @@ def _channel(group: dist.ProcessGroup | None, device: torch.device) -> Channel:
     rank = dist.get_rank(group)
     if rank < 0 or group is None:
         raise ValueError(
-            "group: expected one that this rank is in, got one without it; call it on the group's "
-            "own ranks alone"
+            "group: expected one that this rank is in, got one without it; call it on its own ranks"
         )
     axis = Axis("group", dist.get_process_group_ranks(group), rank, group, group)
     return Channel(axis, device, Traffic(), Uses())
