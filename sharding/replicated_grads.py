@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..buffers.layout import round_up
 from ..kernels import pack_, unpack_
+from ..kernels.checks import SOURCE_DTYPES, check_dtype
 from .collectives import start_all_gather
 from .communicators import gather_objects, host_group
 from .data_parallel_base import DataParallelBase
@@ -53,14 +54,13 @@ def _is_marked(mark: str) -> Callable[[str, nn.Parameter], bool]:
     return lambda _, param: bool(getattr(param, mark, False))
 
 
-def _is_averaged(name: str, param: nn.Parameter) -> bool:
-    return bool(getattr(param, "average_gradients_across_tp_domain", False))
+_is_averaged = _is_marked("average_gradients_across_tp_domain")
 
 
 def _is_summed_over_tp(name: str, param: nn.Parameter) -> bool:
     # Heads are divided among the ranks: each has its own heads' part of the norms' gradients.
     is_norm = not {"q_layernorm", "k_layernorm"}.isdisjoint(name.split("."))
-    is_partial = is_norm or bool(getattr(param, "sequence_parallel", False))
+    is_partial = is_norm or _is_marked("sequence_parallel")(name, param)
     return is_partial and not _is_averaged(name, param)
 
 
@@ -158,13 +158,14 @@ def agree_on(replicas: Replicas) -> None:
     """Refuse what cannot be summed (a collective of the hosts).
 
     Raises:
-        ValueError: ranks hold other parameters, or other parts of them; on all ranks.
+        ValueError: ranks hold other parameters, or other parts of them, on all ranks; a gradient
+            that is not FP32, BF16 or FP16, or sparse.
         RuntimeError: a gradient waits for its exchange.
         CommunicationError: a rank is gone.
     """
-    for copies in replicas.params:
-        for _, param in copies:
-            _part_of(param.grad)
+    for name, param in itertools.chain(*replicas.params):
+        if (part := _part_of(param.grad)) is not None:
+            check_dtype(f"gradient of '{name}'", part, SOURCE_DTYPES)
     kind = replicas.kind
     layouts = [_layout_of(*copies[0], named=kind.is_named_alike) for copies in replicas.params]
     require_same(layouts, kind.what, replicas.group)
@@ -229,7 +230,6 @@ def sum_gradients(replicas: Replicas) -> None:
     an absent one counts as zeros, as in the exchange of a unit (a collective).
 
     Raises:
-        ValueError: a gradient that is not FP32, BF16 or FP16.
         CommunicationError: a rank is gone.
     """
     grads = [[_gradient(param) for _, param in copies] for copies in replicas.params]

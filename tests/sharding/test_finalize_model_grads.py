@@ -220,7 +220,9 @@ def _refusals(rank, pairs):
     grads = {"a.weight": torch.ones(6), "b.weight": torch.ones(2)}
     marks = {name: ["sequence_parallel"] for name in grads}
     chunk = _Late(_chunk(grads, marks).module)
+    wide = _chunk({"a": torch.ones(2, dtype=torch.float64)}, {"a": ["sequence_parallel"]})
     texts = {
+        "dtype": refusal(ValueError, wide, process_groups=Groups(tp=pairs)),
         "module": refusal(TypeError, chunk.module),
         "none": refusal(ValueError, []),
         "unset": refusal(AttributeError, chunk, process_groups=Groups(pp=pairs)),
@@ -260,6 +262,7 @@ def test_each_step_gives_what_its_definition_says():
     for texts in run_on_ranks(_steps, WORLD):
         for name, words in {
             "module": ("DataParallelBase", "Module", "DistributedDataParallel"),
+            "dtype": ("gradient of 'a'", "torch.float64"),
             "none": ("at least one chunk",),
             "unset": ("tp:",),
             "unset for tokens": ("pp:",),
@@ -303,7 +306,7 @@ def _trained(rank, mesh, zero, extra, units):
     plain(inputs).backward()
     own = torch.cat([plain.norm.weight.grad, plain.get_submodule(model.tied).weight.grad.view(-1)])
     of_all = torch.empty(WORLD, len(own))
-    dist.all_gather_into_tensor(of_all, own)
+    dist.all_gather(list(of_all), own)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ss.fully_shard(
         model, optimizer, device_mesh=mesh["dp"], zero_dp_strategy=zero, fsdp_unit_modules=units
@@ -327,10 +330,12 @@ def _sharded(rank, world_size):
         assert torch.equal(full, expected), zero
     # With others in its unit a tied weight is cut otherwise: refused by all, and nothing is summed.
     chunk, of_all = _trained(rank, mesh, 1, extra=2 if rank < 2 else 300, units=[])
+    chunk.module.norm.weight.sequence_parallel = False
     with pytest.raises(ValueError) as caught:
         finalize_model_grads(chunk, process_groups=groups)
     own = of_all[rank // 2 * 2 : rank // 2 * 2 + 2].sum(0) * 0.5
-    assert torch.equal(chunk.module.norm.weight.grad.full_tensor(), own[:3])
+    tied = chunk.module.get_submodule(chunk.module.tied).weight
+    assert torch.equal(tied.grad.full_tensor().view(-1), own[3:])
     # What waits for its exchange has no values yet.
     with ss.no_sync(chunk.module):
         chunk.module(torch.ones(1, 3)).backward()
