@@ -1,0 +1,272 @@
+"""The process groups of a model-parallel job, in one object that is passed around."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import hashlib
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .arguments import kind_of, require_number
+from .communicators import end_communicators, gather_objects, new_communicator
+from .data_parallel_groups import device_of, group_over
+from .model_parallel_layout import GROUP_KINDS, ModelParallelLayout, kind_of_group
+from .nccl_options import NcclOptions, nccl_options, require_nccl
+from .rank_grid import mesh_of, require_member
+
+SHARD_DIM, OUTER_DIM = "dp_shard", "dp_outer"
+"""Dimensions of `ProcessGroupCollection.data_parallel_mesh`: inside an optimizer instance, and
+across instances.
+"""
+
+
+class ProcessGroupCollection:
+    """Process groups around this rank by the names that Megatron-Core gives them; `GROUP_KINDS`
+    says what each is for. Never changed after it was made.
+
+        groups = initialize_model_parallel(tensor_model_parallel_size=2)
+        mesh = groups.data_parallel_mesh()
+        ProcessGroupCollection(**{**groups.groups, "tp": another})
+
+    Each is a `torch.distributed.ProcessGroup` or unset; None counts as unset. To read one that is
+    unset raises AttributeError, which says how to make it; `get` gives None.
+
+    Raises:
+        TypeError: a value is no process group.
+        ValueError: unknown name.
+    """
+
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    mp: dist.ProcessGroup
+    embd: dist.ProcessGroup
+    pos_embd: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    tp_cp: dist.ProcessGroup
+    ep: dist.ProcessGroup
+    expt_tp: dist.ProcessGroup
+    tp_ep: dist.ProcessGroup
+    tp_ep_pp: dist.ProcessGroup
+    tp_dp: dist.ProcessGroup
+    tp_dp_cp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    expt_dp: dist.ProcessGroup
+    intra_dp_cp: dist.ProcessGroup
+    intra_expt_dp: dist.ProcessGroup
+    inter_dist_opt: dist.ProcessGroup
+    intra_dist_opt: dist.ProcessGroup
+
+    def __init__(self, **groups: dist.ProcessGroup | None):
+        for name, group in groups.items():
+            if name not in GROUP_KINDS:
+                near = difflib.get_close_matches(name, GROUP_KINDS, 1)
+                raise ValueError(
+                    f"{name}: expected one of {list(GROUP_KINDS)}"
+                    + (f"; did you mean '{near[0]}'?" if near else "; use such a name")
+                )
+            if group is not None and not isinstance(group, dist.ProcessGroup):
+                raise TypeError(
+                    f"{name}: expected a torch.distributed.ProcessGroup or None, got "
+                    f"{kind_of(group)}; pass the group itself, such as mesh.get_group('{name}')"
+                )
+        self.__dict__.update({name: group for name, group in groups.items() if group is not None})
+
+    @property
+    def groups(self) -> Mapping[str, dist.ProcessGroup]:
+        """Those that are set, by name."""
+        return types.MappingProxyType(self.__dict__)
+
+    def get(self, name: str) -> dist.ProcessGroup | None:
+        """The group called `name`, None where it is unset.
+
+        Raises:
+            ValueError: no group has that name.
+        """
+        kind_of_group(name)
+        return self.groups.get(name)
+
+    if not TYPE_CHECKING:  # a type checker knows the names above
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name not in GROUP_KINDS:
+                raise AttributeError(f"ProcessGroupCollection has no attribute {name!r}")
+            kind = GROUP_KINDS[name]
+            because = f" ({kind.unset})" if kind.unset else ""
+            raise AttributeError(
+                f"{name}: expected a process group of {kind.meaning}, got none on this "
+                f"rank{because}; have initialize_model_parallel make it, or pass {name}=... to "
+                "ProcessGroupCollection",
+                name=name,
+                obj=self,
+            )
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{name}: a ProcessGroupCollection never changes; make another one with "
+            f"ProcessGroupCollection(**{{**collection.groups, '{name}': ...}})"
+        )
+
+    def __repr__(self) -> str:
+        texts = [f"{name}={dist.get_process_group_ranks(g)}" for name, g in self.groups.items()]
+        return f"ProcessGroupCollection({', '.join(texts)})"
+
+    def data_parallel_mesh(
+        self, *, expert: bool = False, device_type: str | None = None
+    ) -> DeviceMesh:
+        """What `fully_shard` takes as `device_mesh`: the ranks of `dp_cp`, or of `expt_dp` for
+        experts, with the groups of this collection.
+
+        With several optimizer instances it has the dimensions `OUTER_DIM` (across instances:
+        `inter_dist_opt`) and `SHARD_DIM` (inside: `intra_dp_cp`, `intra_expt_dp`), else `SHARD_DIM`
+        alone. device_type: None for the one that the backend is for.
+
+        Raises:
+            AttributeError: a group that is needed is unset.
+            ValueError: the groups are no grid.
+        """
+        whole = self.expt_dp if expert else self.dp_cp
+        across = self.get("inter_dist_opt")
+        device_type = device_type or device_of(whole).type
+        ranks = dist.get_process_group_ranks(whole)
+        if across is None:
+            return mesh_of(ranks, (len(ranks),), (SHARD_DIM,), (whole,), device_type)
+        inside = self.intra_expt_dp if expert else self.intra_dp_cp
+        columns, rows = map(dist.get_process_group_ranks, (across, inside))
+        count = len(rows)
+        if (
+            len(ranks) != len(columns) * count
+            or rows not in [ranks[start : start + count] for start in range(0, len(ranks), count)]
+            or columns not in [ranks[start::count] for start in range(count)]
+        ):
+            raise ValueError(
+                f"inter_dist_opt: expected one rank of each stretch of {count} of {ranks}, as "
+                f"{rows} is one, got {columns}; make the groups with initialize_model_parallel"
+            )
+        shape, names = (len(columns), count), (OUTER_DIM, SHARD_DIM)
+        return mesh_of(ranks, shape, names, (across, inside), device_type)
+
+    def destroy(self) -> None:
+        """End all groups but the job's own, those that were passed in too; nobody may use them
+        later.
+        """
+        end_communicators(self.groups.values())
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    num_distributed_optimizer_instances: int = 1,
+    order: str = "tp-cp-ep-dp-pp",
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
+    distributed_timeout_minutes: float | None = None,
+    nccl_communicator_config_path: str | Path | Mapping[str, Mapping[str, Any]] | None = None,
+    high_priority_stream_groups: Iterable[str] = (),
+    get_embedding_ranks: Callable[[tuple[int, ...]], Sequence[int]] | None = None,
+    get_position_embedding_ranks: Callable[[tuple[int, ...]], Sequence[int]] | None = None,
+    groups: Iterable[str] | None = None,
+) -> ProcessGroupCollection:
+    """Make the groups around this rank (a collective of the ranks from `rank_offset` on, of which
+    there are `local_world_size`, None for all that follow).
+
+    Sizes, `order` and the functions are those of `ModelParallelLayout`; a virtual pipeline changes
+    no group. Groups of the same ranks and options are one. Nothing global is kept: any number of
+    collections may be made, over the same ranks too.
+
+    distributed_timeout_minutes: time limit of collectives, None for the job's own.
+    nccl_communicator_config_path: options of NCCL by group, a YAML file or a mapping, as
+    `nccl_options` takes them. high_priority_stream_groups: names of groups whose streams have high
+    priority. groups: names of those to make, None for all.
+
+    Raises:
+        TypeError, ValueError: wrong sizes, order, names or options, no process group, a rank that
+            is not among those of the layout, ranks that were given different arguments.
+        CommunicationError: a rank is gone.
+    """
+    left = dist.get_world_size() - rank_offset if dist.is_initialized() else 1
+    layout = ModelParallelLayout(
+        world_size=left if local_world_size is None else local_world_size,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+        order=order,
+        rank_offset=rank_offset,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+    )
+    wanted = [name for name in GROUP_KINDS if name in _names(groups)]
+    rank, job = require_member(layout.grid.ranks)
+    timeout = _timeout(distributed_timeout_minutes)
+    options = nccl_options(nccl_communicator_config_path, high_priority_stream_groups)
+    require_nccl(options, dist.get_backend(job))
+    _require_agreement(layout, job, {"groups": wanted, "timeout": timeout, "options": options})
+    made: dict[tuple[tuple[int, ...], NcclOptions], dist.ProcessGroup] = {}
+    found: dict[str, dist.ProcessGroup] = {}
+    for name in wanted:
+        ranks, of_group = layout.group_of(name, rank), options.get(name, NcclOptions())
+        if ranks is None:
+            continue
+        if (ranks, of_group) not in made:
+            made[ranks, of_group] = new_communicator(
+                name, ranks, job, timeout=timeout, options=of_group.to_torch()
+            )
+        found[name] = made[ranks, of_group]
+    return ProcessGroupCollection(**found)
+
+
+def _names(groups: Iterable[str] | None) -> list[str]:
+    names = list(GROUP_KINDS if groups is None else groups)
+    for name in names:
+        kind_of_group(name)
+    return names
+
+
+def _timeout(minutes: float | None) -> datetime.timedelta | None:
+    if minutes is None:
+        return None
+    expected = "None or a positive number of minutes"
+    require_number("distributed_timeout_minutes", minutes, expected, lambda n: 0 < n < math.inf)
+    return datetime.timedelta(minutes=minutes)
+
+
+def _require_agreement(
+    layout: ModelParallelLayout, job: dist.ProcessGroup, options: Mapping[str, object]
+) -> None:
+    """Refuse arguments that differ between ranks, of which some would wait for ever.
+
+    Raises:
+        ValueError: they differ; on every rank.
+        CommunicationError: a rank is gone, or was given other ranks.
+    """
+    told = {name: str(value) for name, value in {"sizes": layout, **options}.items()}
+    # Functions are other objects on every rank: what they say is compared.
+    stages = repr([layout.groups(name) for name in ("embd", "pos_embd")])
+    told["get_embedding_ranks"] = hashlib.sha256(stages.encode()).hexdigest()
+    ranks = tuple(layout.grid.ranks)
+    group = group_over(ranks, (job,))
+    everyone = gather_objects(told, group, device_of(job), "meeting of all ranks to make groups")
+    for rank, theirs in zip(ranks, everyone, strict=True):
+        for name, text in theirs.items():
+            if text != everyone[0][name]:
+                raise ValueError(
+                    f"initialize_model_parallel: expected the same {name} on every rank, got "
+                    f"{everyone[0][name]} on rank {ranks[0]} and {text} on rank {rank}; pass the "
+                    "same arguments everywhere"
+                )
