@@ -10,18 +10,23 @@ tp:
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from .arguments import require_flag
-from .model_parallel_layout import kind_of_group
-from .rank_grid import require_count
+from .model_parallel_layout import group_kind
 
+Options = Mapping[str, Any]
+
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "min_ctas": (lambda value: type(value) is int and value >= 1, "a count of thread blocks"),
+    "max_ctas": (lambda value: type(value) is int and value >= 1, "a count of thread blocks"),
+    "cga_cluster_size": (lambda value: type(value) is int and value in range(9), "0 to 8"),
+    "net_name": (lambda value: str(value).lower() in ("ib", "socket"), "'IB' or 'socket'"),
+    "is_high_priority_stream": (lambda value: isinstance(value, bool), "True or False"),
+}
 _MEGATRON_NAMES = {
     "ep_tp": "expt_tp",
     "tp_ep_mp": "tp_ep",
@@ -33,106 +38,61 @@ _MEGATRON_NAMES = {
 """Groups that files for Megatron-Core call by another name than its collection does."""
 
 
-@dataclass(frozen=True, slots=True)
-class NcclOptions:
-    """Options of one communicator; None leaves NCCL's own.
-
-    min_ctas, max_ctas: bounds of the thread blocks of a collective. cga_cluster_size: thread blocks
-    in a cluster, 0 to 8. net_name: "IB" or "socket". is_high_priority_stream: whether its stream
-    goes before others.
-
-    Raises:
-        TypeError, ValueError: a value is none of these.
-    """
-
-    min_ctas: int | None = None
-    max_ctas: int | None = None
-    cga_cluster_size: int | None = None
-    net_name: str | None = None
-    is_high_priority_stream: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("min_ctas", 1), ("max_ctas", 1), ("cga_cluster_size", 0)):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name), least)
-        if self.min_ctas and self.max_ctas and self.min_ctas > self.max_ctas:
-            raise ValueError(
-                f"min_ctas: expected at most max_ctas {self.max_ctas}, got {self.min_ctas}; swap "
-                "them"
-            )
-        if (self.cga_cluster_size or 0) > 8:  # noqa: PLR2004
-            raise ValueError(f"cga_cluster_size: expected 0 to 8, got {self.cga_cluster_size}")
-        if self.net_name is not None and str(self.net_name).lower() not in ("ib", "socket"):
-            raise ValueError(f"net_name: expected 'IB' or 'socket', got {self.net_name!r}")
-        require_flag("is_high_priority_stream", self.is_high_priority_stream)
-
-    def to_torch(self) -> Any:
-        """What torch takes as `pg_options`; None where all is left to NCCL."""
-        if self == NcclOptions():
-            return None
-        options = dist.ProcessGroupNCCL.Options(
-            is_high_priority_stream=self.is_high_priority_stream
-        )
-        for name in ("min_ctas", "max_ctas", "cga_cluster_size", "net_name"):
-            if getattr(self, name) is not None:
-                setattr(options.config, name, getattr(self, name))
-        return options
-
-
-def nccl_options(
-    source: str | Path | Mapping[str, Mapping[str, Any]] | None,
-    high_priority: Iterable[str] = (),
-) -> dict[str, NcclOptions]:
+def nccl_options(source: str | Path | Mapping[str, Options] | None) -> dict[str, Options]:
     """Options by the group's name in `ProcessGroupCollection`; Megatron-Core's names are known too.
 
-    source: a mapping, or the YAML file that has one. high_priority: groups whose streams go first.
+    source: a mapping, or the YAML file that has one; its options are the fields of NCCL's own
+    configuration and whether the stream goes before others.
 
     Raises:
         FileNotFoundError: no such file.
         ModuleNotFoundError: a file, without PyYAML.
-        TypeError, ValueError: unknown groups or options, wrong values.
+        ValueError: unknown groups or options, wrong values; all of them in one message.
     """
-    table = _read(source) if isinstance(source, str | Path) else (source or {})
-    known = {field.name for field in dataclasses.fields(NcclOptions)}
-    found: dict[str, NcclOptions] = {}
-    for given, values in _mapping("nccl_communicator_config_path", table).items():
+    table = _read(source) if isinstance(source, str | Path) else source
+    found, problems = {}, []
+    for given, options in _mapping(table or {}, "groups").items():
         name = _MEGATRON_NAMES.get(given, given)
-        kind_of_group(name)
-        if unknown := set(_mapping(given, values)) - known:
-            raise ValueError(
-                f"{given}: expected some of {sorted(known)}, got {sorted(unknown)}; use such names"
-            )
-        try:
-            found[name] = NcclOptions(**values)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{given}: {error}") from None
-    for name in (_MEGATRON_NAMES.get(name, name) for name in high_priority):
-        kind_of_group(name)
-        own = found.get(name, NcclOptions())
-        found[name] = dataclasses.replace(own, is_high_priority_stream=True)
+        group_kind(name)
+        found[name] = _mapping(options, f"options of {given}")
+        for option, value in found[name].items():
+            fits, expected = _OPTIONS.get(option, (lambda _: False, f"one of {list(_OPTIONS)}"))
+            if not fits(value):
+                problems.append(f"{given}.{option}: expected {expected}, got {value!r}")
+    if problems:
+        raise ValueError(f"nccl_communicator_config_path: {'; '.join(problems)}; change these")
     return found
 
 
-def require_nccl(options: Mapping[str, NcclOptions], backend: str) -> None:
-    """Refuse options where another backend would not have them.
+def torch_options(options: Options | None, backend: str) -> Any:
+    """What torch takes as `pg_options`; None for NCCL's own.
 
     Raises:
-        ValueError: there are some and the backend is another.
+        ValueError: options for another backend than nccl.
     """
-    if options and backend != "nccl":
+    if not options:
+        return None
+    if backend != "nccl":
         raise ValueError(
-            f"nccl_communicator_config_path: expected a job over nccl, got {backend} and options "
-            f"for {list(options)}; leave them out"
+            f"nccl_communicator_config_path: expected a job over nccl, got {backend} and "
+            f"{dict(options)}; leave the options out"
         )
+    made = dist.ProcessGroupNCCL.Options()
+    for name, value in options.items():
+        setattr(made if name == "is_high_priority_stream" else made.config, name, value)
+    return made
 
 
-def _mapping(what: str, value: object) -> Mapping[str, Any]:
+def _mapping(value: object, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{what}: expected a mapping of names, got {value!r}; see `nccl_options`")
+        raise ValueError(
+            f"nccl_communicator_config_path: expected a mapping of {what}, got {value!r}; write "
+            "names and values, as `sidestream.sharding.nccl_options` shows"
+        )
     return value
 
 
-def _read(path: str | Path) -> object:
+def _read(path: str | Path) -> Any:
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -142,4 +102,4 @@ def _read(path: str | Path) -> object:
             name="yaml",
         ) from error
     with open(path, encoding="utf-8") as file:
-        return yaml.safe_load(file) or {}
+        return yaml.safe_load(file)

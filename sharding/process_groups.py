@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import difflib
-import hashlib
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .arguments import kind_of, require_number
 from .communicators import end_communicators, gather_objects, new_communicator
 from .data_parallel_groups import device_of, group_over
-from .model_parallel_layout import GROUP_KINDS, ModelParallelLayout, kind_of_group
-from .nccl_options import NcclOptions, nccl_options, require_nccl
+from .model_parallel_layout import GROUP_KINDS, ModelParallelLayout, Ranks, group_kind
+from .nccl_options import Options, nccl_options, torch_options
 from .rank_grid import mesh_of, require_member
 
 SHARD_DIM, OUTER_DIM = "dp_shard", "dp_outer"
@@ -66,12 +64,7 @@ class ProcessGroupCollection:
 
     def __init__(self, **groups: dist.ProcessGroup | None):
         for name, group in groups.items():
-            if name not in GROUP_KINDS:
-                near = difflib.get_close_matches(name, GROUP_KINDS, 1)
-                raise ValueError(
-                    f"{name}: expected one of {list(GROUP_KINDS)}"
-                    + (f"; did you mean '{near[0]}'?" if near else "; use such a name")
-                )
+            group_kind(name)
             if group is not None and not isinstance(group, dist.ProcessGroup):
                 raise TypeError(
                     f"{name}: expected a torch.distributed.ProcessGroup or None, got "
@@ -90,22 +83,18 @@ class ProcessGroupCollection:
         Raises:
             ValueError: no group has that name.
         """
-        kind_of_group(name)
+        group_kind(name)
         return self.groups.get(name)
 
-    if not TYPE_CHECKING:  # a type checker knows the names above
+    if not TYPE_CHECKING:  # which knows the names above
 
         def __getattr__(self, name: str) -> NoReturn:
             if name not in GROUP_KINDS:
                 raise AttributeError(f"ProcessGroupCollection has no attribute {name!r}")
-            kind = GROUP_KINDS[name]
-            because = f" ({kind.unset})" if kind.unset else ""
             raise AttributeError(
-                f"{name}: expected a process group of {kind.meaning}, got none on this "
-                f"rank{because}; have initialize_model_parallel make it, or pass {name}=... to "
-                "ProcessGroupCollection",
-                name=name,
-                obj=self,
+                f"{name}: expected a process group ({GROUP_KINDS[name].meaning}), got none on this "
+                f"rank; have initialize_model_parallel make it, or pass {name}=... to "
+                "ProcessGroupCollection"
             )
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -173,23 +162,18 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
     distributed_timeout_minutes: float | None = None,
-    nccl_communicator_config_path: str | Path | Mapping[str, Mapping[str, Any]] | None = None,
-    high_priority_stream_groups: Iterable[str] = (),
-    get_embedding_ranks: Callable[[tuple[int, ...]], Sequence[int]] | None = None,
-    get_position_embedding_ranks: Callable[[tuple[int, ...]], Sequence[int]] | None = None,
-    groups: Iterable[str] | None = None,
+    nccl_communicator_config_path: str | Path | Mapping[str, Options] | None = None,
+    groups: Collection[str] = tuple(GROUP_KINDS),
 ) -> ProcessGroupCollection:
-    """Make the groups around this rank (a collective of the ranks from `rank_offset` on, of which
-    there are `local_world_size`, None for all that follow).
+    """Make the groups around this rank (a collective of the job's ranks from `rank_offset` on,
+    `local_world_size` of them or all that follow). Those of the same ranks and options are one.
 
-    Sizes, `order` and the functions are those of `ModelParallelLayout`; a virtual pipeline changes
-    no group. Groups of the same ranks and options are one. Nothing global is kept: any number of
+    Sizes and `order` are those of `ModelParallelLayout`. Nothing global is kept: any number of
     collections may be made, over the same ranks too.
 
     distributed_timeout_minutes: time limit of collectives, None for the job's own.
-    nccl_communicator_config_path: options of NCCL by group, a YAML file or a mapping, as
-    `nccl_options` takes them. high_priority_stream_groups: names of groups whose streams have high
-    priority. groups: names of those to make, None for all.
+    nccl_communicator_config_path: options of NCCL by group, as `nccl_options` takes them. groups:
+    names of those to make.
 
     Raises:
         TypeError, ValueError: wrong sizes, order, names or options, no process group, a rank that
@@ -208,34 +192,28 @@ def initialize_model_parallel(
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
         order=order,
         rank_offset=rank_offset,
-        get_embedding_ranks=get_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks,
     )
-    wanted = [name for name in GROUP_KINDS if name in _names(groups)]
-    rank, job = require_member(layout.grid.ranks)
+    for name in groups:
+        group_kind(name)
+    wanted = [name for name in GROUP_KINDS if name in groups]
     timeout = _timeout(distributed_timeout_minutes)
-    options = nccl_options(nccl_communicator_config_path, high_priority_stream_groups)
-    require_nccl(options, dist.get_backend(job))
-    _require_agreement(layout, job, {"groups": wanted, "timeout": timeout, "options": options})
-    made: dict[tuple[tuple[int, ...], NcclOptions], dist.ProcessGroup] = {}
+    options = nccl_options(nccl_communicator_config_path)
+    rank, job = require_member(layout.dense.ranks)
+    of_torch = {name: torch_options(options[name], dist.get_backend(job)) for name in options}
+    arguments = {"sizes": layout, "groups": wanted, "time limit": timeout, "options": options}
+    _require_agreement(layout.dense.ranks, job, arguments)
+    made: dict[tuple[Ranks, str], dist.ProcessGroup] = {}
     found: dict[str, dist.ProcessGroup] = {}
     for name in wanted:
-        ranks, of_group = layout.group_of(name, rank), options.get(name, NcclOptions())
-        if ranks is None:
+        if (ranks := layout.group_of(name, rank)) is None:
             continue
-        if (ranks, of_group) not in made:
-            made[ranks, of_group] = new_communicator(
-                name, ranks, job, timeout=timeout, options=of_group.to_torch()
+        key = ranks, str(options.get(name))
+        if key not in made:
+            made[key] = new_communicator(
+                name, ranks, job, timeout=timeout, options=of_torch.get(name)
             )
-        found[name] = made[ranks, of_group]
+        found[name] = made[key]
     return ProcessGroupCollection(**found)
-
-
-def _names(groups: Iterable[str] | None) -> list[str]:
-    names = list(GROUP_KINDS if groups is None else groups)
-    for name in names:
-        kind_of_group(name)
-    return names
 
 
 def _timeout(minutes: float | None) -> datetime.timedelta | None:
@@ -247,26 +225,26 @@ def _timeout(minutes: float | None) -> datetime.timedelta | None:
 
 
 def _require_agreement(
-    layout: ModelParallelLayout, job: dist.ProcessGroup, options: Mapping[str, object]
+    ranks: range, job: dist.ProcessGroup, arguments: Mapping[str, object]
 ) -> None:
-    """Refuse arguments that differ between ranks, of which some would wait for ever.
+    """Refuse arguments that differ between ranks, some of which would wait for ever.
 
     Raises:
         ValueError: they differ; on every rank.
         CommunicationError: a rank is gone, or was given other ranks.
     """
-    told = {name: str(value) for name, value in {"sizes": layout, **options}.items()}
-    # Functions are other objects on every rank: what they say is compared.
-    stages = repr([layout.groups(name) for name in ("embd", "pos_embd")])
-    told["get_embedding_ranks"] = hashlib.sha256(stages.encode()).hexdigest()
-    ranks = tuple(layout.grid.ranks)
-    group = group_over(ranks, (job,))
-    everyone = gather_objects(told, group, device_of(job), "meeting of all ranks to make groups")
+    told = {name: str(value) for name, value in arguments.items()}
+    everyone = gather_objects(
+        told,
+        group_over(tuple(ranks), (job,)),
+        device_of(job),
+        f"meeting of ranks {ranks.start} to {ranks.stop - 1} to make groups",
+    )
     for rank, theirs in zip(ranks, everyone, strict=True):
-        for name, text in theirs.items():
-            if text != everyone[0][name]:
+        for name, expected in everyone[0].items():
+            if theirs[name] != expected:
                 raise ValueError(
                     f"initialize_model_parallel: expected the same {name} on every rank, got "
-                    f"{everyone[0][name]} on rank {ranks[0]} and {text} on rank {rank}; pass the "
+                    f"{expected} on rank {ranks.start} and {theirs[name]} on rank {rank}; pass the "
                     "same arguments everywhere"
                 )

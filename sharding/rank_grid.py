@@ -5,8 +5,6 @@ alone, and process groups for those who ask.
                                   dp 0  |  0 1     get_rank_enum("tp") == [(0, 1), (2, 3), (4, 5)]
                                   dp 1  |  2 3     get_rank_enum("dp") == [(0, 2, 4), (1, 3, 5)]
                                   dp 2  |  4 5     get_rank_enum("tp-dp") == [(0, 1, 2, 3, 4, 5)]
-
-A view is a second grid over the same ranks, such as that of experts.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,235 +24,143 @@ Dims = str | Sequence[str]
 """Names of dimensions: one, several joined by "-", or a sequence of them; in any order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Factorisation:
-    """Sizes of named dimensions, the fastest first, of the ranks from `rank_offset` on.
-
-    Raises:
-        TypeError, ValueError: names that are no distinct words, sizes that are no counts.
-    """
-
-    shape: tuple[int, ...]
-    dim_names: tuple[str, ...]
-    rank_offset: int = 0
-
-    def __post_init__(self) -> None:
-        names, shape = self.dim_names, self.shape
-        if len(shape) != len(names) or len(set(names)) != len(names) or not names:
-            raise ValueError(
-                f"dim_names: expected a distinct name for each size of {shape}, got {names}; give "
-                "as many names as sizes"
-            )
-        if not all(name.isidentifier() for name in names):
-            raise ValueError(
-                f"dim_names: expected words, got {names}; '-' is what joins them for a group"
-            )
-        for name, size, least in (
-            *((f"size of '{name}'", size, 1) for name, size in zip(names, shape, strict=True)),
-            ("rank_offset", self.rank_offset, 0),
-        ):
-            require_count(name, size, least)
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return math.prod(self.shape)
-
-    @property
-    def ranks(self) -> range:
-        """The ranks, by their numbers in the job."""
-        return range(self.rank_offset, self.rank_offset + self.size)
-
-    def __str__(self) -> str:
-        sizes = " x ".join(f"{n} {s}" for n, s in zip(self.dim_names, self.shape, strict=True))
-        return f"{sizes} = {self.size}"
-
-    def in_order(self, dims: Dims) -> tuple[str, ...]:
-        """`dims` as a tuple in the order of the grid.
-
-        Raises:
-            ValueError: none, unknown or repeated names.
-        """
-        names = dims.split("-") if isinstance(dims, str) else list(dims)
-        if not names or len(set(names)) != len(names) or not set(names) <= set(self.dim_names):
-            raise ValueError(
-                f"dims: expected some of {self.dim_names}, each once, got {dims!r}; a name, names "
-                "joined by '-', or a sequence of names"
-            )
-        return tuple(name for name in self.dim_names if name in names)
-
-    def step(self, dim: str) -> int:
-        """How far neighbours along `dim` are apart."""
-        return math.prod(self.shape[: self.dim_names.index(dim)])
-
-    def coordinate(self, rank: int, dim: str) -> int:
-        """Where `rank` is along `dim`."""
-        size = self.shape[self.dim_names.index(dim)]
-        return (rank - self.rank_offset) // self.step(dim) % size
-
-    def groups(self, dims: Dims) -> list[tuple[int, ...]]:
-        """Every group of ranks that differ in `dims` alone, ascending as the ranks in each."""
-        own = self.in_order(dims)
-        inside = self._distances(own)
-        starts = self._distances([name for name in self.dim_names if name not in own])
-        return [tuple(self.rank_offset + start + one for one in inside) for start in starts]
-
-    def group_of(self, rank: int, dims: Dims) -> tuple[int, ...]:
-        """The one of `groups` that `rank` is in."""
-        own = self.in_order(dims)
-        start = rank - sum(self.coordinate(rank, dim) * self.step(dim) for dim in own)
-        return tuple(start + one for one in self._distances(own))
-
-    def _distances(self, dims: Iterable[str]) -> list[int]:
-        """From coordinate 0 to all others along `dims`, ascending."""
-        found = [0]
-        for dim in dims:
-            size, step = self.shape[self.dim_names.index(dim)], self.step(dim)
-            found = [one + place * step for place in range(size) for one in found]
-        return found
-
-
 class RankGrid:
-    """Ranks of the job from `rank_offset` on as a grid, the first of `dim_names` the fastest.
+    """The ranks of a job from `rank_offset` on, as a grid of `shape`.
 
-    Enumerations need no process group and not that the ranks exist. Groups are made on request
-    (`create_pg`), once for each combination of dimensions, by its members alone; all of them ask
-    for the same combinations in the same order. Any number of grids may lie over the same ranks.
+    Enumerations need no process group, nor that the ranks exist. Groups are made on request, once
+    for each combination of dimensions, by their members alone, all of which ask for the same ones
+    in the same order. Any number of grids may lie over the same ranks.
 
     Raises:
-        TypeError, ValueError: names that are no distinct words, sizes that are no counts.
+        TypeError: a size is no whole number.
+        ValueError: a size below 1, names that are no distinct words.
     """
 
     def __init__(self, shape: Sequence[int], dim_names: Sequence[str], rank_offset: int = 0):
-        own = Factorisation(tuple(shape), tuple(dim_names), rank_offset)
-        self._grids: dict[str | None, Factorisation] = {None: own}
-        self._shared: dict[str, frozenset[str]] = {}
-        self._made: dict[tuple[str | None, tuple[str, ...]], dist.ProcessGroup] = {}
-
-    @property
-    def ranks(self) -> range:
-        """The ranks, by their numbers in the job."""
-        return self._grids[None].ranks
-
-    def factorisation(self, view: str | None = None) -> Factorisation:
-        """Sizes and names of the grid, or of a view of it.
-
-        Raises:
-            KeyError: no such view.
-        """
-        if view not in self._grids:
-            known = [name for name in self._grids if name is not None]
-            raise KeyError(f"view: expected one of {known}, got '{view}'; call register_view first")
-        return self._grids[view]
-
-    def register_view(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dim_names: Sequence[str],
-        shared_dims: Sequence[str] = (),
-    ) -> None:
-        """Have a second grid over the same ranks. `shared_dims` are in both, with the same groups:
-        along them the view has those of the grid.
-
-        Raises:
-            ValueError: another number of ranks, shared dimensions that enumerate others, a name
-                that is taken.
-        """
-        own, view = self._grids[None], Factorisation(tuple(shape), tuple(dim_names), self.ranks[0])
-        if name in self._grids:
-            raise ValueError(f"view: expected a new name, got '{name}', which is one; use another")
-        if view.size != own.size:
+        self.shape, self.dim_names = tuple(shape), tuple(dim_names)
+        distinct = {name for name in self.dim_names if name.isidentifier()}
+        if not distinct or not len(distinct) == len(self.dim_names) == len(self.shape):
             raise ValueError(
-                f"view '{name}': expected sizes whose product is that of {own}, got {view}; change "
-                "the sizes of the view"
+                f"dim_names: expected a word of its own for each size of {self.shape}, got "
+                f"{self.dim_names}; '-' is what joins names for a group"
             )
-        for dim in view.in_order(shared_dims) if shared_dims else ():
-            of_view, of_own = view.groups(dim), own.groups(dim)
-            if of_view != of_own:
-                raise ValueError(
-                    f"view '{name}': expected the same groups along '{dim}' as the grid {own} has, "
-                    f"{of_own[0]} and so on, got {of_view[0]} from {view}; order the dimensions so "
-                    f"that as many ranks come before '{dim}' in both, or do not share it"
-                )
-        self._grids[name], self._shared[name] = view, frozenset(shared_dims)
+        for name, size in zip(self.dim_names, self.shape, strict=True):
+            require_count(f"size of '{name}'", size)
+        require_count("rank_offset", rank_offset, 0)
+        self.ranks = range(rank_offset, rank_offset + math.prod(self.shape))
+        self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._base: RankGrid = self
+        self._shared: frozenset[str] = frozenset()
 
-    def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[tuple[int, ...]]:
+    def __str__(self) -> str:
+        return described(dict(zip(self.dim_names, self.shape, strict=True)))
+
+    def view(
+        self, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] = ()
+    ) -> RankGrid:
+        """Another grid of the same ranks, such as that of experts. Along `shared_dims`, which both
+        have, it enumerates the same groups and has those of this grid.
+
+        Raises:
+            TypeError, ValueError: as a grid does, another number of ranks, shared dimensions along
+                which groups differ.
+        """
+        view = RankGrid(shape, dim_names, self.ranks.start)
+        if view.ranks != self.ranks:
+            raise ValueError(
+                f"view: expected sizes with the product of {self}, got {view}; change those sizes"
+            )
+        for dim in shared_dims:
+            own, other = self.get_rank_enum(dim), view.get_rank_enum(dim)
+            if own != other:
+                raise ValueError(
+                    f"view: expected the groups of {self} along '{dim}', {own[0]} and so on, got "
+                    f"{other[0]} and so on from {view}; let dimensions of the same product come "
+                    f"before '{dim}', or do not share it"
+                )
+        view._base, view._shared = self, frozenset(shared_dims)
+        return view
+
+    def get_rank_enum(self, dims: Dims) -> list[tuple[int, ...]]:
         """Every group of ranks that differ in `dims` alone, ascending as the ranks in each.
 
         Raises:
-            KeyError: no such view.
-            ValueError: unknown dimensions.
+            ValueError: no, unknown or repeated dimensions.
         """
-        return self.factorisation(view).groups(dims)
+        own = self._in_order(dims)
+        inside = self._distances(own)
+        starts = self._distances([name for name in self.dim_names if name not in own])
+        return [tuple(self.ranks.start + start + one for one in inside) for start in starts]
+
+    def group_of(self, rank: int, dims: Dims) -> tuple[int, ...]:
+        """The one of `get_rank_enum(dims)` that `rank` is in."""
+        own = self._in_order(dims)
+        start = rank - sum(self.coordinate(rank, dim) * self._step(dim) for dim in own)
+        return tuple(start + one for one in self._distances(own))
+
+    def coordinate(self, rank: int, dim: str) -> int:
+        """Where `rank` is along `dim`."""
+        return (rank - self.ranks.start) // self._step(dim) % self._size(dim)
 
     def is_current_rank_in_grid(self) -> bool:
         """Whether this process is one of the ranks."""
         return dist.get_rank() in self.ranks
 
     def create_pg(
-        self,
-        dims: Dims,
-        *,
-        view: str | None = None,
-        backend: str | None = None,
-        timeout: datetime.timedelta | None = None,
-        pg_options: Any = None,
+        self, dims: Dims, *, timeout: datetime.timedelta | None = None, pg_options: Any = None
     ) -> dist.ProcessGroup:
-        """The group around this rank along `dims` (a collective of its members). What is left out
-        is as the job's group has it. pg_options: those of torch for the backend.
+        """The group around this rank along `dims` (a collective of its members). timeout: None for
+        the job's own. pg_options: what torch takes.
 
         Raises:
-            KeyError: it was made before, or no such view.
+            KeyError: it was made before.
             ValueError: this rank is not in the grid, or the job has fewer ranks.
-            CommunicationError: a member died before it called.
+            CommunicationError: a member is gone.
         """
-        key = self._key(dims, view)
-        if key in self._made:
+        grid, own = self._owner(dims)
+        if own in grid._made:
             raise KeyError(f"dims: {dims!r} has its group already; get_pg gives it")
         rank, job = require_member(self.ranks)
-        self._made[key] = new_communicator(
-            f"grid_{'-'.join(key[1])}",
-            self.factorisation(view).group_of(rank, dims),
+        grid._made[own] = new_communicator(
+            f"grid_{'-'.join(own)}",
+            self.group_of(rank, own),
             job,
-            backend,
             timeout=timeout,
             options=pg_options,
         )
-        return self._made[key]
+        return grid._made[own]
 
-    def get_pg(self, dims: Dims, *, view: str | None = None) -> dist.ProcessGroup:
+    def get_pg(self, dims: Dims) -> dist.ProcessGroup:
         """The group that `create_pg` made.
 
         Raises:
             KeyError: it was not.
         """
-        key = self._key(dims, view)
-        if key not in self._made:
+        grid, own = self._owner(dims)
+        if own not in grid._made:
             raise KeyError(
                 f"dims: expected a combination that has a group, got {dims!r}; call create_pg for "
                 "it first, on all ranks of the grid"
             )
-        return self._made[key]
+        return grid._made[own]
 
     def destroy(self) -> None:
-        """End the groups that were made; nobody may use them later."""
+        """End the groups that were made here; nobody may use them later."""
         end_communicators(self._made.values())
         self._made.clear()
 
-    def to_device_mesh(self, device_type: str = "cpu", *, view: str | None = None) -> DeviceMesh:
-        """A mesh of the same ranks, whose groups are those of each dimension (a collective where
-        they are still to be made). Its dimensions come the slowest first, as a mesh has them.
+    def to_device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """A mesh of the same ranks, its dimensions the slowest first, with the groups along each (a
+        collective where they are still to be made).
 
         Raises:
-            KeyError, ValueError, CommunicationError: as `create_pg` does.
+            ValueError, CommunicationError: as `create_pg` does.
         """
-        own = self.factorisation(view)
-        groups = [
-            self._made.get(self._key(dim, view)) or self.create_pg(dim, view=view)
-            for dim in own.dim_names
-        ]
-        return mesh_of(own.ranks, own.shape[::-1], own.dim_names[::-1], groups[::-1], device_type)
+        groups = []
+        for dim in reversed(self.dim_names):
+            grid, own = self._owner(dim)
+            groups.append(grid._made.get(own) or self.create_pg(dim))
+        return mesh_of(self.ranks, self.shape[::-1], self.dim_names[::-1], groups, device_type)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> RankGrid:
@@ -272,15 +177,44 @@ class RankGrid:
                 "mesh_dim_names, and pass all of it"
             )
         grid = cls(tuple(mesh.mesh.shape)[::-1], names[::-1], ranks[0])
-        for name in names:
-            grid._made[grid._key(name, None)] = mesh.get_group(name)
+        grid._made.update({(name,): mesh.get_group(name) for name in names})
         return grid
 
-    def _key(self, dims: Dims, view: str | None) -> tuple[str | None, tuple[str, ...]]:
-        """By what a group is found: along shared dimensions alone, a view has those of the grid."""
-        own = self.factorisation(view).in_order(dims)
-        shared = view is not None and self._shared[view].issuperset(own)
-        return None if shared else view, own
+    def _in_order(self, dims: Dims) -> tuple[str, ...]:
+        names = dims.split("-") if isinstance(dims, str) else list(dims)
+        if not names or len(set(names)) != len(names) or not set(names) <= set(self.dim_names):
+            raise ValueError(
+                f"dims: expected some of {self.dim_names}, each once, got {dims!r}; a name, names "
+                "joined by '-', or a sequence of names"
+            )
+        return tuple(name for name in self.dim_names if name in names)
+
+    def _owner(self, dims: Dims) -> tuple[RankGrid, tuple[str, ...]]:
+        """The grid that keeps the group along `dims`, and under which key."""
+        own = self._in_order(dims)
+        if not self._shared.issuperset(own):
+            return self, own
+        return self._base, self._base._in_order(own)
+
+    def _size(self, dim: str) -> int:
+        return self.shape[self.dim_names.index(dim)]
+
+    def _step(self, dim: str) -> int:
+        """How far neighbours along `dim` are apart."""
+        return math.prod(self.shape[: self.dim_names.index(dim)])
+
+    def _distances(self, dims: Iterable[str]) -> list[int]:
+        """From coordinate 0 to all others along `dims`, ascending."""
+        found = [0]
+        for dim in dims:
+            step = self._step(dim)
+            found = [one + place * step for place in range(self._size(dim)) for one in found]
+        return found
+
+
+def described(sizes: dict[str, int]) -> str:
+    """A factorisation in words."""
+    return " x ".join(f"{n} {s}" for n, s in sizes.items()) + f" = {math.prod(sizes.values())}"
 
 
 def require_count(name: str, value: object, least: int = 1) -> None:

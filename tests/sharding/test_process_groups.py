@@ -1,11 +1,9 @@
-"""Groups of a model-parallel job, made over gloo: who is in them, two worlds in one process, what is
-refused; and a model sharded over the mesh of a collection.
+"""Groups of a model-parallel job, made over gloo: who is in them, two worlds in one process, what
+is refused; a model sharded over the mesh of a collection; the getters of `parallel_state`.
 """
 
 import datetime
-import os
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sidestream as ss
+from sidestream.sharding import parallel_state as state
 from sidestream.sharding.data_parallel_groups import data_parallel_groups
 from sidestream.sharding.model_parallel_layout import GROUP_KINDS, ModelParallelLayout
 from sidestream.sharding.process_groups import (
@@ -78,7 +77,9 @@ def _two_worlds(rank: int) -> None:
             "dp_cp": (rank,),
         }
         assert _sum_over(third.tp) == 3
-        assert "expected a process group of the stages" in _refusal(lambda: third.pp)
+        assert "expected a process group (stages of a pipeline), got none" in _refusal(
+            lambda: third.pp
+        )
     else:
         text = _refusal(lambda: initialize_model_parallel(rank_offset=1, local_world_size=2))
         assert text == (
@@ -139,25 +140,21 @@ def _custom_order(rank: int) -> None:
 
 
 def _differing(rank: int) -> None:
+    """Arguments that differ between ranks are refused on all, before a group is made."""
     text = _refusal(lambda: initialize_model_parallel(2 if rank == 3 else 1))
     assert "expected the same sizes on every rank" in text and "on rank 3" in text
-    text = _refusal(
-        lambda: initialize_model_parallel(
-            pipeline_model_parallel_size=4,
-            get_embedding_ranks=lambda ranks: ranks[:2] if rank else ranks[:1],
-        )
-    )
-    assert "expected the same get_embedding_ranks on every rank" in text
+    text = _refusal(lambda: initialize_model_parallel(groups=["dp", "tp"][: 2 - rank // 3]))
+    assert "expected the same groups on every rank, got ['tp', 'dp'] on rank 0" in text
 
 
 def _grid(rank: int) -> None:
     grid = RankGrid((2, 2), ("tp", "dp"))
-    grid.register_view("expert", (2, 2), ("ep", "dp"), ("dp",))
+    experts = grid.view((2, 2), ("ep", "dp"), ("dp",))
     assert "call create_pg for it first" in _refusal(lambda: grid.get_pg("dp"))
     made = grid.create_pg("dp", timeout=datetime.timedelta(seconds=30))
-    assert grid.get_pg("dp", view="expert") is made
+    assert experts.get_pg("dp") is made
     assert _sum_over(made) == 2 * (rank % 2) + 2
-    assert "has its group already" in _refusal(lambda: grid.create_pg("dp", view="expert"))
+    assert "has its group already" in _refusal(lambda: experts.create_pg("dp"))
     assert _ranks(grid.create_pg("dp-tp")) == (0, 1, 2, 3)
     mesh = grid.to_device_mesh()
     assert mesh.mesh_dim_names == ("dp", "tp") and mesh.mesh.tolist() == [[0, 1], [2, 3]]
@@ -165,7 +162,11 @@ def _grid(rank: int) -> None:
         grid.get_pg("tp")
     )
     back = RankGrid.from_device_mesh(mesh)
-    assert back.factorisation() == grid.factorisation() and back.get_pg("dp") is made
+    assert str(back) == str(grid) and back.get_pg("dp") is made
+    mesh = experts.to_device_mesh()
+    assert mesh.get_group("dp") is made and mesh.mesh_dim_names == ("dp", "ep")
+    experts.destroy()
+    assert _sum_over(made) == 2 * (rank % 2) + 2
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert RankGrid.from_device_mesh(theirs).get_pg("tp") is theirs.get_group("tp")
     unnamed, strided = DeviceMesh("cpu", [0, 1, 2, 3]), theirs["dp"]
@@ -181,11 +182,177 @@ def _grid(rank: int) -> None:
     assert "job's 4" in _refusal(lambda: RankGrid((8,), ("dp",)).create_pg("dp"))
 
 
+def _options(rank: int) -> None:
+    """Time limits, which groups, and what is said of those that are not there."""
+    pipeline = initialize_model_parallel(
+        1, 4, 2, distributed_timeout_minutes=0.5, groups={"pp", "embd", "pos_embd"}
+    )
+    limit = pipeline.pp._get_backend(torch.device("cpu")).options._timeout
+    assert limit == datetime.timedelta(seconds=30)
+    expected = {"pp": (0, 1, 2, 3)} | ({"embd": (0, 3)} if rank in (0, 3) else {})
+    expected |= {"pos_embd": (0,)} if rank == 0 else {}
+    assert {name: _ranks(group) for name, group in pipeline.groups.items()} == expected
+    assert repr(pipeline).startswith("ProcessGroupCollection(pp=[0, 1, 2, 3]")
+    if rank == 1:
+        assert not hasattr(pipeline, "embd") and pipeline.get("embd") is None
+        assert _refusal(lambda: pipeline.embd) == (
+            "embd: expected a process group (the first and the last stage, with word embeddings), "
+            "got none on this rank; have initialize_model_parallel make it, or pass embd=... to "
+            "ProcessGroupCollection"
+        )
+    text = _refusal(lambda: initialize_model_parallel(3))
+    assert "expected a multiple of tp 3 x cp 1 x pp 1 = 3 for dense layers, got 4" in text
+    text = _refusal(lambda: initialize_model_parallel(local_world_size=5))
+    assert "expected some of the job's 4, got 0 to 4; start more ranks" in text
+    text = _refusal(lambda: initialize_model_parallel(groups=["tp", "data"]))
+    assert "got 'data'; use that name" in text
+    text = _refusal(lambda: initialize_model_parallel(distributed_timeout_minutes=0))
+    assert "expected None or a positive number of minutes, got 0" in text
+    config = {"dp_cp": {"max_ctas": 4}}
+    text = _refusal(lambda: initialize_model_parallel(nccl_communicator_config_path=config))
+    assert "expected a job over nccl, got gloo and {'max_ctas': 4}; leave the options out" in text
+    pipeline.destroy()
+    assert _sum_over(ProcessGroupCollection(dp=dist.group.WORLD).dp) == 6
+    ProcessGroupCollection(dp=dist.group.WORLD).destroy()
+    assert dist.is_initialized()
+
+
+def _globals(rank: int) -> None:
+    """The getters of Megatron-Core by hand: tp 2, pp 2 with two parts each."""
+    for call in (state.get_tensor_model_parallel_group, state.get_data_parallel_rank):
+        assert "call parallel_state.initialize_model_parallel first" in _refusal(call)
+    assert not state.is_initialized()
+    assert state.get_embedding_group(check_initialized=False) is None
+    made = state.initialize_model_parallel(2, 2, 2, distributed_timeout_minutes=1)
+    assert state.get_process_groups() is made and state.model_parallel_is_initialized()
+    column, stage = rank % 2, rank // 2
+    found = {
+        "tp": (
+            state.get_tensor_model_parallel_world_size(),
+            state.get_tensor_model_parallel_rank(),
+        ),
+        "source": (state.get_tensor_model_parallel_src_rank(), state.get_model_parallel_src_rank()),
+        "pp": (
+            state.get_pipeline_model_parallel_world_size(),
+            state.get_pipeline_model_parallel_rank(),
+        ),
+        "ends": (
+            state.get_pipeline_model_parallel_first_rank(),
+            state.get_pipeline_model_parallel_last_rank(),
+        ),
+        "beside": (
+            state.get_pipeline_model_parallel_prev_rank(),
+            state.get_pipeline_model_parallel_next_rank(),
+        ),
+        "first": [state.is_pipeline_first_stage(False, vp_stage=part) for part in (0, 1)],
+        "last": [state.is_pipeline_last_stage(False, vp_stage=part) for part in (0, 1)],
+        "embedding": [state.is_rank_in_embedding_group(False, part) for part in (0, 1)],
+        "anyhow": (state.is_pipeline_first_stage(), state.is_pipeline_last_stage()),
+        "position": state.is_rank_in_position_embedding_group(),
+        "dp": (state.get_data_parallel_world_size(), state.get_data_parallel_src_rank()),
+    }
+    assert found == {
+        "tp": (2, column),
+        "source": (2 * stage, 0),
+        "pp": (2, stage),
+        "ends": (column, 2 + column),
+        "beside": (2 * (1 - stage) + column,) * 2,
+        "first": [stage == 0, False],
+        "last": [False, stage == 1],
+        "embedding": [stage == 0, stage == 1],
+        "anyhow": (stage == 0, stage == 1),
+        "position": stage == 0,
+        "dp": (1, rank),
+    }
+    options: list[dict[str, bool]] = [{}, {"with_context_parallel": True}]
+    partial = {"with_context_parallel": True, "partial_data_parallel": True}
+    assert [state.get_data_parallel_group(**flags) for flags in (*options, partial)] == [
+        made.dp,
+        made.dp_cp,
+        made.intra_dp_cp,
+    ]
+    assert [state.get_amax_reduction_group(**flags) for flags in options] == [
+        made.tp_dp,
+        made.tp_dp_cp,
+    ]
+    assert state.get_amax_reduction_group(tp_only_amax_red=True) is made.tp
+    assert state.get_expert_data_parallel_group(partial_expert_data_parallel=True) is (
+        made.intra_expt_dp
+    )
+    text = _refusal(lambda: state.get_data_parallel_group(partial_data_parallel=True))
+    assert "expected with_context_parallel=True" in text
+    for call in (
+        lambda: state.get_data_parallel_group(with_context=True),
+        lambda: state.get_tensor_model_parallel_group(with_context_parallel=True),
+    ):
+        assert "unexpected keyword" in _refusal(call)
+    assert "expected a process group" in _refusal(
+        state.get_inter_distributed_optimizer_instance_group
+    )
+    _virtual_parts()
+    for call in (
+        lambda: state.initialize_model_parallel(2),
+        lambda: state.set_process_groups(made),
+    ):
+        with pytest.raises(RuntimeError, match="expected none yet, got ProcessGroupCollection"):
+            call()
+    tensor = made.tp
+    state.destroy_model_parallel()
+    assert not state.is_initialized()
+    with pytest.raises(ValueError, match="Invalid process group"):
+        dist.get_process_group_ranks(tensor) and dist.all_reduce(torch.ones(1), group=tensor)
+    own = initialize_model_parallel()
+    state.set_process_groups(own)
+    state.destroy_model_parallel()
+    assert _sum_over(own.dp) == 6
+    own.destroy()
+
+
+def _virtual_parts() -> None:
+    assert state.get_virtual_pipeline_model_parallel_world_size() == 2
+    assert state.get_virtual_pipeline_model_parallel_rank() == 0
+    state.set_virtual_pipeline_model_parallel_rank(1)
+    assert state.get_virtual_pipeline_model_parallel_rank() == 1
+    with pytest.raises(ValueError, match=r"expected one below .*size 2, got 2"):
+        state.set_virtual_pipeline_model_parallel_rank(2)
+
+
 def _everything(rank: int, world_size: int) -> None:
-    for check in (_two_worlds, _instances, _custom_order, _differing, _grid):
+    for check in CHECKS:
         check(rank)
         dist.barrier()
 
 
+CHECKS = (_two_worlds, _instances, _custom_order, _differing, _grid, _options, _globals)
+
+
 def test_groups_over_gloo() -> None:
     run_on_ranks(_everything, WORLD)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: ProcessGroupCollection(data=None), "got 'data'; use that name"),
+        (
+            lambda: ProcessGroupCollection(tp="tp"),
+            "tp: expected a torch.distributed.ProcessGroup or None, got str; pass the group itself",
+        ),
+        (lambda: ProcessGroupCollection().get("data"), "got 'data'; use that name"),
+        (lambda: ProcessGroupCollection().data, "has no attribute 'data'"),
+        (
+            lambda: setattr(ProcessGroupCollection(), "tp", None),
+            "tp: a ProcessGroupCollection never",
+        ),
+        (lambda: ProcessGroupCollection().tp, "parts of the same dense layers), got none"),
+        (initialize_model_parallel, "got no process group; call torch.distributed.init_process"),
+    ],
+    ids=["unknown", "no group", "get", "attribute", "changed", "unset", "no job"],
+)
+def test_refused_without_a_job(call: Any, text: str) -> None:
+    assert text in _refusal(call)
+
+
+def test_none_is_unset() -> None:
+    collection = ProcessGroupCollection(tp=None)
+    assert collection.get("tp") is None and dict(collection.groups) == {}
