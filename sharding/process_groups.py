@@ -15,14 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from .arguments import kind_of, require_number
 from .communicators import end_communicators, gather_objects, new_communicator
 from .data_parallel_groups import device_of, group_over
+from .mesh_axes import SHARD_AXIS
 from .model_parallel_layout import GROUP_KINDS, ModelParallelLayout, Ranks, group_kind
 from .nccl_options import Options, nccl_options, torch_options
 from .rank_grid import mesh_of, require_member
 
-SHARD_DIM, OUTER_DIM = "dp_shard", "dp_outer"
-"""Dimensions of `ProcessGroupCollection.data_parallel_mesh`: inside an optimizer instance, and
-across instances.
-"""
+OUTER_AXIS = "dp_outer"
+"""Across optimizer instances, as a dimension of `ProcessGroupCollection.data_parallel_mesh`."""
 
 
 class ProcessGroupCollection:
@@ -30,7 +29,7 @@ class ProcessGroupCollection:
     says what each is for. Never changed after it was made.
 
         groups = initialize_model_parallel(tensor_model_parallel_size=2)
-        mesh = groups.data_parallel_mesh()
+        fully_shard(model, device_mesh=groups.data_parallel_mesh())
         ProcessGroupCollection(**{**groups.groups, "tp": another})
 
     Each is a `torch.distributed.ProcessGroup` or unset; None counts as unset. To read one that is
@@ -113,9 +112,9 @@ class ProcessGroupCollection:
         """What `fully_shard` takes as `device_mesh`: the ranks of `dp_cp`, or of `expt_dp` for
         experts, with the groups of this collection.
 
-        With several optimizer instances it has the dimensions `OUTER_DIM` (across instances:
-        `inter_dist_opt`) and `SHARD_DIM` (inside: `intra_dp_cp`, `intra_expt_dp`), else `SHARD_DIM`
-        alone. device_type: None for the one that the backend is for.
+        Its dimension is "dp_shard" (`SHARD_AXIS`). With several optimizer instances that is inside
+        one (`intra_dp_cp`, `intra_expt_dp`), and "dp_outer" (`OUTER_AXIS`) across them
+        (`inter_dist_opt`) comes before it. device_type: None for the one of the backend.
 
         Raises:
             AttributeError: a group that is needed is unset.
@@ -126,7 +125,7 @@ class ProcessGroupCollection:
         device_type = device_type or device_of(whole).type
         ranks = dist.get_process_group_ranks(whole)
         if across is None:
-            return mesh_of(ranks, (len(ranks),), (SHARD_DIM,), (whole,), device_type)
+            return mesh_of(ranks, (len(ranks),), (SHARD_AXIS,), (whole,), device_type)
         inside = self.intra_expt_dp if expert else self.intra_dp_cp
         columns, rows = map(dist.get_process_group_ranks, (across, inside))
         count = len(rows)
@@ -139,7 +138,7 @@ class ProcessGroupCollection:
                 f"inter_dist_opt: expected one rank of each stretch of {count} of {ranks}, as "
                 f"{rows} is one, got {columns}; make the groups with initialize_model_parallel"
             )
-        shape, names = (len(columns), count), (OUTER_DIM, SHARD_DIM)
+        shape, names = (len(columns), count), (OUTER_AXIS, SHARD_AXIS)
         return mesh_of(ranks, shape, names, (across, inside), device_type)
 
     def destroy(self) -> None:
