@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from .arguments import kind_of, require_number
 from .data_parallel_base import DataParallelBase
 from .errors import communicating
+from .process_groups import ProcessGroupCollection
 from .replicated_grads import (
-    ProcessGroups,
     agree_on,
     find_replicas,
     group_with_others,
@@ -39,7 +39,7 @@ _RESETS = ("reset_global_aux_loss_tracker",)
 def finalize_model_grads(
     model: DataParallelBase | Sequence[DataParallelBase],
     num_tokens: int | Tensor | None = None,
-    process_groups: ProcessGroups | None = None,
+    process_groups: ProcessGroupCollection | None = None,
     *,
     expert_bias_update_rate: float = 1e-3,
 ) -> None:
@@ -58,7 +58,7 @@ def finalize_model_grads(
     when the group's time limit ends.
 
     Raises:
-        TypeError: the model is no `DataParallelBase`, or num_tokens no integer.
+        TypeError: the model is no `DataParallelBase`, num_tokens no integer, process_groups none.
         ValueError: no chunks; several counts; a negative rate; ranks of a group that share other
             parameters or, such as stages that cut a tied embedding differently, other parts.
         AttributeError: a group that is needed is unset.
@@ -68,6 +68,11 @@ def finalize_model_grads(
     chunks = _chunks_of(model)
     if process_groups is None:
         process_groups = getattr(chunks[0], "process_groups", None)
+    if not isinstance(process_groups, ProcessGroupCollection | None):
+        raise TypeError(
+            "process_groups: expected a ProcessGroupCollection or None, got "
+            f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
+        )
     expected = "a number of at least 0"
     require_number("expert_bias_update_rate", expert_bias_update_rate, expected, lambda x: x >= 0)
     replicas = find_replicas(chunks, process_groups)
@@ -103,7 +108,7 @@ def _chunks_of(model: object) -> list[DataParallelBase]:
     return chunks
 
 
-def _group(process_groups: ProcessGroups | None, name: str) -> dist.ProcessGroup | None:
+def _group(process_groups: ProcessGroupCollection | None, name: str) -> dist.ProcessGroup | None:
     """That group if it has other ranks; without a collection, all ranks are data-parallel."""
     if process_groups is not None:
         return group_with_others(process_groups, name)

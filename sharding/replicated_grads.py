@@ -20,7 +20,6 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,21 +32,13 @@ from .collectives import start_all_gather
 from .communicators import gather_objects, host_group
 from .data_parallel_base import DataParallelBase
 from .errors import communicating
+from .process_groups import ProcessGroupCollection
 from .reduce_scatter import reduce_scatter_with_fp32_accumulation
 from .tensor.sharded_tensor import ShardedTensor
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 Copies = tuple[tuple[str, nn.Parameter], ...]
 """One parameter of this rank, with its name, or what its chunks hold of one."""
-
-
-class ProcessGroups(Protocol):
-    """What is asked of a `ProcessGroupCollection`, whose groups are attributes too: reading one
-    that is unset raises.
-    """
-
-    def get(self, name: str) -> dist.ProcessGroup | None:
-        """The group of that name, if it is set."""
 
 
 def _is_marked(mark: str) -> Callable[[str, nn.Parameter], bool]:
@@ -116,7 +107,7 @@ class Replicas:
 
 
 def find_replicas(
-    chunks: Sequence[DataParallelBase], process_groups: ProcessGroups | None
+    chunks: Sequence[DataParallelBase], process_groups: ProcessGroupCollection | None
 ) -> list[Replicas]:
     """The trainable ones of `chunks`, kind by kind, where a group has other ranks; None: there are
     none but data-parallel ones.
@@ -138,13 +129,17 @@ def find_replicas(
     return replicas
 
 
-def _group_of(kind: Kind, process_groups: ProcessGroups | None) -> dist.ProcessGroup | None:
+def _group_of(
+    kind: Kind, process_groups: ProcessGroupCollection | None
+) -> dist.ProcessGroup | None:
     if process_groups is None or (kind.is_optional and process_groups.get(kind.group) is None):
         return None
     return group_with_others(process_groups, kind.group)
 
 
-def group_with_others(process_groups: ProcessGroups, name: str) -> dist.ProcessGroup | None:
+def group_with_others(
+    process_groups: ProcessGroupCollection, name: str
+) -> dist.ProcessGroup | None:
     """That group, None if this rank is alone in it.
 
     Raises:

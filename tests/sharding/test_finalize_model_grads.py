@@ -12,26 +12,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import sidestream as ss
 from sidestream.sharding.data_parallel_base import DataParallelBase
 from sidestream.sharding.finalize_model_grads import finalize_model_grads
+from sidestream.sharding.process_groups import ProcessGroupCollection
 from sidestream.tests.ranks import preload, run_on_ranks
 
 preload("torch.distributed.tensor", "torch.distributed.device_mesh")
 WORLD = 4
-
-
-class Groups:
-    """Of a collection what is asked for: `asked` says which."""
-
-    def __init__(self, **groups):
-        self.groups, self.asked = groups, []
-
-    def get(self, name):
-        return self.groups.get(name)
-
-    def __getattr__(self, name):
-        if name not in self.groups:
-            raise AttributeError(f"{name}: expected a process group, got none")
-        self.asked.append(name)
-        return self.groups[name]
 
 
 def _values(rank, place, shape=(3, 5), dtype=torch.float32):
@@ -110,7 +95,6 @@ def _tensor_parallel(rank, groups):
         if name in ("plain", "layer.blk_layernorm.weight"):
             expected = told[rank][name]
         assert torch.equal(found[name], expected.to(dtype)), name
-    assert groups.asked == ["tp", "tp"]  # nothing else is needed
 
 
 def _copies_in_chunks(rank, groups):
@@ -137,12 +121,12 @@ def _embeddings(rank, pairs):
     grads = {name: _values(rank, 0), "position_embeddings.weight": _values(rank, 1)}
     first, last = rank % 2, rank % 2 + 2
     chunk = _chunk(grads, {name: ["shared_embedding"]})
-    finalize_model_grads(chunk, process_groups=Groups(embd=pairs, tp=pairs))
+    finalize_model_grads(chunk, process_groups=ProcessGroupCollection(embd=pairs, tp=pairs))
     sums = [_sum([_values(first, place), _values(last, place)]) for place in range(2)]
     found = _grads(chunk)
     assert torch.equal(found[name], sums[0])
     assert torch.equal(found["position_embeddings.weight"], _values(rank, 1))  # nobody shares it
-    finalize_model_grads(chunk, process_groups=Groups(embd=pairs, pos_embd=pairs))
+    finalize_model_grads(chunk, process_groups=ProcessGroupCollection(embd=pairs, pos_embd=pairs))
     assert torch.equal(found["position_embeddings.weight"], sums[1])
     assert torch.equal(found[name], sums[0] + sums[0])
 
@@ -192,21 +176,21 @@ def _order_and_tokens(rank, pairs, alongside):
     """Stages are ranks 0, 2 and 1, 3; data-parallel ones 0, 1 and 2, 3."""
     chunk = _Late(_chunk({"norm": _values(rank, 0)}, {"norm": ["sequence_parallel"]}).module)
     count = torch.tensor([[5 + rank]])  # on the last stage: 7 + 8, and otherwise never mind
-    groups = Groups(pp=pairs, dp_cp=alongside, tp=alongside)
+    groups = ProcessGroupCollection(pp=pairs, dp_cp=alongside, tp=alongside)
     finalize_model_grads([chunk], count, groups)
     peers = [0, 1] if rank < 2 else [2, 3]
     total = _sum([_values(other, 0) * 10 for other in peers])
     assert torch.equal(_grads(chunk)["norm"], total * torch.tensor(1 / 15))
     assert count.tolist() == [[5 + rank]]  # the caller's stays
     chunk = _chunk({"weight": torch.ones(2)})
-    finalize_model_grads(chunk, 0, Groups(pp=pairs, dp_cp=alongside))
+    finalize_model_grads(chunk, 0, ProcessGroupCollection(pp=pairs, dp_cp=alongside))
     assert _grads(chunk)["weight"].tolist() == [1.0, 1.0]
     # Without a collection all ranks are data-parallel, and what chunks have is used.
     chunk = _chunk({"weight": torch.ones(2)}, {"weight": ["sequence_parallel"]})
     finalize_model_grads(chunk, torch.tensor(2**40 if rank else 0))
     assert _grads(chunk)["weight"].tolist() == [float(torch.tensor(1 / (3 * 2**40)))] * 2
     chunk = _chunk({"weight": torch.ones(2)}, {"weight": ["sequence_parallel"]})
-    chunk.process_groups = Groups(tp=dist.group.WORLD)
+    chunk.process_groups = ProcessGroupCollection(tp=dist.group.WORLD)
     finalize_model_grads(chunk)
     assert _grads(chunk)["weight"].tolist() == [4.0, 4.0]
 
@@ -222,18 +206,23 @@ def _refusals(rank, pairs):
     chunk = _Late(_chunk(grads, marks).module)
     wide = _chunk({"a": torch.ones(2, dtype=torch.float64)}, {"a": ["sequence_parallel"]})
     texts = {
-        "dtype": refusal(ValueError, wide, process_groups=Groups(tp=pairs)),
+        "dtype": refusal(ValueError, wide, process_groups=ProcessGroupCollection(tp=pairs)),
         "module": refusal(TypeError, chunk.module),
         "none": refusal(ValueError, []),
-        "unset": refusal(AttributeError, chunk, process_groups=Groups(pp=pairs)),
-        "unset for tokens": refusal(AttributeError, chunk, 4, Groups(tp=pairs, dp_cp=pairs)),
-        "tokens": refusal(TypeError, chunk, 4.0, Groups(tp=pairs)),
-        "many tokens": refusal(ValueError, chunk, torch.tensor([1, 2]), Groups(tp=pairs)),
+        "groups": refusal(TypeError, chunk, process_groups=pairs),
+        "unset": refusal(AttributeError, chunk, process_groups=ProcessGroupCollection(pp=pairs)),
+        "unset for tokens": refusal(
+            AttributeError, chunk, 4, ProcessGroupCollection(tp=pairs, dp_cp=pairs)
+        ),
+        "tokens": refusal(TypeError, chunk, 4.0, ProcessGroupCollection(tp=pairs)),
+        "many tokens": refusal(
+            ValueError, chunk, torch.tensor([1, 2]), ProcessGroupCollection(tp=pairs)
+        ),
         "rate": refusal(ValueError, chunk, expert_bias_update_rate=-1.0),
     }
     assert all(grad.eq(1).all() for grad in _grads(chunk).values())  # before the exchange
     # What only some ranks' parts of a group say. Nothing is summed, of other kinds neither.
-    groups = Groups(tp=dist.group.WORLD, pp=dist.group.WORLD)
+    groups = ProcessGroupCollection(tp=dist.group.WORLD, pp=dist.group.WORLD)
     marks["embedder"] = ["pipeline_parallel"]
     grads["embedder"] = torch.ones(2)
     if rank == 2:
@@ -250,10 +239,10 @@ def _steps(rank, world_size):
     pairs = [dist.new_group([place, place + 2]) for place in range(2)][rank % 2]
     alongside = [dist.new_group([place, place + 1]) for place in (0, 2)][rank // 2]
     world = dist.group.WORLD
-    _tensor_parallel(rank, Groups(tp=world))
-    _copies_in_chunks(rank, Groups(pp=world, tp=world))
+    _tensor_parallel(rank, ProcessGroupCollection(tp=world))
+    _copies_in_chunks(rank, ProcessGroupCollection(pp=world, tp=world))
     _embeddings(rank, pairs)
-    _routers(rank, Groups(tp_dp_cp=world, pp=pairs, dp_cp=world))
+    _routers(rank, ProcessGroupCollection(tp_dp_cp=world, pp=pairs, dp_cp=world))
     _order_and_tokens(rank, pairs, alongside)
     return _refusals(rank, pairs)
 
@@ -263,6 +252,7 @@ def test_each_step_gives_what_its_definition_says():
         for name, words in {
             "module": ("DataParallelBase", "Module", "DistributedDataParallel"),
             "dtype": ("gradient of 'a'", "torch.float64"),
+            "groups": ("ProcessGroupCollection", "ProcessGroup;"),
             "none": ("at least one chunk",),
             "unset": ("tp:",),
             "unset for tokens": ("pp:",),
@@ -318,7 +308,7 @@ def _trained(rank, mesh, zero, extra, units):
 def _sharded(rank, world_size):
     """Stages of 2 data-parallel ranks: 0, 1 and 2, 3."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    groups = Groups(embd=mesh["pp"].get_group(), tp=mesh["pp"].get_group())
+    groups = ProcessGroupCollection(embd=mesh["pp"].get_group(), tp=mesh["pp"].get_group())
     for zero in (0, 1, 3):
         chunk, of_all = _trained(rank, mesh, zero, extra=2, units=[nn.Linear])
         finalize_model_grads(chunk, process_groups=groups)
