@@ -1,0 +1,204 @@
+"""What is done to gradients between a step's last backward and the optimizer, in the order of
+Megatron-Core's function of that name.
+
+    1 groups      found; one that is needed and unset is named before anything changes
+    2 exchange    `finish_grad_sync` of each chunk
+    3 - 7         sums over pipeline and tensor parallelism, one a row of `replicated_grads.KINDS`
+    8 routers     `expert_bias` follows the counts of tokens, which begin anew
+    9 resets      what modules keep for one step
+   10 tokens      all gradients times 1 / their number in the batch of all ranks
+
+No step reads a value of a gradient on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .arguments import kind_of, require_number
+from .data_parallel_base import DataParallelBase
+from .errors import communicating
+from .process_groups import ProcessGroupCollection
+from .replicated_grads import (
+    agree_on,
+    find_replicas,
+    group_with_others,
+    require_same,
+    sum_gradients,
+)
+
+_RESETS = ("reset_global_aux_loss_tracker",)
+"""Methods that modules have to forget what they keep for one step."""
+
+
+def finalize_model_grads(
+    model: DataParallelBase | Sequence[DataParallelBase],
+    num_tokens: int | Tensor | None = None,
+    process_groups: ProcessGroupCollection | None = None,
+    *,
+    expert_bias_update_rate: float = 1e-3,
+) -> None:
+    """Bring the gradients of `model` to what the optimizer is to see (a collective).
+
+    model: what this rank holds, a chunk for each stage of a virtual pipeline. num_tokens: how many
+    tokens this rank's batch had, an integer or one in a tensor; it counts on the last pipeline
+    stage alone. Not None divides gradients by the number of all data-parallel ranks, at least 1:
+    the loss is then a sum over tokens, and `DistributedDataParallel` does not average. Give it on
+    all ranks or none. process_groups: a `ProcessGroupCollection`, of which only what the model's
+    parameters need is asked for; None is that of the chunks, and without one all ranks are
+    data-parallel and nothing else. expert_bias_update_rate: what is added to the bias of an expert
+    with fewer tokens than the average, and taken from one with more.
+
+    Ranks of a group that share parameters must all mark them: one that others wait for is told
+    when the group's time limit ends.
+
+    Raises:
+        TypeError: the model is no `DataParallelBase`, num_tokens no integer, process_groups none.
+        ValueError: no chunks; several counts; a negative rate; ranks of a group that share other
+            parameters or, such as stages that cut a tied embedding differently, other parts.
+        AttributeError: a group that is needed is unset.
+        RuntimeError: gradients were accumulated under `no_sync` and not exchanged.
+        CommunicationError: a rank is gone.
+    """
+    chunks = _chunks_of(model)
+    if process_groups is None:
+        process_groups = getattr(chunks[0], "process_groups", None)
+    if not isinstance(process_groups, ProcessGroupCollection | None):
+        raise TypeError(
+            "process_groups: expected a ProcessGroupCollection or None, got "
+            f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
+        )
+    expected = "a number of at least 0"
+    require_number("expert_bias_update_rate", expert_bias_update_rate, expected, lambda x: x >= 0)
+    replicas = find_replicas(chunks, process_groups)
+    routers = _routers_of(chunks)
+    across = _group(process_groups, "tp_dp_cp") if routers else None
+    count = None if num_tokens is None else _count(num_tokens, chunks[0])
+    pipeline = _group(process_groups, "pp") if count is not None else None
+    data_parallel = _group(process_groups, "dp_cp") if count is not None else None
+
+    for chunk in chunks:
+        chunk.finish_grad_sync()
+    for one in replicas:
+        agree_on(one)  # on all before the first sum
+    for one in replicas:
+        sum_gradients(one)
+    if routers:
+        update_expert_bias(routers, across, expert_bias_update_rate)
+    reset_temporaries(chunks)
+    if count is not None:
+        scale_by_tokens(chunks, count, pipeline, data_parallel)
+
+
+def _chunks_of(model: object) -> list[DataParallelBase]:
+    chunks: list[Any] = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
+    if not chunks:
+        raise ValueError("model: expected at least one chunk, got none; pass what this rank holds")
+    for chunk in chunks:
+        if not isinstance(chunk, DataParallelBase):
+            raise TypeError(
+                f"model: expected a DataParallelBase or a list of them, got {kind_of(chunk)}; wrap "
+                "the module in DistributedDataParallel"
+            )
+    return chunks
+
+
+def _group(process_groups: ProcessGroupCollection | None, name: str) -> dist.ProcessGroup | None:
+    """That group if it has other ranks; without a collection, all ranks are data-parallel."""
+    if process_groups is not None:
+        return group_with_others(process_groups, name)
+    return dist.group.WORLD if "dp" in name and dist.is_initialized() else None
+
+
+def _routers_of(chunks: Sequence[DataParallelBase]) -> list[nn.Module]:
+    """Modules with an `expert_bias` and a count of tokens, of as many experts."""
+    marks = ("expert_bias", "local_tokens_per_expert")
+    modules = (module for chunk in chunks for module in chunk.module.modules())
+    return [one for one in modules if all(getattr(one, mark, None) is not None for mark in marks)]
+
+
+@torch.no_grad()
+def update_expert_bias(
+    routers: Sequence[nn.Module], group: dist.ProcessGroup | None, rate: float
+) -> None:
+    """expert_bias += rate * sign(average - tokens): for each router, with the tokens that each
+    expert got on all ranks of `group` (None: this one alone), whose counts then begin at 0 again.
+
+    As Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts", 2024.
+    Each router: `expert_bias` and `local_tokens_per_expert`, [experts], any dtype.
+
+    Raises:
+        ValueError: ranks hold other routers.
+        CommunicationError: a rank is gone.
+    """
+    counts = [_buffer(router, "local_tokens_per_expert") for router in routers]
+    # FP64 holds sums of counts as they are, in whatever order a backend adds them.
+    tokens = torch.cat([count.to(torch.float64) for count in counts])
+    if group is not None:
+        what = "biases of experts"
+        require_same([f"{count.numel()} experts" for count in counts], what, group)
+        with communicating(f"sum of tokens for {what}"):
+            dist.all_reduce(tokens, group=group)
+    numels = [count.numel() for count in counts]
+    for router, count, total in zip(routers, counts, tokens.split(numels), strict=True):
+        bias = _buffer(router, "expert_bias")
+        bias.add_(torch.sign(total.mean() - total).to(bias.dtype), alpha=rate)
+        count.zero_()
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor:
+    found: Tensor = getattr(module, name)
+    return found
+
+
+def reset_temporaries(chunks: Sequence[DataParallelBase]) -> None:
+    """Have modules forget what they keep for one step."""
+    for chunk in chunks:
+        for module in chunk.module.modules():
+            for name in _RESETS:
+                if callable(reset := getattr(module, name, None)):
+                    reset()
+
+
+def scale_by_tokens(
+    chunks: Sequence[DataParallelBase],
+    count: Tensor,
+    pipeline: dist.ProcessGroup | None,
+    data_parallel: dist.ProcessGroup | None,
+) -> None:
+    """Multiply all gradients by 1 / count, rounded to FP32: the `count` of tokens [], int64, that
+    the last rank of `pipeline` has, summed over `data_parallel`, and at least 1. Overwritten.
+
+    Raises:
+        CommunicationError: a rank is gone.
+    """
+    with communicating("sum of the number of tokens"):
+        if pipeline is not None:
+            last = dist.get_world_size(pipeline) - 1
+            dist.broadcast(count, group=pipeline, group_src=last)
+        if data_parallel is not None:
+            dist.all_reduce(count, group=data_parallel)
+    factor = count.clamp(min=1).to(torch.float64).reciprocal().to(torch.float32)
+    for chunk in chunks:
+        chunk.scale_gradients(factor)
+
+
+def _count(num_tokens: int | Tensor, chunk: DataParallelBase) -> Tensor:
+    """A copy, where the gradients are."""
+    device = next((param.device for param in chunk.parameters()), None)
+    told = torch.as_tensor(num_tokens)
+    if told.is_floating_point() or told.is_complex() or told.dtype == torch.bool:
+        raise TypeError(
+            f"num_tokens: expected an integer, got {num_tokens!r}; count tokens, and sum weighted "
+            "ones into the loss"
+        )
+    if told.numel() != 1:
+        raise ValueError(
+            f"num_tokens: expected one number, got shape {tuple(told.shape)}; pass their sum"
+        )
+    return told.detach().reshape(()).to(device, torch.int64, copy=True)

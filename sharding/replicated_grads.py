@@ -1,0 +1,261 @@
+"""Gradients of parameters that model-parallel ranks hold alike while each has a part of their
+gradient: found by marks that people leave on them, as Megatron-Core does, and summed.
+
+    kind                      found by                                        over     sum
+    conditional embedders     `pipeline_parallel`                             pp       SUM
+    elastic routers           `flextron_router_pp_sync`                       pp       SUM
+    sequence-parallel ones    `sequence_parallel`, a q_layernorm, k_layernorm tp       SUM
+    averaged ones             `average_gradients_across_tp_domain`            tp       AVG
+    word embeddings           `shared_embedding`                              embd     SUM
+    position embeddings       those of a module called position_embeddings    pos_embd SUM
+
+A mark is an attribute of the parameter that counts as true. Of one kind all are one message in
+FP32, summed in the order of the group's ranks and rounded once: a reduce-scatter of ours and a
+gather. Of a sharded parameter that is this rank's part, since the sum is elementwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..buffers.layout import round_up
+from ..kernels import pack_, unpack_
+from ..kernels.checks import SOURCE_DTYPES, check_dtype
+from .collectives import start_all_gather
+from .communicators import gather_objects, host_group
+from .data_parallel_base import DataParallelBase
+from .errors import communicating
+from .process_groups import ProcessGroupCollection
+from .reduce_scatter import reduce_scatter_with_fp32_accumulation
+from .tensor.sharded_tensor import ShardedTensor
+
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+Copies = tuple[tuple[str, nn.Parameter], ...]
+"""One parameter of this rank, with its name, or what its chunks hold of one."""
+
+
+def _is_marked(mark: str) -> Callable[[str, nn.Parameter], bool]:
+    return lambda _, param: bool(getattr(param, mark, False))
+
+
+_is_averaged = _is_marked("average_gradients_across_tp_domain")
+
+
+def _is_summed_over_tp(name: str, param: nn.Parameter) -> bool:
+    # Heads are divided among the ranks: each has its own heads' part of the norms' gradients.
+    is_norm = not {"q_layernorm", "k_layernorm"}.isdisjoint(name.split("."))
+    is_partial = is_norm or _is_marked("sequence_parallel")(name, param)
+    return is_partial and not _is_averaged(name, param)
+
+
+def _is_position_embedding(name: str, param: nn.Parameter) -> bool:
+    return "position_embeddings" in name.split(".")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`group`: its name in the collection. `includes`: whether a parameter of that name is one.
+    `is_in_all_chunks`: chunks hold copies of one, told by name. `is_named_alike`: it has one name
+    on all ranks. `is_optional`: without the group no other rank holds one.
+    """
+
+    what: str
+    group: str
+    includes: Callable[[str, nn.Parameter], bool]
+    op: dist.ReduceOp.RedOpType = SUM
+    is_in_all_chunks: bool = False
+    is_named_alike: bool = True
+    is_optional: bool = False
+
+
+KINDS = (
+    Kind("conditional embedders", "pp", _is_marked("pipeline_parallel"), is_in_all_chunks=True),
+    Kind("elastic routers", "pp", _is_marked("flextron_router_pp_sync"), is_in_all_chunks=True),
+    Kind("sequence-parallel parameters", "tp", _is_summed_over_tp),
+    Kind("parameters averaged over tensor parallelism", "tp", _is_averaged, AVG),
+    Kind("tied word embeddings", "embd", _is_marked("shared_embedding"), is_named_alike=False),
+    Kind(
+        "position embeddings",
+        "pos_embd",
+        _is_position_embedding,
+        is_named_alike=False,
+        is_optional=True,
+    ),
+)
+"""In the order in which they are summed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The parameters of one kind on this rank, which others of `group` hold too."""
+
+    kind: Kind
+    group: dist.ProcessGroup
+    params: tuple[Copies, ...]
+
+    @property
+    def what(self) -> str:
+        """For errors and traces."""
+        return f"sum of the gradients of {self.kind.what}"
+
+
+def find_replicas(
+    chunks: Sequence[DataParallelBase], process_groups: ProcessGroupCollection | None
+) -> list[Replicas]:
+    """The trainable ones of `chunks`, kind by kind, where a group has other ranks; None: there are
+    none but data-parallel ones.
+
+    Raises:
+        AttributeError: a group that is needed is unset.
+    """
+    found: dict[str, dict[object, list[tuple[str, nn.Parameter]]]] = {}
+    for number, chunk in enumerate(chunks):
+        for name, param in chunk.module.named_parameters():
+            for kind in KINDS if param.requires_grad else ():
+                if kind.includes(name, param):
+                    key = name if kind.is_in_all_chunks else (number, name)
+                    found.setdefault(kind.what, {}).setdefault(key, []).append((name, param))
+    replicas = []
+    for kind in KINDS:
+        if kind.what in found and (group := _group_of(kind, process_groups)) is not None:
+            replicas.append(Replicas(kind, group, tuple(map(tuple, found[kind.what].values()))))
+    return replicas
+
+
+def _group_of(
+    kind: Kind, process_groups: ProcessGroupCollection | None
+) -> dist.ProcessGroup | None:
+    if process_groups is None or (kind.is_optional and process_groups.get(kind.group) is None):
+        return None
+    return group_with_others(process_groups, kind.group)
+
+
+def group_with_others(
+    process_groups: ProcessGroupCollection, name: str
+) -> dist.ProcessGroup | None:
+    """That group, None if this rank is alone in it.
+
+    Raises:
+        AttributeError: it is unset.
+    """
+    group: dist.ProcessGroup = getattr(process_groups, name)
+    return group if dist.get_world_size(group) > 1 else None
+
+
+def agree_on(replicas: Replicas) -> None:
+    """Refuse what cannot be summed (a collective of the hosts).
+
+    Raises:
+        ValueError: ranks hold other parameters, or other parts of them, on all ranks; a gradient
+            that is not FP32, BF16 or FP16, or sparse.
+        RuntimeError: a gradient waits for its exchange.
+        CommunicationError: a rank is gone.
+    """
+    for name, param in itertools.chain(*replicas.params):
+        if (part := _part_of(param.grad)) is not None:
+            check_dtype(f"gradient of '{name}'", part, SOURCE_DTYPES)
+    kind = replicas.kind
+    layouts = [_layout_of(*copies[0], named=kind.is_named_alike) for copies in replicas.params]
+    require_same(layouts, kind.what, replicas.group)
+
+
+def require_same(told: Sequence[str], what: str, group: dist.ProcessGroup) -> None:
+    """Have all ranks of `group` tell the same (a collective of the hosts).
+
+    Raises:
+        ValueError: they do not; on all ranks.
+        CommunicationError: a rank is gone.
+    """
+    number = int.from_bytes(hashlib.sha256("\n".join(told).encode()).digest()[:7], "big")
+    extremes = torch.tensor([number, -number], dtype=torch.int64)
+    hosts = host_group(group)
+    with communicating(f"comparison of {what}"):
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=hosts)
+    if extremes[0] == -extremes[1]:
+        return
+    everyone = gather_objects(list(told), hosts, torch.device("cpu"), f"comparison of {what}")
+    ranks = dist.get_process_group_ranks(group)
+    other = next(place for place, theirs in enumerate(everyone) if theirs != everyone[0])
+    pairs = itertools.zip_longest(everyone[0], everyone[other], fillvalue="nothing")
+    expected, got = next((one, two) for one, two in pairs if one != two)
+    raise ValueError(
+        f"{what}: expected the same ones on all ranks that share them, and of each the same "
+        f"elements, got {expected} on rank {ranks[0]} and {got} on rank {ranks[other]}; mark the "
+        "same parameters on these ranks, and shard them alike: as a unit of their own, over as "
+        "many ranks, or not at all (ZeRO level 0)"
+    )
+
+
+def _layout_of(name: str, param: nn.Parameter, *, named: bool) -> str:
+    """What must be alike on all ranks of a group, in words. For a sharded one also what the other
+    data-parallel ranks hold: then either all of them find a difference or none does.
+    """
+    text = f"'{name}' of shape {tuple(param.shape)}" if named else f"shape {tuple(param.shape)}"
+    if isinstance(param, ShardedTensor):
+        stop = param.start + param.local.numel()
+        cut = hash(param.intervals) & 0xFFFF_FFFF  # of integers alone: the same in all processes
+        return f"{text}, elements {param.start}..{stop} (cut {cut:08x})"
+    placements = getattr(param, "placements", None)  # of a DTensor
+    return text if placements is None else f"{text}, placed {placements} by a mesh"
+
+
+def _part_of(grad: Tensor | None) -> Tensor | None:
+    """This rank's elements of a gradient: a view.
+
+    Raises:
+        RuntimeError: it waits for its exchange.
+    """
+    if isinstance(grad, ShardedTensor):
+        grad.require_exchanged()
+        return grad.local
+    to_local = getattr(grad, "to_local", None)  # of a DTensor
+    local: Tensor | None = grad if to_local is None else to_local()
+    return None if local is None else local.detach()
+
+
+def sum_gradients(replicas: Replicas) -> None:
+    """Give all ranks of the group, and all copies on them, the sum or the average of all, of which
+    an absent one counts as zeros, as in the exchange of a unit (a collective).
+
+    Raises:
+        CommunicationError: a rank is gone.
+    """
+    grads = [[_gradient(param) for _, param in copies] for copies in replicas.params]
+    starts = list(itertools.accumulate((copies[0].numel() for copies in grads), initial=0))
+    group, world_size = replicas.group, dist.get_world_size(replicas.group)
+    if not starts[-1]:
+        return
+    numel = round_up(starts[-1], world_size)
+    flat = grads[0][0].new_zeros(numel, dtype=torch.float32)
+    for number, (tensors, offsets) in enumerate(_by_copy(grads, starts)):
+        pack_(flat, tensors, offsets, accumulate=number > 0)
+    own = flat.chunk(world_size)[dist.get_rank(group)]
+    reduce_scatter_with_fp32_accumulation(own, flat, replicas.kind.op, group, name=replicas.what)
+    start_all_gather(group, flat, own, replicas.what).wait()
+    for tensors, offsets in _by_copy(grads, starts):
+        unpack_(tensors, flat, offsets)
+
+
+def _gradient(param: nn.Parameter) -> Tensor:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param, requires_grad=False)
+    part = _part_of(param.grad)
+    assert part is not None
+    return part
+
+
+def _by_copy(
+    grads: Sequence[Sequence[Tensor]], starts: Sequence[int]
+) -> Iterator[tuple[list[Tensor], list[int]]]:
+    """The first of each, then the second of those that have one, and so on, and where they lie."""
+    for number in range(max(map(len, grads))):
+        placed = zip(grads, starts[:-1], strict=True)
+        some = [(copies[number], start) for copies, start in placed if number < len(copies)]
+        yield [tensor for tensor, _ in some], [start for _, start in some]
