@@ -165,7 +165,7 @@ def quantize_linears(layers: Sequence[nn.Module], recipe: Recipe) -> list[str]:
 
 def product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """a [M, K] b [N, K]^T -> [M, N] of `dtype`, both quantised along K."""
-    multiply = _SCALED_MM.get(_kind(a, b)) if a.codes.device.type == "cuda" else None
+    multiply = SCALED_MM.get(_kind(a, b)) if a.codes.device.type == "cuda" else None
     if multiply is not None:
         return multiply(a, b, dtype)
     return (a.dequantize() @ b.dequantize().t()).to(dtype)
@@ -205,7 +205,7 @@ def _tensor_factor(of: QuantizedTensor) -> Tensor:
     return factor.view(())
 
 
-_SCALED_MM = {"tensor": _of_tensors, "mxfp8": _of_mx, "nvfp4": _of_nvfp4}
+SCALED_MM = {"tensor": _of_tensors, "mxfp8": _of_mx, "nvfp4": _of_nvfp4}
 
 
 def _quantize(
