@@ -80,9 +80,9 @@ def test_saved_loaded_and_moved():
     assert again[1].amax_history.dtype == torch.float32
     assert step(again[1], 1.0, 1.0) == step(model[1], 1.0, 1.0)
     longer = nn.Sequential(nn.Linear(2, 2), DelayedScaling(History(length=4), 2))
-    with pytest.raises(RuntimeError, match="size mismatch for 1.amax_history"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.amax_history"):
         longer.load_state_dict(saved)
-    with pytest.raises(RuntimeError, match="Missing key.*1.scales"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*1\.scales"):
         longer.load_state_dict({name: saved[name] for name in saved if name != "1.scales"})
     meta = DelayedScaling(History(length=3), 2, device="meta").to_empty(device="cpu")
     meta.reset_parameters()

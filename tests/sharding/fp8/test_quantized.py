@@ -67,7 +67,7 @@ def test_transposed_code_by_code():
         expected = quantize(x.t().contiguous(), BLOCKS[kind])
         assert same(turned.codes, expected.codes)
         assert same(turned.scales, expected.scales)
-    with pytest.raises(ValueError, match="square blocks, got shape .* in blocks of 1 x 32"):
+    with pytest.raises(ValueError, match=r"square blocks, got shape .* in blocks of 1 x 32"):
         quantize(x, BLOCKS["mxfp8"]).transposed()
 
 
