@@ -57,14 +57,15 @@ class DelayedScaling(nn.Module):
 
     def scales_for(self, first: int, amaxes: Tensor) -> Tensor:
         """FP32 [n]: what tensors `first` and on are multiplied by in this step; amaxes: FP32 [n],
-        theirs, noted for the next ones.
+        theirs, noted for the next ones. NaN where one is not finite, so that codes show it.
         """
         mine = slice(first, first + len(amaxes))
         present = torch.maximum(self.amax_history[mine, 0], amaxes)
         self.amax_history[mine, 0] = present
         starting = torch.ones_like(amaxes)
         self._advance(present.view(-1, 1).clone(), starting)
-        return torch.where(self.scales[mine] > 0, self.scales[mine], starting)
+        scales = torch.where(self.scales[mine] > 0, self.scales[mine], starting)
+        return torch.where(amaxes.isfinite(), scales, torch.nan)
 
     def advance(self) -> None:
         """The scales of the next step, and room for its amaxes: see `update_scales`."""

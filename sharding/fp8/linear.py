@@ -19,7 +19,7 @@ but for the order of additions. Tiles take the definition there too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -168,7 +168,8 @@ def product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tenso
     multiply = SCALED_MM.get(_kind(a, b)) if a.codes.device.type == "cuda" else None
     if multiply is not None:
         return multiply(a, b, dtype)
-    return (a.dequantize() @ b.dequantize().t()).to(dtype)
+    with torch.autocast(a.codes.device.type, enabled=False):
+        return (a.dequantize() @ b.dequantize().t()).to(dtype)
 
 
 def _kind(a: QuantizedTensor, b: QuantizedTensor) -> str:
@@ -194,10 +195,10 @@ def _of_nvfp4(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Ten
     codes = a.codes.view(torch.float4_e2m1fn_x2), b.codes.view(torch.float4_e2m1fn_x2).t()
     scales = swizzle_scales(a.scales), swizzle_scales(b.scales)
     found: Tensor = torch._scaled_mm(*codes, *scales, out_dtype=torch.bfloat16)
-    return (found * (_tensor_factor(a) * _tensor_factor(b))).to(dtype)
+    return (found * (tensor_factor(a) * tensor_factor(b))).to(dtype)
 
 
-def _tensor_factor(of: QuantizedTensor) -> Tensor:
+def tensor_factor(of: QuantizedTensor) -> Tensor:
     """FP32 []: what codes are multiplied by where the scale of a block is 1."""
     assert of.amax is not None
     one = torch.ones(1, 1, device=of.codes.device).to(of.scales.dtype).view(torch.uint8)
@@ -205,7 +206,8 @@ def _tensor_factor(of: QuantizedTensor) -> Tensor:
     return factor.view(())
 
 
-SCALED_MM = {"tensor": _of_tensors, "mxfp8": _of_mx, "nvfp4": _of_nvfp4}
+Multiply = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype], Tensor]
+SCALED_MM: Mapping[str, Multiply] = {"tensor": _of_tensors, "mxfp8": _of_mx, "nvfp4": _of_nvfp4}
 
 
 def _quantize(

@@ -143,17 +143,6 @@ def tensor_amax(amaxes: Tensor) -> Tensor:
     return functional.pad(finite, (0, 1)).amax()  # one more, where there is no block at all
 
 
-def first_scale(amaxes: Tensor, blocks: Blocks) -> Tensor:
-    """FP32 of the shape of `amaxes`, those of whole tensors: what their elements are multiplied by;
-    NaN where one is not finite.
-    """
-    factors, _, _ = codec_function(blocks, "scales_of")(
-        amaxes.view(-1, 1), blocks.form, blocks.rule
-    )
-    scale: Tensor = factors.view(amaxes.shape)
-    return scale
-
-
 def fill_stretch(
     target: QuantizedTensor,
     elements: Tensor,
@@ -173,7 +162,8 @@ def fill_stretch(
     a_byte = form.element.codes_per_byte
     codes = target.codes.view(-1)[start // a_byte : -(-(start + elements.numel()) // a_byte)]
     if blocks.width is None:
-        scale = first_scale(amaxes.view(()), blocks) if scale is None else scale
+        if scale is None:
+            scale = codec_function(blocks, "scales_of")(amaxes, form, blocks.rule)[0]
         quantize_fp8(elements, element=form.element.name, scale=scale, out=(codes, target.scales))
         return
     whole = tensor_amax(amaxes) if largest is None else largest
