@@ -90,10 +90,10 @@ def test_saved_loaded_and_moved():
 
 
 def ranks_update(rank, world_size):
-    mine = [DelayedScaling(History(length=2), 3), DelayedScaling(History(length=5), 1)]
-    mine[0].scales_for(0, torch.tensor([1.0 + rank, 7.0 - rank, 1.0]))
-    if rank == 1:  # a NaN with its sign set is above all as well
-        mine[0].amax_history[2, 0] = -torch.tensor(math.nan)
+    mine = [DelayedScaling(History(length=2), 2 + world_size), DelayedScaling(History(length=5), 1)]
+    mine[0].scales_for(0, torch.tensor([1.0 + rank, 7.0 - rank] + [1.0] * world_size))
+    # Whoever has a NaN, of whatever sign, it is above all.
+    mine[0].amax_history[2 + rank, 0] = torch.tensor(math.nan) * (-1) ** rank
     mine[1].scales_for(0, torch.tensor([2.0**rank]))
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         update_scales(nn.ModuleList(mine), dist.group.WORLD)
@@ -104,8 +104,8 @@ def ranks_update(rank, world_size):
 def test_one_maximum_for_all_tensors_of_all_states():
     world_size = 3
     results = run_on_ranks(ranks_update, world_size)
-    expected = [[448 / world_size, 64.0, 0.0], [448 / 2 ** (world_size - 1)]]
+    expected = [[448 / world_size, 64.0] + [0.0] * world_size, [448 / 2 ** (world_size - 1)]]
     for calls, scales, histories in results:
         assert calls == 1
         assert scales == [torch.tensor(one).tolist() for one in expected]
-        assert math.isnan(histories[0][2])
+        assert all(map(math.isnan, histories[0][2:]))
