@@ -227,7 +227,7 @@ def _build(
     refuse_rank_dependent_writes(root, dense.world_size)
     signature = tree_signature(root, entries)
     check_ranks_agree(ranks.together, signature, options, fingerprint(groups.device))
-    ranks = check_experts(ranks, entries, config)
+    check_experts(ranks, entries, config)
     initialisation = plan_initialisation(root, plans, dense, config.initialiser)
     _note_missing_units(config, groups)
     _note_connections(config, groups)
