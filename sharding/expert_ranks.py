@@ -72,6 +72,11 @@ class ModelRanks:
         both = [self.dense] if self.experts is self.dense else [self.dense, self.experts]
         return [channel for one in both for channel in one.channels]
 
+    def described(self) -> dict[str, str]:
+        """The sizes of axes, to compare: who has others would take part in other collectives."""
+        sizes = f"{self.dense.grid.sizes} beside {self.experts.grid.sizes}"
+        return {} if self.experts is self.dense else {"expt_device_mesh": sizes}
+
     def require_one_value(self, argument: str) -> None:
         """Refuse to save or load a model by the names of its parameters.
 

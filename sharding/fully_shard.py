@@ -223,7 +223,7 @@ def _build(
 ) -> Runtime:
     """Shard `root` as all ranks agree, who compare the options of `optimizer` too."""
     dense, groups = ranks.dense, ranks.dense.groups
-    options = {**config.described(), "optimizer": describe_options(optimizer)}
+    options = {**config.described(), "optimizer": describe_options(optimizer), **ranks.described()}
     refuse_rank_dependent_writes(root, dense.world_size)
     signature = tree_signature(root, entries)
     check_ranks_agree(ranks.together, signature, options, fingerprint(groups.device))
