@@ -19,8 +19,8 @@ from .agreement import check_ranks_agree
 from .arguments import require_forward, require_module
 from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
-from .collectives import Collectives
-from .data_parallel_groups import DataParallelGroups, data_parallel_groups
+from .data_parallel_groups import DataParallelGroups
+from .expert_ranks import ModelRanks, check_experts, model_ranks
 from .explanation import Explanation, explain_runtime
 from .initialisation import plan_initialisation
 from .mesh_axes import require_mesh
@@ -59,6 +59,7 @@ def fully_shard(
     device_mesh: DeviceMesh | None = None,
     dp_shard_dim: str | None = None,
     dp_outer_dim: str | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
     outer_dp_sharding_strategy: str = "no_shard",
     ranks_per_node: int | None = None,
     reduce: str = "exact",
@@ -95,6 +96,10 @@ def fully_shard(
             were flattened to; needed when the mesh has several.
         dp_outer_dim: name of the dimension along which copies of the shards lie (HSDP). Gradients
             are averaged over both: summed inside the shard axis first, then along this one.
+        expt_device_mesh: for parameters marked as an expert's (`param.allreduce = False`), the mesh
+            of the ranks that hold the same ones: with the dimensions named above, or only one.
+            Gradients are summed over it, yet divided as all others are. Its ranks are among the
+            data-parallel ranks, or have these among them. Such models are saved rank by rank.
         outer_dp_sharding_strategy: 'no_shard', or 'optim' to divide main parameters, gradients and
             optimizer state along `dp_outer_dim` too (HFSDP).
         ranks_per_node: how many neighbours of the shard axis exchange among themselves first, then
@@ -153,9 +158,9 @@ def fully_shard(
     Raises:
         ValueError: bad option, unit class that matches nothing, module without a forward,
             parameters that cannot be sharded or are on another GPU than the process group, mesh
-            without those dimensions, foreign parameters in the optimizer, optimizer that is not
-            elementwise, ranks whose models, meshes or options differ, tensors on the meta device
-            that nothing sets. Nothing has been changed then.
+            without those dimensions, experts without a mesh, foreign parameters in the optimizer,
+            optimizer that is not elementwise, ranks whose models, meshes or options differ, tensors
+            on the meta device that nothing sets. Nothing has been changed then.
         TypeError: an argument of the wrong type.
         RuntimeError: more ranks than GPUs.
     """
@@ -187,10 +192,9 @@ def fully_shard(
     plans = partition(root, entries, config.classes, config.policy, config.sizes)
     located = _locate(optimizer, plans, entries)
     devices = {entry.param.device for entry in entries}
-    groups = data_parallel_groups(
-        device_mesh, dp_shard_dim, dp_outer_dim, ranks_per_node=ranks_per_node, devices=devices
-    )
-    runtime = _build(root, entries, plans, config, groups, optimizer)
+    dims = device_mesh, dp_shard_dim, dp_outer_dim, expt_device_mesh
+    ranks = model_ranks(*dims, ranks_per_node=ranks_per_node, devices=devices)
+    runtime = _build(root, entries, plans, config, ranks, optimizer)
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return module, optimizer
@@ -214,19 +218,20 @@ def _build(
     entries: list[ParamEntry],
     plans: list[GroupPlan],
     config: ShardConfig,
-    groups: DataParallelGroups,
+    ranks: ModelRanks,
     optimizer: torch.optim.Optimizer | None,
 ) -> Runtime:
     """Shard `root` as all ranks agree, who compare the options of `optimizer` too."""
-    collectives = Collectives(groups)
-    options = {**config.described(), "optimizer": describe_options(optimizer)}
-    refuse_rank_dependent_writes(root, collectives.world_size)
+    dense, groups = ranks.dense, ranks.dense.groups
+    options = {**config.described(), "optimizer": describe_options(optimizer), **ranks.described()}
+    refuse_rank_dependent_writes(root, dense.world_size)
     signature = tree_signature(root, entries)
-    check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
-    initialisation = plan_initialisation(root, plans, collectives, config.initialiser)
+    check_ranks_agree(ranks.together, signature, options, fingerprint(groups.device))
+    check_experts(ranks, entries, config)
+    initialisation = plan_initialisation(root, plans, dense, config.initialiser)
     _note_missing_units(config, groups)
     _note_connections(config, groups)
-    runtime = build_runtime(root, plans, collectives, config, initialisation)
+    runtime = build_runtime(root, plans, ranks, config, initialisation)
     follow_sharded_inputs()
     _RUNTIMES[root] = runtime
     MONITOR.watch(runtime)

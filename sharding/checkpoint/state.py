@@ -27,7 +27,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     A part of a sharded module, a plain module and one of PyTorch's own `fully_shard` will do too.
 
     Raises:
-        RuntimeError: parameters were added after `fully_shard`.
+        RuntimeError: parameters were added after `fully_shard`; ranks have different experts.
     """
     require_module(module)
     for watch in watches_of(module):
@@ -38,6 +38,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         if not isinstance(value, Tensor):
             state[name] = value
             continue
+        if isinstance(value, ShardedTensor):
+            value.require_one_value("full_state_dict")
         if id(value) not in whole:
             whole[id(value)] = _whole(value)
         state[name] = whole[id(value)]
