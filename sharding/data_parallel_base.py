@@ -1,0 +1,79 @@
+"""What a training loop asks of a data-parallel model, whichever way its gradients travel.
+
+The names are those of Megatron-Core's base class, so that a loop written for it runs with ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .arguments import require_module
+
+
+class DataParallelBase(nn.Module):
+    """A wrapper around `module`, which it calls. Without more, one rank's model: there is nothing
+    to exchange. Derived classes replace what has something to do.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """module: the whole model; stays reachable as `.module`.
+
+        Raises:
+            TypeError: it is none.
+        """
+        super().__init__()
+        require_module(module)
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module."""
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside add to this rank's own gradients alone."""
+        return contextlib.nullcontext()
+
+    def start_grad_sync(self) -> None:
+        """Start to exchange the gradients that are there."""
+
+    def finish_grad_sync(self) -> None:
+        """Wait until all gradients are exchanged."""
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by `factor`, a number or a tensor of one element."""
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Clear all gradients."""
+        self.zero_grad(set_to_none=True)
+
+    def broadcast_params(self) -> None:
+        """Give all ranks the values of the first."""
+
+    # ---- state, under the names of the module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module: names have no prefix `module.`."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """What a checkpoint is to hold: the module's own choice if it has such a method, else its
+        state.
+        """
+        own = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
+        found: dict[str, Any] = own(prefix=prefix, keep_vars=keep_vars)
+        return found
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """That of the module; what it raises, too."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
