@@ -1,0 +1,258 @@
+"""`DistributedDataParallel` under Megatron-Core's names: `fully_shard` with units that are buckets.
+
+    theirs                        here
+    bucket, bucket group          a unit: one exchange, in FP32 and in rank order
+    use_distributed_optimizer     ZeRO-1, else ZeRO-0
+    optimizer instances           HSDP: parts inside an instance, copies across
+    main_grad                     `param.grad`
+
+So step, checkpoints, wires, clipping, errors and `summary(model.module)` are those of
+`fully_shard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .arguments import kind_of
+from .data_parallel_base import DataParallelBase
+from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
+from .data_parallel_groups import data_parallel_groups
+from .entries import gathered
+from .exchange_sums import exchange_sums
+from .fully_shard import no_sync, runtime_of, shard
+from .gradient_checks import GradientChecks
+from .mesh_axes import SHARD_AXIS
+from .messages import listed
+from .optimizer_view import FlatRun
+from .param_waits import ParamWaits
+from .runtime import Runtime
+from .shard_config import ShardConfig, resolve_config
+
+
+class HasDataParallelMesh(Protocol):
+    """Process groups, among them those of data-parallel ranks."""
+
+    def data_parallel_mesh(self) -> DeviceMesh:
+        """Over all data-parallel ranks: one dimension, or (instances, ranks of an instance)."""
+
+
+class DistributedDataParallel(DataParallelBase):
+    """`module` on every data-parallel rank, with gradients that are exchanged in buckets.
+
+    Outside forward and backward the parameters are `ShardedTensor`s in FP32, or in their own dtype
+    if that is wider; give an optimizer made from them to `fully_shard_optimizer`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: DistributedDataParallelConfig | None = None,
+        process_groups: HasDataParallelMesh | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Bring rank 0's values to all ranks and bind `optimizer`, if it was made before.
+
+        Args:
+            module: the whole model, on CPU or the rank's GPU; stays reachable as `.module`.
+            config: None: the defaults.
+            process_groups: whose data-parallel ranks take part (None: all ranks).
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: optimizer instances that do not divide the ranks, or are others than those
+                of `process_groups`; a name pattern without a parameter; parameters of experts; what
+                `fully_shard` refuses. Nothing has been changed then.
+        """
+        super().__init__(module)
+        config = DistributedDataParallelConfig() if config is None else config
+        if not isinstance(config, DistributedDataParallelConfig):
+            raise TypeError(
+                "config: expected a DistributedDataParallelConfig, got "
+                f"{kind_of(config)}; make one with the options that are meant"
+            )
+        self.config = config
+        _check_params(module, config)
+        mesh = _mesh(module, config, process_groups)
+        dims = (None, None) if mesh is None or mesh.ndim == 1 else mesh.mesh_dim_names
+        assert dims is not None, "meshes of two dimensions have names"
+        outer, inner = dims
+        runtime = shard(
+            module,
+            optimizer,
+            _shard_config(module, config, _world_size(mesh), outer),
+            functools.partial(data_parallel_groups, mesh, inner, outer),
+            elementwise=False,
+        )
+        runtime.sync = config.overlap_grad_reduce
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            runtime.after_exchanges = GradientChecks(
+                runtime,
+                nonfinite=config.check_for_nan_in_grad,
+                large=config.check_for_large_grads,
+            )
+        if config.overlap_param_gather:
+            ParamWaits(module, runtime)
+
+    @property
+    def _runtime(self) -> Runtime:
+        return runtime_of(self.module)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside add to this rank's own gradients, in FP32, without communication."""
+        return no_sync(self.module)
+
+    def start_param_sync(self) -> None:
+        """Start to gather the parameters that the optimizer has changed, on all ranks alike; else
+        the next forward does.
+        """
+        for unit in self._runtime.units:
+            self._runtime.start_gather(unit)
+
+    def start_grad_sync(self) -> None:
+        """Exchange what was added up on each rank, bucket by bucket."""
+        exchange_sums(self._runtime)
+
+    def finish_grad_sync(self) -> None:
+        """Have all gradients exchanged, on all ranks alike: what a backward has exchanged already
+        stays as it is, however often this is called.
+
+        Raises:
+            CommunicationError: a rank is gone.
+            NonFiniteGradientError: with `check_for_nan_in_grad`.
+            RuntimeError: a backward runs.
+        """
+        exchange_sums(self._runtime)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by `factor`, a number or a tensor of one element.
+
+        Raises:
+            RuntimeError: some were not exchanged yet.
+        """
+        self._runtime.check_reduced("scale_gradients")
+        grads = [run.param.grad for run in self._runs() if run.param.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Clear all gradients, those that were not exchanged too; the next forward frees them."""
+        for run in self._runs():
+            run.param.grad = None
+
+    def broadcast_params(self) -> None:
+        """Give all ranks the values of the first (a collective). Needs memory for all parameters
+        once more.
+        """
+        collectives = self._runtime.collectives
+        with gathered(self.module, write=True), torch.no_grad():
+            for name, param in self.module.named_parameters():
+                flat = param.data.reshape(-1)
+                collectives.broadcast(flat.view(torch.uint8), f"broadcast of parameter '{name}'")
+                param.copy_(flat.view(param.shape))
+
+    def _runs(self) -> list[FlatRun]:
+        return [run for unit in self._runtime.units for run in unit.gradients.runs]
+
+
+def _check_params(module: nn.Module, config: DistributedDataParallelConfig) -> None:
+    """Refuse marks and patterns that would go unheeded.
+
+    Raises:
+        ValueError: parameters of experts, patterns that match none.
+    """
+    named = dict(module.named_parameters())
+    experts = [name for name, param in named.items() if not getattr(param, "allreduce", True)]
+    if experts:
+        raise ValueError(
+            "module: expected parameters that all data-parallel ranks hold alike, got some marked "
+            f"allreduce=False, as those of experts are: {listed(experts)}; keep experts out of it"
+        )
+    trained = [name for name, param in named.items() if param.requires_grad]
+    for pattern in config.param_name_patterns_for_fp32_local_accumulation:
+        if pattern != ALL_PATTERNS and not fnmatch.filter(trained, pattern):
+            raise ValueError(
+                "param_name_patterns_for_fp32_local_accumulation: expected patterns that match a "
+                f"trainable parameter, got {pattern!r}, which matches none of {listed(trained)}; "
+                "correct it or leave it out"
+            )
+
+
+def _mesh(
+    module: nn.Module,
+    config: DistributedDataParallelConfig,
+    process_groups: HasDataParallelMesh | None,
+) -> DeviceMesh | None:
+    """(instances, ranks of an instance), all ranks of one instance, or None for all there are."""
+    instances = config.num_distributed_optimizer_instances
+    if process_groups is not None:
+        if not hasattr(process_groups, "data_parallel_mesh"):
+            raise TypeError(
+                "process_groups: expected a ProcessGroupCollection, got "
+                f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
+            )
+        mesh = process_groups.data_parallel_mesh()
+        found = 1 if mesh.ndim == 1 else mesh.size(0)
+        if found != instances:
+            raise ValueError(
+                f"num_distributed_optimizer_instances: expected {found}, as process_groups have, "
+                f"got {instances}; make the groups with as many instances as the config says"
+            )
+        return mesh
+    if instances == 1:
+        return None
+    world_size = _world_size(None)
+    if world_size % instances:
+        raise ValueError(
+            "num_distributed_optimizer_instances: expected a number that divides the "
+            f"{world_size} data-parallel ranks, got {instances}; pass one that does"
+        )
+    kinds = {param.device.type for param in module.parameters()}
+    kind = "cuda" if "cuda" in kinds else "cpu"
+    return init_device_mesh(
+        kind, (instances, world_size // instances), mesh_dim_names=("dp_outer", SHARD_AXIS)
+    )
+
+
+def _world_size(mesh: DeviceMesh | None) -> int:
+    if mesh is not None:
+        return mesh.size()
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _shard_config(
+    module: nn.Module,
+    config: DistributedDataParallelConfig,
+    world_size: int,
+    outer_dim: str | None,
+) -> ShardConfig:
+    trainable = sum(param.numel() for param in module.parameters() if param.requires_grad)
+    resolved = resolve_config(
+        int(config.use_distributed_optimizer),
+        config.policy(),
+        (),
+        outer_dim=outer_dim,
+        outer_strategy="no_shard",
+        reduce="exact",
+        symmetric_memory="off",
+        gradient_divide_factor=1.0 if config.calculate_per_token_loss else None,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        reshard_after_forward=None,
+        bucket_mib=None,
+        split_root_mib=None,
+        prefetch=1,
+        ranks_may_differ=False,
+        initialiser=False,
+    )
+    return dataclasses.replace(resolved, sizes=config.unit_sizes(trainable, world_size))
