@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
+from ..buffers.param_and_grad_buffer import BUS_NUMEL
 from .precision import MixedPrecisionPolicy
 from .shard_config import ReverseBuckets, UnitSizes
 from .wire import Wire
 from .wire_choice import require_param_wire, resolve_grad_wire
 
-BUS_NUMEL = 2**16
-"""What a padded bucket's length is a multiple of, in elements."""
 _LEAST_BUCKET_NUMEL = 40_000_000
 _BUCKET_NUMEL_A_RANK = 1_000_000
 ALL_PATTERNS = "all"

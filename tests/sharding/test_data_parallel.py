@@ -1,7 +1,5 @@
 """`DistributedDataParallel` over `fully_shard`: beside torch's own, and what it must not do."""
 
-import copy
-import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import sidestream as ss
@@ -17,7 +14,7 @@ from sidestream.sharding.data_parallel import DistributedDataParallel
 from sidestream.sharding.data_parallel_config import DistributedDataParallelConfig
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.trace import Kind
-from sidestream.tests.ranks import RanksFailed, run_on_ranks
+from sidestream.tests.ranks import run_on_ranks
 
 WIDTH = 96
 LAYERS = 6
