@@ -30,6 +30,7 @@ from .data_parallel_groups import data_parallel_groups
 from .entries import gathered
 from .exchange_sums import exchange_sums
 from .fully_shard import no_sync, runtime_of, shard
+from .fused_gradients import allow_fused_gradients
 from .gradient_checks import GradientChecks
 from .mesh_axes import SHARD_AXIS
 from .messages import listed
@@ -101,6 +102,7 @@ class DistributedDataParallel(DataParallelBase):
                 nonfinite=config.check_for_nan_in_grad,
                 large=config.check_for_large_grads,
             )
+        allow_fused_gradients(runtime)
         if config.overlap_param_gather:
             ParamWaits(module, runtime)
 

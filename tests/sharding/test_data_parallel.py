@@ -1,20 +1,27 @@
 """`DistributedDataParallel` over `fully_shard`: beside torch's own, and what it must not do."""
 
+import copy
+import dataclasses
 import math
+import types
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import sidestream as ss
 from sidestream.sharding.data_parallel import DistributedDataParallel
 from sidestream.sharding.data_parallel_config import DistributedDataParallelConfig
 from sidestream.sharding.fully_shard import runtime_of
+from sidestream.sharding.fused_gradients import main_grad
+from sidestream.sharding.gradient_checks import GradientChecks
 from sidestream.sharding.trace import Kind
 from sidestream.tests.ranks import run_on_ranks
+from sidestream.tests.sharding.warned import warned
 
 WIDTH = 96
 LAYERS = 6
@@ -288,24 +295,244 @@ def test_gradients_wait_are_scaled_and_are_cleared():
 
 def _checks(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    config = _config(check_for_nan_in_grad=True, check_for_large_grads=True)
-    model = DistributedDataParallel(_net(), config)
+
+    def step(model: DistributedDataParallel, x: Tensor) -> str | None:
+        try:
+            model(x).square().mean().backward()
+            model.finish_grad_sync()
+        except ss.NonFiniteGradientError as error:
+            assert error.ranks["layers.0.weight"] == (1,)
+            return f"{error.step}: {error}"
+        finally:
+            model.zero_grad_buffer()
+        return None
+
     x = _batch(0, rank)
-    model(x).square().mean().backward()
-    model.zero_grad_buffer()
-    if rank == 1:
-        x = x.clone()
-        x[0, 0] = math.nan
-    try:
-        model(x).square().mean().backward()
-    except ss.NonFiniteGradientError as error:
-        found["at once"] = (str(error), error.ranks, error.step)
+    bad = torch.where(torch.arange(WIDTH) == rank - 1, math.nan, x)  # on rank 1 alone
+    for name, options in {
+        "zero 0": {},
+        "zero 1": {"use_distributed_optimizer": True},
+        "no overlap": {"overlap_grad_reduce": False},
+    }.items():
+        config = _config(check_for_nan_in_grad=True, **options)
+        model = DistributedDataParallel(_net(), config)
+        found[name] = [step(model, x), step(model, bad), step(model, x)]
+
+    late = DistributedDataParallel(_net(), _config())
+    runtime = runtime_of(late.module)
+    runtime.after_exchanges = GradientChecks(runtime, nonfinite=True, large=False, is_late=True)
+    found["late"] = [step(late, x), step(late, bad), step(late, x), step(late, x)]
+
+    large = DistributedDataParallel(_net(), _config(check_for_large_grads=True))
+    with warned() as texts:
+        for factor in (1, 5, 0, 1):
+            (large(x).square().mean() * factor).backward()
+            large.zero_grad_buffer()
+        found["usual"] = list(texts)
+        (large(x).square().mean() * 51).backward()
+        found["large"] = list(texts)
     return found
 
 
-def test_gradients_that_are_not_finite_are_named_on_all_ranks():
+def test_gradients_that_are_not_finite_or_large_are_named():
     first, second = run_on_ranks(_checks, 2)
+    for name in ("zero 0", "zero 1", "no overlap"):
+        assert first[name] == second[name]
+        good, text, after = first[name]
+        assert good is None and after is None
+        assert text.startswith("2: exchange 2: expected finite gradients, got NaN or infinity in")
+        assert "'layers.0.weight' on rank 1" in text
+    # Read after the next exchange, and told with its own number.
+    assert first["late"] == second["late"]
+    assert [text and text[:3] for text in first["late"]] == [None, None, "2: ", None]
+    assert first["usual"] == second["large"] == []
+    assert len(first["large"]) == 1
+    assert "exchange 5: gradients are more than 10 times" in first["large"][0]
+    assert "'layers.0.weight'" in first["large"][0]
+
+
+# ---- parameters that are waited for where they are used
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)  # reads its out_proj
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.reads_early = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads_early:
+            x = nn.functional.linear(x, self.head.weight)
+        x = self.embedding(x)[None]
+        x = self.attention(x, x, x, need_weights=False)[0]
+        x = self.head(x)
+        return nn.functional.linear(x, self.embedding.weight)  # tied, after its module's call
+
+
+def _waits(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    torch.manual_seed(3)
+    net = Attention()
+    plain = copy.deepcopy(net)
+    options = {"use_distributed_optimizer": True, "bucket_mib": None, "bucket_size": 1}
+    model = DistributedDataParallel(net, _config(overlap_param_gather=True, **options))
+    optimizer, plain_optimizer = _bound(model), _sgd(plain)
+    runtime = runtime_of(net)
+    for step in range(3):
+        runtime.trace.steps = []
+        model(_batch(step, rank)).square().mean().backward()
+        found[f"trace {step}"], runtime.trace.steps = runtime.trace.steps, None
+        for other in range(world_size):
+            (plain(_batch(step, other)).square().mean() / world_size).backward()
+        optimizer.step()
+        if step == 1:
+            model.start_param_sync()  # as a schedule does: forward finds them under way
+        plain_optimizer.step()
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+    expected = dict(plain.named_parameters())
+    found["close"] = all(
+        torch.allclose(p.full_tensor(), expected[name], rtol=1e-4, atol=1e-6)
+        for name, p in net.named_parameters()
+    )
+    found["names"] = [unit.spec.names[0] for unit in runtime.units]
+    net.reads_early = True
+    with pytest.raises(Exception, match=r"head\.weight"):
+        model(_batch(0, rank))
+    net.reads_early = False
+    model(_batch(0, rank)).square().mean().backward()  # and it goes on
+    return found
+
+
+def test_parameters_are_waited_for_where_they_are_used():
+    for found in run_on_ranks(_waits, 2):
+        assert found["close"]
+        names = found["names"]
+
+        def order(step: int, found: dict[str, Any] = found, names: list[str] = names) -> list[Any]:
+            return [
+                (kind, names[unit])
+                for kind, unit in found[f"trace {step}"]
+                if kind in (Kind.FINISH_GATHER, Kind.FORWARD)
+            ]
+
+        # First all at once; then a module at a time, each in front of its own use.
+        assert [kind for kind, _ in order(1)] == [Kind.FINISH_GATHER, Kind.FORWARD] * len(names)
+        for step in (1, 2):
+            used = [name for kind, name in order(step) if kind is Kind.FORWARD]
+            modules = [name.split(".")[0] for name in used]
+            assert list(dict.fromkeys(modules)) == ["embedding", "attention", "head"]
+            assert modules == sorted(modules, key=["embedding", "attention", "head"].index)
+
+
+# ---- kernels that add to the sum by themselves
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        with main_grad(weight) as total:
+            total += grad.T.float() @ x.float()
+        return grad @ weight, None
+
+
+class FusedNet(Net):
+    def __init__(self, *, fused: bool, twice: bool = False) -> None:
+        super().__init__()
+        self.fused, self.twice = fused, twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self.layers, *self.layers[: int(self.twice)]]:
+            if self.fused:
+                x = torch.tanh(_Fused.apply(x, layer.weight) + layer.bias)
+            else:
+                x = torch.tanh(x @ layer.weight.T + layer.bias)
+        return x
+
+
+def _fused(rank: int, world_size: int) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for name, twice in {"once": False, "twice": True}.items():
+        models = []
+        for fused in (True, False):
+            torch.manual_seed(3)
+            models.append(DistributedDataParallel(FusedNet(fused=fused, twice=twice), _config()))
+        for step in range(3):
+            for model in models:
+                with model.no_sync():
+                    model(_batch(2 * step, rank)).square().mean().backward()
+                model(_batch(2 * step + 1, rank)).square().mean().backward()
+            ours, plain = map(_grads, models)
+            found[f"{name} {step}"] = all(
+                torch.allclose(ours[k], plain[k], rtol=1e-5, atol=1e-7) for k in plain
+            )
+            if step != 1:  # gradients of two steps add up
+                for model in models:
+                    model.zero_grad_buffer()
+        # One backward alone has the same bits, as nothing is added to it.
+        for model in models:
+            model(_batch(9, rank)).square().mean().backward()
+        ours, plain = map(_grads, models)
+        if not twice:
+            found["bits"] = all(torch.equal(ours[k], plain[k]) for k in plain)
+    sharded = next(models[0].module.parameters())
+    with pytest.raises(ValueError, match="main_grad: expected a parameter"), main_grad(sharded):
+        pass
+    return found
+
+
+def test_fused_kernels_add_their_gradients():
+    for found in run_on_ranks(_fused, 2):
+        assert all(found.values()), found
+
+
+# ---- refusals
+
+
+def _refused(rank: int, world_size: int) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def note(name: str, module: nn.Module, *args: Any, **options: Any) -> None:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            DistributedDataParallel(module, _config(**options), *args)
+        found[name] = str(caught.value)
+
+    expert = _net()
+    expert.layers[2].weight.allreduce = False
+    note("expert", expert)
+    zero1 = {"use_distributed_optimizer": True}
+    note("instances", _net(), num_distributed_optimizer_instances=3, **zero1)
+    pattern = {"param_name_patterns_for_fp32_local_accumulation": ("layers.0.*", "router.*")}
+    note("pattern", _net(), **pattern)
+    note("groups", _net(), object())
+    mesh = init_device_mesh("cpu", (2,))
+    groups = types.SimpleNamespace(data_parallel_mesh=lambda: mesh)
+    note("other instances", _net(), groups, num_distributed_optimizer_instances=2, **zero1)
+    fine = {"param_name_patterns_for_fp32_local_accumulation": ("layers.?.weight", "all")}
+    model = DistributedDataParallel(_net(), _config(**fine), groups)
+    with pytest.raises(TypeError, match="config: expected a DistributedDataParallelConfig"):
+        DistributedDataParallel(_net(), {"bucket_size": 3})
+    config = model.config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.bucket_mib = 3
+    found["unchanged"] = str(config == _config(**fine))
+    return found
+
+
+def test_what_cannot_be_is_refused():
+    first, second = run_on_ranks(_refused, 2)
     assert first == second
-    text, ranks, step = first["at once"]
-    assert step == 2 and ranks["layers.0.weight"] == (1,)
-    assert "exchange 2" in text and "'layers.0.weight' on rank 1" in text
+    assert "marked allreduce=False" in first["expert"] and "layers.2.weight" in first["expert"]
+    assert "divides the 2 data-parallel ranks, got 3" in first["instances"]
+    assert "'router.*', which matches none of" in first["pattern"]
+    assert "expected a ProcessGroupCollection, got object" in first["groups"]
+    assert "expected 1, as process_groups have, got 2" in first["other instances"]
+    assert first["unchanged"] == "True"
