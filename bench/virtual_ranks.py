@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ..sharding import build, runtime
 from ..sharding.collectives import Collectives
 from ..sharding.data_parallel_groups import Axis, DataParallelGroups
+from ..sharding.expert_ranks import ModelRanks
 from ..sharding.fully_shard import fully_shard
 from ..sharding.lanes import Lane, StreamLane
 from .virtual_streams import LoopbackGroup, Machine
@@ -59,7 +60,7 @@ def virtual_ranks(machine: Machine, lanes: Lanes, sizes: Sequence[int]) -> Itera
         machine.installed(),
         _making(lanes, groups.device),
         mock.patch.multiple(
-            entry, data_parallel_groups=lambda *_, **__: groups, require_mesh=lambda *_: None
+            entry, model_ranks=lambda *_, **__: _alike(groups), require_mesh=lambda *_: None
         ),
         mock.patch.object(runtime, "make_watch", lambda *_, **__: None),
         mock.patch.multiple(Collectives, broadcast=do_nothing, all_reduce=do_nothing),
@@ -73,6 +74,11 @@ def _making(lanes: Lanes, device: torch.device) -> Iterator[None]:
     made = iter(lanes(device))
     with mock.patch.object(build, "make_lane", lambda *_: next(made)):
         yield
+
+
+def _alike(groups: DataParallelGroups) -> ModelRanks:
+    one = Collectives(groups)
+    return ModelRanks(one, one)
 
 
 def _groups(machine: Machine, sizes: Sequence[int]) -> tuple[DataParallelGroups, Along]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..buffers import BufferPool, Placement, flat_layout
 from .collectives import Collectives
+from .expert_ranks import ModelRanks, is_expert
 from .hooks import Entry, install_hooks, install_root_hooks
 from .initialisation import Initialisation, Staging
 from .lanes import LaneStreams, make_lane
@@ -37,7 +38,7 @@ from .use_order import UnitGroup
 def build_runtime(
     module: nn.Module,
     plans: list[GroupPlan],
-    collectives: Collectives,
+    ranks: ModelRanks,
     config: ShardConfig,
     initialisation: Initialisation | None,
 ) -> Runtime:
@@ -46,14 +47,14 @@ def build_runtime(
     A plain parameter is let go of as soon as its unit has the values, so that a whole model and its
     shards need not fit at once.
     """
-    device = collectives.groups.device
+    device = ranks.dense.groups.device
     pool = BufferPool(device)
-    maker = _UnitMaker(plans, collectives, pool, config)
+    maker = _UnitMaker(plans, ranks, pool, config)
     lanes = (
         make_lane(device, config.runtime.overlap_param_gather),
         make_lane(device, config.overlap_grad_reduce),
     )
-    open_channels(config.symmetric_memory, maker.trained(), collectives, pool, lanes[1])
+    open_channels(config.symmetric_memory, maker.trained(), ranks.dense, pool, lanes[1])
     if initialisation is not None:
         maker.initialise(initialisation)
     units = iter(maker.make())
@@ -71,13 +72,13 @@ def build_runtime(
     ]
     pool.trim()
     pool.streams = LaneStreams(lanes) if any(lane.streams for lane in lanes) else None
-    runtime = Runtime(groups, collectives, pool, lanes, config.runtime)
+    runtime = Runtime(groups, ranks, pool, lanes, config.runtime)
     if config.policy.nonfinite_grads != "keep":
         for unit in runtime.units:
             unit.reduction.note_own_gradients()
     let_rnns_be(module)
     _watch_data(module, plans, groups)
-    _share_buffers(module, collectives)
+    _share_buffers(module, ranks)
     tree = TreeWatch(module, runtime.units)
     for plan, group in zip(plans, groups, strict=True):
         casts = config.policy.cast_forward_inputs
@@ -139,14 +140,15 @@ class _UnitMaker:
     def __init__(
         self,
         plans: Sequence[GroupPlan],
-        collectives: Collectives,
+        ranks: ModelRanks,
         pool: BufferPool,
         config: ShardConfig,
     ) -> None:
         self._members = [(plan, members) for plan in plans for members in plan.units]
-        self._collectives, self._pool = collectives, pool
+        self._ranks, self._pool = ranks, pool
+        self._model_group = ranks.together.groups.group if ranks.experts_differ else None
         self._specs = [
-            _unit_spec(number, *of_unit, collectives, config)
+            _unit_spec(number, *of_unit, ranks, config)
             for number, of_unit in enumerate(self._members)
         ]
         self._units: dict[int, Unit] = {}
@@ -169,7 +171,7 @@ class _UnitMaker:
         }
         for param, whole in initialisation.values():
             self._fill(*places[id(param)], whole)
-        initialisation.finish(self._collectives)
+        initialisation.finish(self._ranks.together)
 
     def make(self) -> list[Unit]:
         """Fill what has values already, and attach all units."""
@@ -177,30 +179,32 @@ class _UnitMaker:
             entry.param
             for _, members in self._members
             for entry in members
-            if entry not in self._filled
+            # Rank 0 sends what it has.
+            if entry not in self._filled and self._ranks.of(expert=entry.is_expert).rank
         )
-        # Rank 0 sends what it has.
         nbytes = max((Staging.nbytes_for([param]) for param in waiting), default=0)
-        device = self._collectives.groups.device
-        staging = Staging(nbytes if self._collectives.rank else 0, device)
+        staging = Staging(nbytes, self._pool.device)
         for number, (_, members) in enumerate(self._members):
             for index, entry in enumerate(members):
                 if entry not in self._filled:
                     staging.restart()
-                    self._fill(number, index, self._from_rank_0(entry.param, staging))
+                    self._fill(number, index, self._from_rank_0(entry, staging))
             _attach(self._unit(number), members)
         return [self._units[number] for number in range(len(self._members))]
 
     def _unit(self, number: int) -> Unit:
         if number not in self._units:
-            self._units[number] = Unit(self._specs[number], self._collectives, self._pool)
+            collectives = self._ranks.of(expert=self._members[number][1][0].is_expert)
+            self._units[number] = Unit(
+                self._specs[number], collectives, self._pool, self._model_group
+            )
         return self._units[number]
 
-    def _from_rank_0(self, param: Tensor, staging: Staging) -> Tensor:
-        """`param` on the device in one piece; on other ranks memory for it."""
-        if self._collectives.rank:
-            return staging.take(param)
-        return param.detach().to(self._collectives.groups.device)
+    def _from_rank_0(self, entry: ParamEntry, staging: Staging) -> Tensor:
+        """The parameter on the device in one piece; on other ranks memory for it."""
+        if self._ranks.of(expert=entry.is_expert).rank:
+            return staging.take(entry.param)
+        return entry.param.detach().to(self._pool.device)
 
     def _fill(self, number: int, index: int, whole: Tensor) -> None:
         """Give rank 0's `whole` of tensor `index` to a unit; elsewhere `whole` is overwritten."""
@@ -210,7 +214,7 @@ class _UnitMaker:
             # As bytes: gloo refuses some dtypes.
             flat = whole.view(-1).view(torch.uint8)
             what = f"broadcast of the initial values of parameter '{entry.name}'"
-            self._collectives.broadcast(flat, what)
+            unit.collectives.broadcast(flat, what)
         unit.buffers.fill(index, whole)
         self._filled.add(entry)
 
@@ -219,10 +223,11 @@ def _unit_spec(
     index: int,
     plan: GroupPlan,
     members: list[ParamEntry],
-    collectives: Collectives,
+    ranks: ModelRanks,
     config: ShardConfig,
 ) -> UnitSpec:
-    first = members[0].param
+    first, is_expert = members[0].param, members[0].is_expert
+    collectives = ranks.of(expert=is_expert)
     dtypes = resolve_dtypes(config.policy, first.dtype, trainable=first.requires_grad)
     num_axes = len(collectives.channels)
     chosen = members[0].wires
@@ -246,7 +251,9 @@ def _unit_spec(
         placements=unit_placements(config.strategy, config.outer, num_axes),
         wires=wires,
         param_wire=param_wire,
-        scale=1.0 / (config.divide_factor or collectives.world_size),
+        # Of an expert's too: tokens come to it from all data-parallel ranks.
+        scale=1.0 / (config.divide_factor or ranks.dense.world_size),
+        is_expert=is_expert and ranks.experts_differ,
     )
 
 
@@ -283,19 +290,31 @@ def _watch_data(module: nn.Module, plans: list[GroupPlan], groups: list[UnitGrou
             )
 
 
-def _share_buffers(module: nn.Module, collectives: Collectives) -> None:
-    """Bring buffers, and parameters that are not sharded, to the device and to rank 0's values."""
-    device = collectives.groups.device
+def _share_buffers(module: nn.Module, ranks: ModelRanks) -> None:
+    """Bring buffers, and parameters that are not sharded, to the device and to rank 0's values.
+
+    What is an expert's is so by its mark, or as a buffer of a module with no parameters but those
+    of experts.
+    """
+    device = ranks.dense.groups.device
+    of_experts = {
+        id(part)
+        for submodule in (module.modules() if ranks.experts is not ranks.dense else ())
+        if (params := [*submodule.parameters()]) and all(map(is_expert, params))
+        for part in submodule.modules()
+    }
     moved: dict[int, Tensor] = {}  # a buffer of several modules stays one
     for submodule in module.modules():
         for name, buffer in submodule._buffers.items():
             if buffer is None:
                 continue
             if id(buffer) not in moved:
+                collectives = ranks.of(expert=is_expert(buffer) or id(submodule) in of_experts)
                 moved[id(buffer)] = _first_ranks(buffer.to(device), f"buffer '{name}'", collectives)
             submodule._buffers[name] = moved[id(buffer)]
     for name, param in module.named_parameters():
         if not isinstance(param, ShardedTensor):
+            collectives = ranks.of(expert=is_expert(param))
             param.data = _first_ranks(param.data.to(device), f"parameter '{name}'", collectives)
 
 

@@ -314,12 +314,13 @@ class Channel:
 class Collectives:
     """A channel along each axis of the mesh, and small collectives over all data-parallel ranks."""
 
-    def __init__(self, groups: DataParallelGroups) -> None:
+    def __init__(self, groups: DataParallelGroups, beside: Collectives | None = None) -> None:
+        """`beside`: others of the same model, with which all that it does is noted in one order."""
         self.groups = groups
         self.rank = groups.rank
         self.world_size = groups.world_size
-        self.traffic = Traffic()
-        self.uses = Uses()
+        self.traffic: Traffic = Traffic() if beside is None else beside.traffic
+        self.uses: Uses = Uses() if beside is None else beside.uses
         self.channels = [
             Channel(axis, groups.device, self.traffic, self.uses) for axis in groups.axes
         ]

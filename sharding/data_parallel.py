@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .arguments import kind_of
 from .data_parallel_base import DataParallelBase
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
-from .data_parallel_groups import data_parallel_groups
 from .entries import gathered
 from .exchange_sums import exchange_sums
+from .expert_ranks import is_expert, model_ranks
 from .fully_shard import no_sync, runtime_of, shard
 from .fused_gradients import allow_fused_gradients
 from .gradient_checks import GradientChecks
@@ -43,8 +43,10 @@ from .shard_config import ShardConfig, resolve_config
 class HasDataParallelMesh(Protocol):
     """Process groups, among them those of data-parallel ranks."""
 
-    def data_parallel_mesh(self) -> DeviceMesh:
-        """Over all data-parallel ranks: one dimension, or (instances, ranks of an instance)."""
+    def data_parallel_mesh(self, *, expert: bool = False) -> DeviceMesh:
+        """Over all data-parallel ranks, or those that hold the same experts: one dimension, or
+        (instances, ranks of an instance).
+        """
 
 
 class DistributedDataParallel(DataParallelBase):
@@ -67,13 +69,14 @@ class DistributedDataParallel(DataParallelBase):
         Args:
             module: the whole model, on CPU or the rank's GPU; stays reachable as `.module`.
             config: None: the defaults.
-            process_groups: whose data-parallel ranks take part (None: all ranks).
+            process_groups: whose data-parallel ranks take part (None: all ranks). Parameters marked
+                `allreduce=False` are those of experts, reduced over the ranks that hold the same.
 
         Raises:
             TypeError: an argument of another type.
             ValueError: optimizer instances that do not divide the ranks, or are others than those
-                of `process_groups`; a name pattern without a parameter; parameters of experts; what
-                `fully_shard` refuses. Nothing has been changed then.
+                of `process_groups`; a name pattern without a parameter; parameters of experts
+                without `process_groups`; what `fully_shard` refuses. Nothing has been changed then.
         """
         super().__init__(module)
         config = DistributedDataParallelConfig() if config is None else config
@@ -83,7 +86,7 @@ class DistributedDataParallel(DataParallelBase):
                 f"{kind_of(config)}; make one with the options that are meant"
             )
         self.config = config
-        _check_params(module, config)
+        _check_patterns(module, config)
         mesh = _mesh(module, config, process_groups)
         dims = (None, None) if mesh is None or mesh.ndim == 1 else mesh.mesh_dim_names
         assert dims is not None, "meshes of two dimensions have names"
@@ -92,7 +95,9 @@ class DistributedDataParallel(DataParallelBase):
             module,
             optimizer,
             _shard_config(module, config, _world_size(mesh), outer),
-            functools.partial(data_parallel_groups, mesh, inner, outer),
+            functools.partial(
+                model_ranks, mesh, inner, outer, _mesh_of_experts(module, process_groups)
+            ),
             elementwise=False,
         )
         runtime.sync = config.overlap_grad_reduce
@@ -153,33 +158,27 @@ class DistributedDataParallel(DataParallelBase):
             run.param.grad = None
 
     def broadcast_params(self) -> None:
-        """Give all ranks the values of the first (a collective). Needs memory for all parameters
-        once more.
+        """Give all ranks that hold the same parameters the values of the first (a collective).
+        Needs memory for all parameters once more.
         """
-        collectives = self._runtime.collectives
         with gathered(self.module, write=True), torch.no_grad():
-            for name, param in self.module.named_parameters():
-                flat = param.data.reshape(-1)
-                collectives.broadcast(flat.view(torch.uint8), f"broadcast of parameter '{name}'")
-                param.copy_(flat.view(param.shape))
+            for unit in self._runtime.units:
+                assert unit.faces.whole is not None
+                for name, param in zip(unit.spec.names, unit.faces.whole, strict=True):
+                    flat = param.detach().view(-1).view(torch.uint8)  # gloo refuses some dtypes
+                    unit.collectives.broadcast(flat, f"broadcast of parameter '{name}'")
 
     def _runs(self) -> list[FlatRun]:
         return [run for unit in self._runtime.units for run in unit.gradients.runs]
 
 
-def _check_params(module: nn.Module, config: DistributedDataParallelConfig) -> None:
-    """Refuse marks and patterns that would go unheeded.
+def _check_patterns(module: nn.Module, config: DistributedDataParallelConfig) -> None:
+    """Refuse patterns that would go unheeded.
 
     Raises:
-        ValueError: parameters of experts, patterns that match none.
+        ValueError: they match no parameter.
     """
     named = dict(module.named_parameters())
-    experts = [name for name, param in named.items() if not getattr(param, "allreduce", True)]
-    if experts:
-        raise ValueError(
-            "module: expected parameters that all data-parallel ranks hold alike, got some marked "
-            f"allreduce=False, as those of experts are: {listed(experts)}; keep experts out of it"
-        )
     trained = [name for name, param in named.items() if param.requires_grad]
     for pattern in config.param_name_patterns_for_fp32_local_accumulation:
         if pattern != ALL_PATTERNS and not fnmatch.filter(trained, pattern):
@@ -224,6 +223,19 @@ def _mesh(
     return init_device_mesh(
         kind, (instances, world_size // instances), mesh_dim_names=("dp_outer", SHARD_AXIS)
     )
+
+
+def _mesh_of_experts(
+    module: nn.Module, process_groups: HasDataParallelMesh | None
+) -> DeviceMesh | None:
+    experts = [name for name, param in module.named_parameters() if is_expert(param)]
+    if experts and process_groups is None and _world_size(None) > 1:
+        raise ValueError(
+            "process_groups: expected those that say which ranks hold the same experts, got None "
+            f"and parameters marked allreduce=False: {listed(experts)}; pass what "
+            "initialize_model_parallel returns"
+        )
+    return process_groups.data_parallel_mesh(expert=True) if experts and process_groups else None
 
 
 def _world_size(mesh: DeviceMesh | None) -> int:

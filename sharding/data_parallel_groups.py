@@ -110,11 +110,13 @@ def data_parallel_groups(
     *,
     ranks_per_node: int | None = None,
     devices: Iterable[torch.device] = (),
+    told: str = "",
 ) -> DataParallelGroups:
     """The groups to shard over `shard_dim` of `mesh`, its only dimension, or all ranks; and over
     `outer_dim` beside it (a collective).
 
-    ranks_per_node: splits the first axis. devices: those of the model's parameters.
+    ranks_per_node: splits the first axis. devices: those of the model's parameters. told: what all
+    ranks have to say alike besides.
 
     Raises:
         ValueError: wrong dimensions or ranks_per_node, a mesh without this rank, ranks with
@@ -143,7 +145,7 @@ def data_parallel_groups(
     device = device_of(bases[0], mesh, devices)
     ranks = tuple(axes.coordinates)
     group = _over(ranks, bases)
-    axes = _agree(axes, ranks_per_node, group, device)
+    axes = _agree(axes, ranks_per_node, group, device, told)
     split = len(axes.names) - len(bases)
     made = []
     for number, name in enumerate(axes.names):
@@ -214,14 +216,18 @@ def _over(ranks: tuple[int, ...], bases: tuple[dist.ProcessGroup, ...]) -> dist.
 
 
 def _agree(
-    axes: MeshAxes, ranks_per_node: int | None, group: dist.ProcessGroup, device: torch.device
+    axes: MeshAxes,
+    ranks_per_node: int | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    text: str,
 ) -> MeshAxes:
     """The axes of all ranks, split by node as they all decide (a collective).
 
     Raises:
-        ValueError: meshes or ranks_per_node differ, or that does not divide.
+        ValueError: meshes, ranks_per_node or `text` differ, or ranks_per_node does not divide.
     """
-    own = (str(axes), ranks_per_node, _node_of_this_process())
+    own = (f"{axes}{text}", ranks_per_node, _node_of_this_process())
     what = f"meeting of all ranks to shard over {axes}"
     told = dict(zip(axes.coordinates, gather_objects(own, group, device, what), strict=True))
     first, (expected, *_) = next(iter(told.items()))

@@ -18,8 +18,7 @@ from .agreement import check_ranks_agree
 from .arguments import require_forward, require_module
 from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
-from .collectives import Collectives
-from .data_parallel_groups import DataParallelGroups, data_parallel_groups
+from .expert_ranks import ModelRanks, check_experts, model_ranks
 from .explanation import Explanation, explain_runtime
 from .initialisation import plan_initialisation
 from .mesh_axes import require_mesh
@@ -58,6 +57,7 @@ def fully_shard(
     device_mesh: DeviceMesh | None = None,
     dp_shard_dim: str | None = None,
     dp_outer_dim: str | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
     outer_dp_sharding_strategy: str = "no_shard",
     ranks_per_node: int | None = None,
     reduce: str = "exact",
@@ -94,6 +94,10 @@ def fully_shard(
             were flattened to; needed when the mesh has several.
         dp_outer_dim: name of the dimension along which copies of the shards lie (HSDP). Gradients
             are averaged over both: summed inside the shard axis first, then along this one.
+        expt_device_mesh: for parameters marked as an expert's (`param.allreduce = False`), the mesh
+            of the ranks that hold the same ones: with the dimensions named above, or only one.
+            Gradients are summed over it, yet divided as all others are. Its ranks are among the
+            data-parallel ranks, or have these among them. Such models are saved rank by rank.
         outer_dp_sharding_strategy: 'no_shard', or 'optim' to divide main parameters, gradients and
             optimizer state along `dp_outer_dim` too (HFSDP).
         ranks_per_node: how many neighbours of the shard axis exchange among themselves first, then
@@ -152,9 +156,9 @@ def fully_shard(
     Raises:
         ValueError: bad option, unit class that matches nothing, module without a forward,
             parameters that cannot be sharded or are on another GPU than the process group, mesh
-            without those dimensions, foreign parameters in the optimizer, optimizer that is not
-            elementwise, ranks whose models, meshes or options differ, tensors on the meta device
-            that nothing sets. Nothing has been changed then.
+            without those dimensions, experts without a mesh, foreign parameters in the optimizer,
+            optimizer that is not elementwise, ranks whose models, meshes or options differ, tensors
+            on the meta device that nothing sets. Nothing has been changed then.
         TypeError: an argument of the wrong type.
         RuntimeError: more ranks than GPUs.
     """
@@ -179,14 +183,9 @@ def fully_shard(
         ranks_may_differ=ranks_may_differ,
         initialiser=init_model_with_meta_device,
     )
-    groups_of = functools.partial(
-        data_parallel_groups,
-        device_mesh,
-        dp_shard_dim,
-        dp_outer_dim,
-        ranks_per_node=ranks_per_node,
-    )
-    shard(module, optimizer, config, groups_of, elementwise=elementwise)
+    dims = device_mesh, dp_shard_dim, dp_outer_dim, expt_device_mesh
+    ranks_of = functools.partial(model_ranks, *dims, ranks_per_node=ranks_per_node)
+    shard(module, optimizer, config, ranks_of, elementwise=elementwise)
     return module, optimizer
 
 
@@ -194,11 +193,11 @@ def shard(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     config: ShardConfig,
-    groups_of: Callable[..., DataParallelGroups],
+    ranks_of: Callable[..., ModelRanks],
     *,
     elementwise: bool,
 ) -> Runtime:
-    """Shard `module`, and `optimizer` with it, over `groups_of(devices=...)`, which is given the
+    """Shard `module`, and `optimizer` with it, over `ranks_of(devices=...)`, which is given the
     devices of the parameters; raises what `fully_shard` says.
     """
     if optimizer is not None:
@@ -207,8 +206,8 @@ def shard(
     entries = _params_of(root, config.policy, takes_meta=bool(config.initialiser))
     plans = partition(root, entries, config.classes, config.policy, config.sizes)
     located = _locate(optimizer, plans, entries)
-    groups = groups_of(devices={entry.param.device for entry in entries})
-    runtime = _build(root, entries, plans, config, groups, optimizer)
+    ranks = ranks_of(devices={entry.param.device for entry in entries})
+    runtime = _build(root, entries, plans, config, ranks, optimizer)
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return runtime
@@ -232,19 +231,20 @@ def _build(
     entries: list[ParamEntry],
     plans: list[GroupPlan],
     config: ShardConfig,
-    groups: DataParallelGroups,
+    ranks: ModelRanks,
     optimizer: torch.optim.Optimizer | None,
 ) -> Runtime:
     """Shard `root` as all ranks agree, who compare the options of `optimizer` too."""
-    collectives = Collectives(groups)
+    dense, groups = ranks.dense, ranks.dense.groups
     options = {**config.described(), "optimizer": describe_options(optimizer)}
-    refuse_rank_dependent_writes(root, collectives.world_size)
+    refuse_rank_dependent_writes(root, dense.world_size)
     signature = tree_signature(root, entries)
-    check_ranks_agree(collectives, signature, options, fingerprint(groups.device))
-    initialisation = plan_initialisation(root, plans, collectives, config.initialiser)
+    check_ranks_agree(ranks.together, signature, options, fingerprint(groups.device))
+    ranks = check_experts(ranks, entries, config)
+    initialisation = plan_initialisation(root, plans, dense, config.initialiser)
     note_missing_units(config, groups)
     note_connections(config, groups)
-    runtime = build_runtime(root, plans, collectives, config, initialisation)
+    runtime = build_runtime(root, plans, ranks, config, initialisation)
     follow_sharded_inputs()
     _RUNTIMES[root] = runtime
     MONITOR.watch(runtime)

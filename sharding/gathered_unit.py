@@ -85,13 +85,13 @@ def _collect(
 
 
 @torch.no_grad()
-def take_part_in_gather(unit: Unit, collectives: Collectives) -> None:
+def take_part_in_gather(unit: Unit) -> None:
     """Take part in a gather of `unit` that other ranks need, from the main parameters on: into
     memory of its own, since this rank may be using what it has gathered.
     """
     own = unit.buffers.way.sent_of_main()
     numel = unit.buffers.way.numel
-    _collect(own, numel, unit.spec.placements.main, collectives, unit.gather_name)
+    _collect(own, numel, unit.spec.placements.main, unit.collectives, unit.gather_name)
 
 
 class GatheredUnit:
@@ -101,7 +101,7 @@ class GatheredUnit:
     def __init__(self, runtime: Runtime, unit: Unit) -> None:
         """Gather (a collective), and put the whole parameters into the modules."""
         self.unit = unit
-        self._collectives: Collectives = runtime.collectives
+        self._collectives = unit.collectives
         self._version = unit.main._version
         self.flat = self._gather()
         # Each has a version counter of its own: a write to one must not spoil graphs of the others.

@@ -18,8 +18,8 @@ from torch.autograd.variable import Variable
 
 from ..buffers import BufferPool
 from .backward_pass import BackwardPass, engine_let_go
-from .collectives import Collectives
 from .exchange_order import ExchangeOrder
+from .expert_ranks import ModelRanks
 from .gathered_unit import agree_on_paths, check_not_gathered
 from .lanes import Lane
 from .lent_outputs import LentOutputs
@@ -41,14 +41,14 @@ class Runtime:
     def __init__(
         self,
         groups: list[UnitGroup],
-        collectives: Collectives,
+        ranks: ModelRanks,
         pool: BufferPool,
         lanes: tuple[Lane, Lane],
         options: RuntimeOptions,
     ) -> None:
         self.groups = groups
         self.units = [unit for group in groups for unit in group.units]
-        self.collectives = collectives
+        self.ranks, self.collectives = ranks, ranks.together
         self.pool = pool
         self.trace = Trace()
         self.sync = True
@@ -59,8 +59,8 @@ class Runtime:
         self._staying = [unit for unit in self.units if not unit.frees_parameters]
         frees = len(self._staying) < len(self.units)
         self._watch: Watch | None = None  # `__del__` asks it, whatever is raised here
-        self._watch = make_watch(collectives, frees_parameters=frees)
-        self._turns = make_turns(groups, collectives, options.ranks_may_differ)
+        self._watch = make_watch(ranks, frees_parameters=frees)
+        self._turns = make_turns(groups, self.collectives, options.ranks_may_differ)
         self._use_order = UseOrder(groups, self.prefetch)
         self._root = next(group for group in groups if group.is_root)
         self.open_writes = 0
@@ -70,7 +70,7 @@ class Runtime:
         self._lent = LentOutputs(self.units)
         # A graph of gradients reads the gathered parameters until a backward has run through it.
         self._keeps_gathered = False
-        self.exchange_order = ExchangeOrder(len(self.units), collectives)
+        self.exchange_order = ExchangeOrder(len(self.units), self.collectives)
         callbacks = weakref.WeakMethod(self.unit_ready), weakref.WeakMethod(self.enter_backward)
         for unit in self.units:
             unit.connect(*callbacks)

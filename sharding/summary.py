@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .data_parallel_groups import DataParallelGroups
+from .expert_ranks import ModelRanks
 from .fully_shard import runtime_of
 from .memory import Depth, StreamBytes, UnitBytes, stream_bytes
 from .modules.tree_watch import watches_of
@@ -177,18 +177,18 @@ def summary(module: nn.Module) -> Summary:
     for watch in watches_of(module):
         watch.check()
     rows = tuple(_row(unit, group) for group in runtime.groups for unit in group.units)
-    symmetric = symmetric_bytes(runtime.collectives)
+    symmetric = symmetric_bytes(runtime.ranks.dense)
     at_rest = sum(row.bytes_at_rest for row in rows) + symmetric
     peaks = _peaks(runtime, rows, symmetric)
     return Summary(
         strategy=runtime.options.strategy,
-        axes={c.axis.name: c.size for c in runtime.collectives.channels},
-        exchanges=routes(runtime.collectives),
+        axes={c.axis.name: c.size for c in runtime.ranks.dense.channels},
+        exchanges=routes(runtime.ranks.dense),
         units=rows,
         bytes_at_rest=at_rest,
         peak_bytes=peaks.total - peaks.unpacked,
         stream_peaks=peaks,
-        num_communicators=_num_communicators(runtime.collectives.groups),
+        num_communicators=_num_communicators(runtime.ranks),
         on_gpu=runtime.pool.device.type == "cuda",
         sent_bytes_per_step=sum(row.sent_bytes for row in rows),
         sent_bytes_by_axis=dict(sum((Counter(row.sent_bytes_by_axis) for row in rows), Counter())),
@@ -249,7 +249,8 @@ def _unit_bytes(unit: Unit, group: UnitGroup, row: UnitSummary) -> UnitBytes:
     )
 
 
-def _num_communicators(groups: DataParallelGroups) -> int:
+def _num_communicators(ranks: ModelRanks) -> int:
     """How many communicators the model uses, each of which has buffers of its own."""
-    used = [groups.group, *(g for axis in groups.axes for g in (axis.gather, axis.reduce))]
+    used = [ranks.dense.groups.group, ranks.experts.groups.group]
+    used += [g for one in ranks.channels for g in (one.axis.gather, one.axis.reduce)]
     return len({id(group) for group in used if group is not None})

@@ -237,7 +237,7 @@ class AgreedTurns:
         # waits for a step that another rank takes later.
         for unit in turn.units:
             if gathers is None or unit not in needed:
-                take_part_in_gather(unit, self._collectives)
+                take_part_in_gather(unit)
                 continue
             unit.mark_stale()  # others may have none of it, so it comes all the way
             gathers.start_gather(unit)

@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, PlacedBuffer, Placement, spans
@@ -49,11 +50,18 @@ class UnitState(Enum):
 class Unit:
     """Owns the memory of one `UnitSpec` on this rank and moves it through its life cycle."""
 
-    def __init__(self, spec: UnitSpec, collectives: Collectives, pool: BufferPool) -> None:
-        """All parameters are zero until `buffers.fill`."""
+    def __init__(
+        self,
+        spec: UnitSpec,
+        collectives: Collectives,
+        pool: BufferPool,
+        model_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """All parameters are zero until `buffers.fill`. `model_group`: see `ShardedTensor`."""
         self.spec = spec
         self.state = UnitState.SHARDED
-        self._group = collectives.groups.group
+        self.collectives = collectives
+        self._model_group = model_group
         numel, placements, grid = spec.layout.numel, spec.placements, collectives.grid
         self.buffers = UnitBuffers(spec, collectives, pool)
         self.frees_parameters = self.buffers.frees
@@ -135,16 +143,18 @@ class Unit:
         layout = self.spec.layout
         start, stop = layout.overlap(index, self.main_span)
         base = layout.segments[index].start - self.main_span[0] - base
-        return ShardedTensor(
+        view = ShardedTensor(
             flat[base + start : base + stop] if stop > start else flat[:0],
             shape=layout.segments[index].shape,
             start=start,
             name=self.spec.names[index],
-            group=self._group,
+            group=self.collectives.groups.group,
             intervals=self._intervals[index],
             requires_grad=requires_grad,
             grad_source=grad_source,
         )
+        view.is_expert, view.model_group = self.spec.is_expert, self._model_group
+        return view
 
     def make_run(self, indices: tuple[int, ...]) -> FlatRun:
         """A flat parameter over tensors `indices`, which must be consecutive in the layout."""

@@ -17,7 +17,7 @@ class UnitSpec:
     `first_indices`: how many elements of the model come before each tensor. `wires`: how gradients
     travel along the first axis, and how sums do along all others. `param_wire`: the format in which
     parameters are gathered, None: as they are. `scale`: what the sum over all ranks is multiplied
-    by.
+    by. `is_expert`: whether other ranks of the model have others in its place.
     """
 
     index: int
@@ -30,3 +30,4 @@ class UnitSpec:
     wires: tuple[Wire, Wire]
     param_wire: str | None
     scale: float
+    is_expert: bool = False

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from .collectives import Collectives
 from .communicators import host_group
 from .errors import DivergentUseError, communicating
+from .expert_ranks import ModelRanks
 from .in_flight import Waiting, host_waits
 from .uses import RankUses, deadlock, first_difference, standing
 
@@ -50,17 +50,18 @@ _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
 class Watch:
     """Of one model on this rank."""
 
-    def __init__(self, collectives: Collectives, store: dist.Store) -> None:
+    def __init__(self, ranks: ModelRanks, store: dist.Store) -> None:
         """A collective where messages have no tags. `store`: that of the group."""
+        collectives, axes = ranks.together, [channel.axis for channel in ranks.channels]
         group = collectives.groups.group
         assert group is not None
         number = next(_NUMBERS.setdefault(group, itertools.count()))
         self._store = dist.PrefixStore(f"sidestream_uses/{number}", store)
-        self._groups = [g for axis in collectives.groups.axes for g in (axis.gather, axis.reduce)]
+        self._groups = [g for axis in axes for g in (axis.gather, axis.reduce)]
         self._collectives = collectives
         self._uses = collectives.uses
         self._rank, self._world_size = collectives.rank, collectives.world_size
-        is_tagged = all(channel.tags_messages for channel in collectives.channels)
+        is_tagged = all(channel.tags_messages for channel in ranks.channels)
         self._host_group = None if is_tagged else host_group(group)
         # What the thread knows.
         self._seen: tuple[Waiting | None, int, int] = (None, 0, 0)
@@ -318,12 +319,12 @@ _THREAD = _Thread()
 atexit.register(_THREAD.end)
 
 
-def make_watch(collectives: Collectives, *, frees_parameters: bool) -> Watch | None:
+def make_watch(ranks: ModelRanks, *, frees_parameters: bool) -> Watch | None:
     """A watch where ranks could wait for different units: at ZeRO-3 (a collective)."""
-    group = collectives.groups.group
-    if not frees_parameters or group is None or collectives.world_size == 1:
+    group = ranks.together.groups.group
+    if not frees_parameters or group is None or ranks.together.world_size == 1:
         return None
     known = _world.pg_map.get(group)  # a stand-in has no store, and ranks of "fake" say nothing
     if known is None or known[0] == "fake":
         return None
-    return Watch(collectives, known[1])
+    return Watch(ranks, known[1])

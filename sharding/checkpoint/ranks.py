@@ -66,9 +66,11 @@ def ranks_of(module: object) -> Ranks:
     """Those that `module` is sharded over, all of the job where it is not.
 
     Raises:
-        ValueError: its parts are sharded over different ranks.
+        ValueError: its parts are sharded over different ranks, or it has experts that are.
     """
     runtimes = runtimes_over(module) if isinstance(module, nn.Module) else []
+    for runtime in runtimes:
+        runtime.ranks.require_one_value("module")
     groups = [runtime.collectives.groups for runtime in runtimes]
     found = [_ranks_in(one.group, one.device) for one in groups]
     if not found:

@@ -26,7 +26,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     A part of a sharded module and a plain module will do as well.
 
     Raises:
-        RuntimeError: parameters were added after `fully_shard`.
+        RuntimeError: parameters were added after `fully_shard`; ranks have different experts.
     """
     require_module(module)
     for watch in watches_of(module):
@@ -37,6 +37,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         if not isinstance(value, Tensor):
             state[name] = value
             continue
+        if isinstance(value, ShardedTensor):
+            value.require_one_value("full_state_dict")
         if id(value) not in whole:
             whole[id(value)] = (
                 value.full_tensor() if isinstance(value, ShardedTensor) else value.detach().clone()

@@ -3,8 +3,9 @@ changed.
 
 Each parameter goes to the nearest enclosing module whose class is in `fsdp_unit_modules`, else to
 the root. What several units would own, a tied parameter or a module that stands in two of them,
-goes to the root. A module's parameters are then split by dtype, by whether they are trainable and
-by the wires that they travel in, and into buckets where these are asked for.
+goes to the root. A module's parameters are then split by dtype, by whether they are trainable, by
+the wires that they travel in and by whether they are an expert's, and into buckets where these are
+asked for.
 
 Of what the root owns, the trainable parameters of a large module, as an embedding and a head are,
 have a unit of their own: a head's gradient is there first and an embedding's last, and one unit
@@ -26,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from ...buffers.layout import reverse_buckets, round_up
 from ...kernels import ALIGN_NUMEL
 from ..arguments import lacks_forward
+from ..expert_ranks import is_expert
 from ..messages import listed
 from ..optim import replaced_params
 from ..precision import MixedPrecisionPolicy, resolve_dtypes
@@ -44,7 +46,7 @@ class ParamEntry:
     """One parameter: its first name, and every (module, attribute) that holds it. `caches`: the
     lists and dictionaries of modules that do so too, and where. `param` is the plain one until its
     unit is attached, which frees it, then the sharded one. `first_index`: elements of the model
-    before it.
+    before it. `is_expert`: whether only some ranks have it.
     """
 
     name: str
@@ -53,6 +55,7 @@ class ParamEntry:
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     caches: list[tuple[Any, Any]] = field(default_factory=list)
     wires: ParamWires = field(default_factory=ParamWires)
+    is_expert: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +98,8 @@ def collect_params(module: nn.Module, *, takes_meta: bool = False) -> list[Param
                 continue
             if not param.is_floating_point():
                 continue
-            entries[id(param)] = ParamEntry(name, param, first_index)
+            entry = ParamEntry(name, param, first_index, is_expert=is_expert(param))
+            entries[id(param)] = entry
             # Noise is drawn for 16 elements at once, and fastest from such a place on.
             first_index += round_up(param.numel(), ALIGN_NUMEL)
         entries[id(param)].places.append((submodule, attribute))
@@ -160,6 +164,11 @@ def _problem_of_any(tensor: Tensor, takes_meta: bool) -> str | None:
         return "has no shape yet: run one forward of its lazy module first"
     if _is_dtensor(tensor):
         return "is a DTensor: pass a model with plain parameters"
+    if tensor.is_meta and is_expert(tensor):
+        return (
+            "is an expert's (allreduce=False) and on the meta device: expected values, with which "
+            "the ranks of each expert start; materialise it first"
+        )
     if tensor.is_meta and not takes_meta:
         return (
             "is on the meta device: pass init_model_with_meta_device=True, or a function that sets "
@@ -298,7 +307,8 @@ def _split(
 ) -> list[list[ParamEntry]]:
     kinds: dict[tuple[object, ...], list[ParamEntry]] = {}
     for entry in members:
-        kind = (entry.param.dtype, entry.param.requires_grad, entry.wires.names)
+        param = entry.param
+        kind = (param.dtype, param.requires_grad, entry.wires.names, entry.is_expert)
         kinds.setdefault(kind, []).append(entry)
     if sizes.reverse_buckets is None:
         return [
@@ -338,13 +348,13 @@ def _buckets_up_to(
 
 def tree_signature(module: nn.Module, entries: Sequence[ParamEntry]) -> Signature:
     """(name, shape, dtype, requires_grad) of parameters and buffers, to compare ranks; with the
-    dtype the wires that were chosen.
+    dtype the wires that were chosen, and whether it is an expert's.
     """
     params = [
         (
             entry.name,
             tuple(entry.param.shape),
-            f"{entry.param.dtype}{entry.wires.described}",
+            f"{entry.param.dtype}{entry.wires.described}{', expert' if entry.is_expert else ''}",
             entry.param.requires_grad,
         )
         for entry in entries

@@ -35,7 +35,8 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: bad `max_norm` or `norm_type`; a module that is not sharded.
+        ValueError: bad `max_norm` or `norm_type`; a module that is not sharded, or whose experts
+            are those of several sets of data-parallel ranks, each with a norm of its own.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; gradients that were
             accumulated under `no_sync` wait for their exchange.
     """
@@ -43,6 +44,12 @@ def clip_grad_norm_(
     require_number("norm_type", norm_type, "a number of at least 1, or inf", lambda p: p >= 1)
     require_flag("error_if_nonfinite", error_if_nonfinite)
     runtime = runtime_of(module)
+    if runtime.collectives is not runtime.ranks.dense:
+        raise ValueError(
+            "clip_grad_norm_: expected experts whose ranks are among the data-parallel ranks, got "
+            "some that several sets of those share, which would each scale them by another norm; "
+            "compute one norm from p.grad of all ranks, and scale every p.grad by it"
+        )
     runtime.check_reduced("clip_grad_norm_")
     norm = _norm(runtime, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):

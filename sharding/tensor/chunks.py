@@ -29,6 +29,10 @@ class CheckpointChunks:
         """The tensor in a few words, for messages."""
         raise NotImplementedError
 
+    def require_one_value(self, caller: object) -> None:
+        """Refuse what is not one tensor to all ranks."""
+        raise NotImplementedError
+
     def boxes(self) -> tuple[Box, ...]:
         """Those of the whole tensor that this rank holds."""
         if self.shape.numel() == 0:
@@ -63,6 +67,7 @@ class CheckpointChunks:
     def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+        self.require_one_value("torch.distributed.checkpoint")
         return [
             ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
             for box in self.boxes()

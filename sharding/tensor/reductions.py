@@ -13,6 +13,7 @@ each is a collective.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,21 @@ def reduction_rule(name: str, operator: OpOverload) -> Rule | None:
     """How to run `operator`, called `name`, if it reduces and writes to no argument."""
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _check_overflow
+    rule = _rule_of(name, operator)
+    return None if rule is None else functools.partial(_one_result, rule)
+
+
+def _one_result(
+    rule: Rule, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    for x in (*args, *kwargs.values()):
+        for one in x if isinstance(x, (list, tuple)) else (x,):
+            if _is_sharded(one):
+                one.require_one_value(operator)
+    return rule(operator, args, kwargs)
+
+
+def _rule_of(name: str, operator: OpOverload) -> Rule | None:
     if name == "_foreach_norm":
         return _norms
     if name == "_foreach_max":
@@ -166,6 +182,11 @@ def _check_overflow(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[st
         operator(parts, found_inf, inverse_scale)
     for x in sharded:
         torch.autograd.graph.increment_version(x.local)
-    for group in {id(x.group): x.group for x in sharded if not x.is_whole}.values():
+    groups = [
+        x.group if x.model_group is None else x.model_group
+        for x in sharded
+        if x.model_group is not None or not x.is_whole
+    ]
+    for group in {id(group): group for group in groups}.values():
         with communicating("agreement on an overflow"):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)

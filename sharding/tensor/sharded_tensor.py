@@ -52,6 +52,10 @@ class ShardedTensor(WithoutStorage, GroupParts, CheckpointChunks, torch.Tensor):
     shown_by: Callable[[], HoldsSum | None] | None = None
     """Of a gradient: a weak reference to what it is a view of."""
     lent = Lent()  # a unit's parameters have one that it looks at
+    is_expert: bool = False
+    """Whether ranks outside `group` have another tensor in its place."""
+    model_group: dist.ProcessGroup | None = None
+    """All ranks of its model, where some of that is an expert's: they decide on steps together."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -144,6 +148,7 @@ class ShardedTensor(WithoutStorage, GroupParts, CheckpointChunks, torch.Tensor):
         tensor = ShardedTensor._make(local, self.shape, False)
         tensor.start, tensor.name, tensor.group = self.start, self.name, self.group
         tensor.intervals, tensor.lent = self.intervals, self.lent
+        tensor.is_expert, tensor.model_group = self.is_expert, self.model_group
         return tensor
 
     def _copy(self) -> ShardedTensor:
@@ -167,6 +172,19 @@ class ShardedTensor(WithoutStorage, GroupParts, CheckpointChunks, torch.Tensor):
                 "accumulated under no_sync, of which each rank holds its own sum; look at it, "
                 "scale or clip it after a backward outside no_sync, or clear it with "
                 "set_to_none=True"
+            )
+
+    def require_one_value(self, caller: object) -> None:
+        """Refuse what would take the same on all ranks for granted.
+
+        Raises:
+            RuntimeError: ranks have different experts in this place.
+        """
+        if self.is_expert:
+            raise RuntimeError(
+                f"{caller}: expected a tensor with one value on all ranks, got that of an expert, "
+                f"{self.describe()}, in whose place other ranks have another; take this rank's "
+                "own with full_tensor(), and clip with sidestream.clip_grad_norm_"
             )
 
     def interval_of(self, full: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ def _gathering(gather: _Function) -> _Function:
 
         def gathered(x: ShardedTensor) -> Tensor | None:
             if id(x.local) not in whole:
+                x.require_one_value("full_state_dict=True")
                 x.require_exchanged()
                 full = x.gather_full()
                 # One at a time: all of them need not fit on the device at once.
@@ -125,6 +126,7 @@ def _stream(full: Any, like: ShardedTensor, group: Any) -> None:
     its version grows on all ranks; parts beside it would take as much memory as the model again.
     Elsewhere `full` has the dtype alone.
     """
+    like.require_one_value("broadcast_from_rank0=True")
     types = group._device_types  # what torch asks, too
     device = like.device if like.device.type in {kind.type for kind in types} else types[0]
     local = like.local
@@ -156,6 +158,7 @@ def _staging(offload: _Function) -> _Function:
     def offload_tensor(stager: Any, x: Tensor, *args: Any, **options: Any) -> Any:
         if not isinstance(x, ShardedTensor):
             return offload(stager, x, *args, **options)
+        x.require_one_value("staging of a state dict")
         x.require_exchanged()
         local = offload(stager, x.local, *args, **options)
         return _staged(local, x.shape, x.start, x.name, x.intervals, x.group)
