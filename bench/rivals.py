@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from torch.optim import AdamW, Optimizer
 from .. import MixedPrecisionPolicy, full_state_dict, fully_shard, fully_shard_optimizer
 from ..sharding.data_parallel import DistributedDataParallel as BucketedDataParallel
 from ..sharding.data_parallel_config import DistributedDataParallelConfig
+from ..sharding.process_groups import ProcessGroupCollection
 from ..training.errors import UsageError
 from .fsdp2_messages import MessageAllGather, MessageReduceScatter
 from .models import TENSORS_A_BLOCK, Block, Decoder, DecoderConfig, build_decoder
@@ -233,9 +233,10 @@ def _build_sidestream(name: str, model: Decoder, setup: Setup) -> Trainer:
 
 
 def _build_buckets(name: str, model: Decoder, setup: Setup) -> Trainer:
-    groups = types.SimpleNamespace(data_parallel_mesh=lambda: setup.mesh)
+    mesh = setup.mesh
+    groups = None if mesh is None else ProcessGroupCollection(dp_cp=mesh.get_group())
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_mib=_BUCKET_MIB)
-    wrapped = BucketedDataParallel(model, config, groups if setup.mesh is not None else None)
+    wrapped = BucketedDataParallel(model, config, groups)
     optimizer = fully_shard_optimizer(build_adamw(wrapped, setup))
     return Trainer(name, wrapped, optimizer, lambda _: full_state_dict(model))
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import hashlib
 import weakref
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,21 +38,43 @@ def communicator(
     Raises:
         CommunicationError: a rank died before it called.
     """
+    made = _made_for(purpose, backend or dist.get_backend(like), ranks)
+    return (
+        made[-1] if made and _lives(made[-1]) else new_communicator(purpose, ranks, like, backend)
+    )
+
+
+def new_communicator(
+    purpose: str,
+    ranks: tuple[int, ...],
+    like: dist.ProcessGroup,
+    backend: str | None = None,
+    *,
+    timeout: datetime.timedelta | None = None,
+    options: Any = None,
+) -> dist.ProcessGroup:
+    """One more of `purpose` over `ranks`, which call as often, and in the same order. What is left
+    out is as `like` has it. options: torch's for the backend.
+
+    Raises:
+        CommunicationError: a rank died before it called.
+    """
     default = dist.group.WORLD
     assert default is not None
     backend = backend or dist.get_backend(like)
-    made = _MADE.setdefault(default, {}).setdefault((purpose, backend, ranks), [])
-    if made and _lives(made[-1]):
-        return made[-1]
-    # Not every backend tells its time limit.
-    options = getattr(like._get_backend(like._device_types[0]), "options", None)
+    if timeout is None:
+        # Not every backend tells its time limit.
+        limits = getattr(like._get_backend(like._device_types[0]), "options", None)
+        timeout = getattr(limits, "_timeout", None)
+    made = _made_for(purpose, backend, ranks)
     name = hashlib.sha256(repr((purpose, backend, ranks, len(made))).encode()).hexdigest()
     what = f"making of a communicator ({purpose}) of ranks {list(ranks)}"
     with communicating(what), _named(name), _unbound(default) as bound:
         group = dist.new_group(
             list(ranks),
-            timeout=getattr(options, "_timeout", None),
+            timeout=timeout,
             backend=backend,
+            pg_options=options,
             use_local_synchronization=True,
             group_desc=f"sidestream_{purpose}",
             device_id=None if purpose in (_BACKGROUND, _HOSTS) else bound,
@@ -59,6 +82,18 @@ def communicator(
     assert isinstance(group, dist.ProcessGroup)
     made.append(group)
     return group
+
+
+def _made_for(purpose: str, backend: str, ranks: tuple[int, ...]) -> list[dist.ProcessGroup]:
+    assert dist.group.WORLD is not None
+    return _MADE.setdefault(dist.group.WORLD, {}).setdefault((purpose, backend, ranks), [])
+
+
+def end_communicators(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy those that live, each once; the job's own group stays."""
+    for group in dict.fromkeys(groups):
+        if group is not dist.group.WORLD and _lives(group):
+            dist.destroy_process_group(group)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup, device: torch.device, what: str) -> list[T]:

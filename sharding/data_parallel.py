@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,21 +31,12 @@ from .expert_ranks import is_expert, model_ranks
 from .fully_shard import no_sync, runtime_of, shard
 from .fused_gradients import allow_fused_gradients
 from .gradient_checks import GradientChecks
-from .mesh_axes import SHARD_AXIS
 from .messages import listed
 from .optimizer_view import FlatRun
 from .param_waits import ParamWaits
+from .process_groups import OUTER_DIM, SHARD_DIM, ProcessGroupCollection
 from .runtime import Runtime
 from .shard_config import ShardConfig, resolve_config
-
-
-class HasDataParallelMesh(Protocol):
-    """Process groups, among them those of data-parallel ranks."""
-
-    def data_parallel_mesh(self, *, expert: bool = False) -> DeviceMesh:
-        """Over all data-parallel ranks, or those that hold the same experts: one dimension, or
-        (instances, ranks of an instance).
-        """
 
 
 class DistributedDataParallel(DataParallelBase):
@@ -60,7 +50,7 @@ class DistributedDataParallel(DataParallelBase):
         self,
         module: nn.Module,
         config: DistributedDataParallelConfig | None = None,
-        process_groups: HasDataParallelMesh | None = None,
+        process_groups: ProcessGroupCollection | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -88,9 +78,8 @@ class DistributedDataParallel(DataParallelBase):
         self.config = config
         _check_patterns(module, config)
         mesh = _mesh(module, config, process_groups)
-        dims = (None, None) if mesh is None or mesh.ndim == 1 else mesh.mesh_dim_names
-        assert dims is not None, "meshes of two dimensions have names"
-        outer, inner = dims
+        is_grid = mesh is not None and mesh.ndim > 1
+        outer, inner = (OUTER_DIM, SHARD_DIM) if is_grid else (None, None)
         runtime = shard(
             module,
             optimizer,
@@ -192,12 +181,12 @@ def _check_patterns(module: nn.Module, config: DistributedDataParallelConfig) ->
 def _mesh(
     module: nn.Module,
     config: DistributedDataParallelConfig,
-    process_groups: HasDataParallelMesh | None,
+    process_groups: ProcessGroupCollection | None,
 ) -> DeviceMesh | None:
     """(instances, ranks of an instance), all ranks of one instance, or None for all there are."""
     instances = config.num_distributed_optimizer_instances
     if process_groups is not None:
-        if not hasattr(process_groups, "data_parallel_mesh"):
+        if not isinstance(process_groups, ProcessGroupCollection):
             raise TypeError(
                 "process_groups: expected a ProcessGroupCollection, got "
                 f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
@@ -221,12 +210,12 @@ def _mesh(
     kinds = {param.device.type for param in module.parameters()}
     kind = "cuda" if "cuda" in kinds else "cpu"
     return init_device_mesh(
-        kind, (instances, world_size // instances), mesh_dim_names=("dp_outer", SHARD_AXIS)
+        kind, (instances, world_size // instances), mesh_dim_names=(OUTER_DIM, SHARD_DIM)
     )
 
 
 def _mesh_of_experts(
-    module: nn.Module, process_groups: HasDataParallelMesh | None
+    module: nn.Module, process_groups: ProcessGroupCollection | None
 ) -> DeviceMesh | None:
     experts = [name for name, param in module.named_parameters() if is_expert(param)]
     if experts and process_groups is None and _world_size(None) > 1:

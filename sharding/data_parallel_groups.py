@@ -144,7 +144,7 @@ def data_parallel_groups(
         axes, bases = axes_of_mesh(mesh, shard_dim, outer_dim, own)
     device = device_of(bases[0], mesh, devices)
     ranks = tuple(axes.coordinates)
-    group = _over(ranks, bases)
+    group = group_over(ranks, bases)
     axes = _agree(axes, ranks_per_node, group, device, told)
     split = len(axes.names) - len(bases)
     made = []
@@ -203,7 +203,7 @@ def _bound_device(group: dist.ProcessGroup | None) -> torch.device | None:
     return None
 
 
-def _over(ranks: tuple[int, ...], bases: tuple[dist.ProcessGroup, ...]) -> dist.ProcessGroup:
+def group_over(ranks: tuple[int, ...], bases: tuple[dist.ProcessGroup, ...]) -> dist.ProcessGroup:
     """One of `bases`, or the job's group, where it has these ranks; else one of our own."""
     world, first = dist.group.WORLD, bases[0]
     known = [*bases]

@@ -3,14 +3,12 @@
 import copy
 import dataclasses
 import math
-import types
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import sidestream as ss
@@ -19,6 +17,7 @@ from sidestream.sharding.data_parallel_config import DistributedDataParallelConf
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.fused_gradients import main_grad
 from sidestream.sharding.gradient_checks import GradientChecks
+from sidestream.sharding.process_groups import ProcessGroupCollection, initialize_model_parallel
 from sidestream.sharding.trace import Kind
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.warned import warned
@@ -494,6 +493,74 @@ def test_fused_kernels_add_their_gradients():
         assert all(found.values()), found
 
 
+# ---- experts and instances, over process groups
+
+
+class Mixture(nn.Module):
+    """Every gradient of a rank is the number that the rank's input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Parameter(torch.zeros(3, 50))
+        self.expert = nn.Parameter(torch.zeros(40))
+        self.expert.allreduce = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.dense.sum() + self.expert.sum())
+
+
+MIXTURES = {
+    f"ep {ep}, {instances} instances, {name}": (ep, instances, options)
+    for ep, instances in ((1, 1), (2, 1), (4, 1), (2, 2))
+    for name, options in {
+        "means": {"average_in_collective": True},
+        "sums": {"calculate_per_token_loss": True},
+        "zero 1": {"use_distributed_optimizer": True},
+        "no overlap": {"overlap_grad_reduce": False},
+    }.items()
+    if instances == 1 or name == "zero 1"
+}
+
+
+def _mixtures(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    for name, (ep, instances, options) in MIXTURES.items():
+        groups = initialize_model_parallel(
+            expert_model_parallel_size=ep, num_distributed_optimizer_instances=instances
+        )
+        config = _config(num_distributed_optimizer_instances=instances, **options)
+        net = Mixture()
+        net.expert.data.fill_(rank % ep)  # what all of its ranks start with
+        model = DistributedDataParallel(net, config, groups)
+        optimizer = ss.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        model(torch.tensor(2.0**rank)).backward()
+        model.finish_grad_sync()
+        grads = _grads(model)
+        optimizer.step()
+        values = {key: p.full_tensor() for key, p in net.named_parameters()}
+        model.broadcast_params()
+        after = {key: p.full_tensor() for key, p in net.named_parameters()}
+        found[name] = (
+            {key: grad.unique().tolist() for key, grad in grads.items()},
+            {key: value.unique().tolist() for key, value in values.items()},
+            all(torch.equal(after[key], value) for key, value in values.items()),
+        )
+    return found
+
+
+def test_experts_have_their_own_ranks_and_the_factor_of_all():
+    ranks = run_on_ranks(_mixtures, 4)
+    for rank, found in enumerate(ranks):
+        for name, (ep, _, options) in MIXTURES.items():
+            factor = 1 if options.get("calculate_per_token_loss") else 1 / 4
+            dense = factor * sum(2.0**other for other in range(4))
+            expert = factor * sum(2.0**other for other in range(4) if other % ep == rank % ep)
+            grads, values, same = found[name]
+            assert grads == {"dense": [dense], "expert": [expert]}, name
+            assert values == {"dense": [-dense], "expert": [rank % ep - expert]}, name
+            assert same, name
+
+
 # ---- refusals
 
 
@@ -513,8 +580,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     pattern = {"param_name_patterns_for_fp32_local_accumulation": ("layers.0.*", "router.*")}
     note("pattern", _net(), **pattern)
     note("groups", _net(), object())
-    mesh = init_device_mesh("cpu", (2,))
-    groups = types.SimpleNamespace(data_parallel_mesh=lambda: mesh)
+    groups = ProcessGroupCollection(dp_cp=dist.group.WORLD)
     note("other instances", _net(), groups, num_distributed_optimizer_instances=2, **zero1)
     fine = {"param_name_patterns_for_fp32_local_accumulation": ("layers.?.weight", "all")}
     model = DistributedDataParallel(_net(), _config(**fine), groups)
@@ -530,7 +596,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
 def test_what_cannot_be_is_refused():
     first, second = run_on_ranks(_refused, 2)
     assert first == second
-    assert "marked allreduce=False" in first["expert"] and "layers.2.weight" in first["expert"]
+    assert "parameters marked allreduce=False: layers.2.weight" in first["expert"]
     assert "divides the 2 data-parallel ranks, got 3" in first["instances"]
     assert "'router.*', which matches none of" in first["pattern"]
     assert "expected a ProcessGroupCollection, got object" in first["groups"]

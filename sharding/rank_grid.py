@@ -1,0 +1,270 @@
+"""A grid of ranks with named dimensions: who differs from whom in which of them, from integers
+alone, and process groups for those who ask.
+
+    RankGrid((2, 3), ("tp", "dp"))      tp 0 1     the first dimension is the fastest
+                                  dp 0  |  0 1     get_rank_enum("tp") == [(0, 1), (2, 3), (4, 5)]
+                                  dp 1  |  2 3     get_rank_enum("dp") == [(0, 2, 4), (1, 3, 5)]
+                                  dp 2  |  4 5     get_rank_enum("tp-dp") == [(0, 1, 2, 3, 4, 5)]
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .communicators import end_communicators, new_communicator
+
+Dims = str | Sequence[str]
+"""Names of dimensions: one, several joined by "-", or a sequence of them; in any order."""
+
+
+class RankGrid:
+    """The ranks of a job from `rank_offset` on, as a grid of `shape`.
+
+    Enumerations need no process group, nor that the ranks exist. Groups are made on request, once
+    for each combination of dimensions, by their members alone, all of which ask for the same ones
+    in the same order. Any number of grids may lie over the same ranks.
+
+    Raises:
+        TypeError: a size is no whole number.
+        ValueError: a size below 1, names that are no distinct words.
+    """
+
+    def __init__(self, shape: Sequence[int], dim_names: Sequence[str], rank_offset: int = 0):
+        self.shape, self.dim_names = tuple(shape), tuple(dim_names)
+        distinct = {name for name in self.dim_names if name.isidentifier()}
+        if not distinct or not len(distinct) == len(self.dim_names) == len(self.shape):
+            raise ValueError(
+                f"dim_names: expected a word of its own for each size of {self.shape}, got "
+                f"{self.dim_names}; '-' is what joins names for a group"
+            )
+        for name, size in zip(self.dim_names, self.shape, strict=True):
+            require_count(f"size of '{name}'", size)
+        require_count("rank_offset", rank_offset, 0)
+        self.ranks = range(rank_offset, rank_offset + math.prod(self.shape))
+        self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._base: RankGrid = self
+        self._shared: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return described(dict(zip(self.dim_names, self.shape, strict=True)))
+
+    def view(
+        self, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] = ()
+    ) -> RankGrid:
+        """Another grid of the same ranks, such as that of experts. Along `shared_dims`, which both
+        have, it enumerates the same groups and has those of this grid.
+
+        Raises:
+            TypeError, ValueError: as a grid does, another number of ranks, shared dimensions along
+                which groups differ.
+        """
+        view = RankGrid(shape, dim_names, self.ranks.start)
+        if view.ranks != self.ranks:
+            raise ValueError(
+                f"view: expected sizes with the product of {self}, got {view}; change those sizes"
+            )
+        for dim in shared_dims:
+            own, other = self.get_rank_enum(dim), view.get_rank_enum(dim)
+            if own != other:
+                raise ValueError(
+                    f"view: expected the groups of {self} along '{dim}', {own[0]} and so on, got "
+                    f"{other[0]} and so on from {view}; let dimensions of the same product come "
+                    f"before '{dim}', or do not share it"
+                )
+        view._base, view._shared = self, frozenset(shared_dims)
+        return view
+
+    def get_rank_enum(self, dims: Dims) -> list[tuple[int, ...]]:
+        """Every group of ranks that differ in `dims` alone, ascending as the ranks in each.
+
+        Raises:
+            ValueError: no, unknown or repeated dimensions.
+        """
+        own = self._in_order(dims)
+        inside = self._distances(own)
+        starts = self._distances([name for name in self.dim_names if name not in own])
+        return [tuple(self.ranks.start + start + one for one in inside) for start in starts]
+
+    def group_of(self, rank: int, dims: Dims) -> tuple[int, ...]:
+        """The one of `get_rank_enum(dims)` that `rank` is in."""
+        own = self._in_order(dims)
+        start = rank - sum(self.coordinate(rank, dim) * self._step(dim) for dim in own)
+        return tuple(start + one for one in self._distances(own))
+
+    def coordinate(self, rank: int, dim: str) -> int:
+        """Where `rank` is along `dim`."""
+        return (rank - self.ranks.start) // self._step(dim) % self._size(dim)
+
+    def is_current_rank_in_grid(self) -> bool:
+        """Whether this process is one of the ranks."""
+        return dist.get_rank() in self.ranks
+
+    def create_pg(
+        self, dims: Dims, *, timeout: datetime.timedelta | None = None, pg_options: Any = None
+    ) -> dist.ProcessGroup:
+        """The group around this rank along `dims` (a collective of its members). timeout: None for
+        the job's own. pg_options: what torch takes.
+
+        Raises:
+            KeyError: it was made before.
+            ValueError: this rank is not in the grid, or the job has fewer ranks.
+            CommunicationError: a member is gone.
+        """
+        grid, own = self._owner(dims)
+        if own in grid._made:
+            raise KeyError(f"dims: {dims!r} has its group already; get_pg gives it")
+        rank, job = require_member(self.ranks)
+        grid._made[own] = new_communicator(
+            f"grid_{'-'.join(own)}",
+            self.group_of(rank, own),
+            job,
+            timeout=timeout,
+            options=pg_options,
+        )
+        return grid._made[own]
+
+    def get_pg(self, dims: Dims) -> dist.ProcessGroup:
+        """The group that `create_pg` made.
+
+        Raises:
+            KeyError: it was not.
+        """
+        grid, own = self._owner(dims)
+        if own not in grid._made:
+            raise KeyError(
+                f"dims: expected a combination that has a group, got {dims!r}; call create_pg for "
+                "it first, on all ranks of the grid"
+            )
+        return grid._made[own]
+
+    def destroy(self) -> None:
+        """End the groups that were made here; nobody may use them later."""
+        end_communicators(self._made.values())
+        self._made.clear()
+
+    def to_device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """A mesh of the same ranks, its dimensions the slowest first, with the groups along each (a
+        collective where they are still to be made).
+
+        Raises:
+            ValueError, CommunicationError: as `create_pg` does.
+        """
+        groups = []
+        for dim in reversed(self.dim_names):
+            grid, own = self._owner(dim)
+            groups.append(grid._made.get(own) or self.create_pg(dim))
+        return mesh_of(self.ranks, self.shape[::-1], self.dim_names[::-1], groups, device_type)
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh) -> RankGrid:
+        """The grid of a mesh's ranks, with its groups.
+
+        Raises:
+            ValueError: dimensions without names, or ranks that do not ascend by one, row by row.
+        """
+        names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
+        if names is None or ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+            raise ValueError(
+                "mesh: expected named dimensions and ranks that ascend by one, row by row, got "
+                f"names {names} and ranks {ranks}; make it with init_device_mesh and "
+                "mesh_dim_names, and pass all of it"
+            )
+        grid = cls(tuple(mesh.mesh.shape)[::-1], names[::-1], ranks[0])
+        grid._made.update({(name,): mesh.get_group(name) for name in names})
+        return grid
+
+    def _in_order(self, dims: Dims) -> tuple[str, ...]:
+        names = dims.split("-") if isinstance(dims, str) else list(dims)
+        if not names or len(set(names)) != len(names) or not set(names) <= set(self.dim_names):
+            raise ValueError(
+                f"dims: expected some of {self.dim_names}, each once, got {dims!r}; a name, names "
+                "joined by '-', or a sequence of names"
+            )
+        return tuple(name for name in self.dim_names if name in names)
+
+    def _owner(self, dims: Dims) -> tuple[RankGrid, tuple[str, ...]]:
+        """The grid that keeps the group along `dims`, and under which key."""
+        own = self._in_order(dims)
+        if not self._shared.issuperset(own):
+            return self, own
+        return self._base, self._base._in_order(own)
+
+    def _size(self, dim: str) -> int:
+        return self.shape[self.dim_names.index(dim)]
+
+    def _step(self, dim: str) -> int:
+        """How far neighbours along `dim` are apart."""
+        return math.prod(self.shape[: self.dim_names.index(dim)])
+
+    def _distances(self, dims: Iterable[str]) -> list[int]:
+        """From coordinate 0 to all others along `dims`, ascending."""
+        found = [0]
+        for dim in dims:
+            step = self._step(dim)
+            found = [one + place * step for place in range(self._size(dim)) for one in found]
+        return found
+
+
+def described(sizes: dict[str, int]) -> str:
+    """A factorisation in words."""
+    return " x ".join(f"{n} {s}" for n, s in sizes.items()) + f" = {math.prod(sizes.values())}"
+
+
+def require_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is no whole number of at least `least`.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is smaller.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a whole number, got {value!r}; pass an int")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}; pass such a number")
+
+
+def require_member(ranks: range) -> tuple[int, dist.ProcessGroup]:
+    """This process's number in the job, which is one of `ranks`, and the job's group.
+
+    Raises:
+        ValueError: it is not, the job has fewer ranks, or there is none.
+    """
+    job = dist.group.WORLD
+    if job is None:
+        raise ValueError(
+            "ranks: expected a job whose ranks can meet, got no process group; call "
+            "torch.distributed.init_process_group first"
+        )
+    rank, job_size = dist.get_rank(), dist.get_world_size()
+    if ranks.stop > job_size:
+        raise ValueError(
+            f"ranks: expected some of the job's {job_size}, got {ranks.start} to {ranks.stop - 1}; "
+            "start more ranks, or make the sizes or the offset smaller"
+        )
+    if rank not in ranks:
+        raise ValueError(
+            f"ranks: expected to be called by ranks {ranks.start} to {ranks.stop - 1} alone, got a "
+            f"call on rank {rank}; leave it out there"
+        )
+    return rank, job
+
+
+def mesh_of(
+    ranks: Sequence[int],
+    shape: Sequence[int],
+    names: Sequence[str],
+    groups: Sequence[dist.ProcessGroup],
+    device_type: str,
+) -> DeviceMesh:
+    """A mesh of `ranks`, row by row, with the groups that there are of each dimension."""
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(names))
+    table = torch.tensor(list(ranks), dtype=torch.int).view(*shape)
+    return DeviceMesh.from_group(list(groups), device_type, table, mesh_dim_names=tuple(names))
