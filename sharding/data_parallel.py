@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,11 @@ from .expert_ranks import is_expert, model_ranks
 from .fully_shard import no_sync, runtime_of, shard
 from .fused_gradients import allow_fused_gradients
 from .gradient_checks import GradientChecks
+from .mesh_axes import SHARD_AXIS
 from .messages import listed
 from .optimizer_view import FlatRun
 from .param_waits import ParamWaits
-from .process_groups import OUTER_DIM, SHARD_DIM, ProcessGroupCollection
+from .process_groups import ProcessGroupCollection
 from .runtime import Runtime
 from .shard_config import ShardConfig, resolve_config
 
@@ -78,8 +80,7 @@ class DistributedDataParallel(DataParallelBase):
         self.config = config
         _check_patterns(module, config)
         mesh = _mesh(module, config, process_groups)
-        is_grid = mesh is not None and mesh.ndim > 1
-        outer, inner = (OUTER_DIM, SHARD_DIM) if is_grid else (None, None)
+        outer, inner = _dims(mesh)
         runtime = shard(
             module,
             optimizer,
@@ -210,8 +211,16 @@ def _mesh(
     kinds = {param.device.type for param in module.parameters()}
     kind = "cuda" if "cuda" in kinds else "cpu"
     return init_device_mesh(
-        kind, (instances, world_size // instances), mesh_dim_names=(OUTER_DIM, SHARD_DIM)
+        kind, (instances, world_size // instances), mesh_dim_names=("dp_outer", SHARD_AXIS)
     )
+
+
+def _dims(mesh: DeviceMesh | None) -> Sequence[str | None]:
+    """Names of the dimensions across instances and inside, None where there is but one."""
+    if mesh is None or mesh.ndim == 1:
+        return None, None
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names
 
 
 def _mesh_of_experts(
