@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ from .mesh_axes import SHARD_AXIS
 from .messages import listed
 from .optimizer_view import FlatRun
 from .param_waits import ParamWaits
-from .process_groups import ProcessGroupCollection
+from .process_groups import OUTER_AXIS, ProcessGroupCollection
 from .runtime import Runtime
 from .shard_config import ShardConfig, resolve_config
 
@@ -44,8 +43,8 @@ from .shard_config import ShardConfig, resolve_config
 class DistributedDataParallel(DataParallelBase):
     """`module` on every data-parallel rank, with gradients that are exchanged in buckets.
 
-    Outside forward and backward the parameters are `ShardedTensor`s in FP32, or in their own dtype
-    if that is wider; give an optimizer made from them to `fully_shard_optimizer`.
+    Outside forward and backward the parameters are `ShardedTensor`s in FP32; give an optimizer made
+    from them to `fully_shard_optimizer`.
     """
 
     def __init__(
@@ -80,7 +79,8 @@ class DistributedDataParallel(DataParallelBase):
         self.config = config
         _check_patterns(module, config)
         mesh = _mesh(module, config, process_groups)
-        outer, inner = _dims(mesh)
+        is_grid = mesh is not None and mesh.ndim > 1
+        outer, inner = (OUTER_AXIS, SHARD_AXIS) if is_grid else (None, None)
         runtime = shard(
             module,
             optimizer,
@@ -211,16 +211,8 @@ def _mesh(
     kinds = {param.device.type for param in module.parameters()}
     kind = "cuda" if "cuda" in kinds else "cpu"
     return init_device_mesh(
-        kind, (instances, world_size // instances), mesh_dim_names=("dp_outer", SHARD_AXIS)
+        kind, (instances, world_size // instances), mesh_dim_names=(OUTER_AXIS, SHARD_AXIS)
     )
-
-
-def _dims(mesh: DeviceMesh | None) -> Sequence[str | None]:
-    """Names of the dimensions across instances and inside, None where there is but one."""
-    if mesh is None or mesh.ndim == 1:
-        return None, None
-    assert mesh.mesh_dim_names is not None
-    return mesh.mesh_dim_names
 
 
 def _mesh_of_experts(

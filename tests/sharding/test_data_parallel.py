@@ -493,6 +493,62 @@ def test_fused_kernels_add_their_gradients():
         assert all(found.values()), found
 
 
+# ---- what comes with the core: wires, state dicts, checkpoints
+
+
+def _core(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for name, dtype, options, policy in (
+        ("bf16", torch.bfloat16, {}, {}),
+        ("bf16 in fp32", torch.bfloat16, {"grad_reduce_in_fp32": True}, {"grad_wire": "fp32"}),
+        ("mxfp8", torch.float32, {"grad_wire": "mxfp8"}, {"grad_wire": "mxfp8"}),
+        ("both", torch.float32, *[{"grad_wire": "nvfp4", "param_wire": "fp8"}] * 2),
+    ):
+        model = DistributedDataParallel(_net().to(dtype), _config(**options))
+        whole = _net().to(dtype)
+        precision = ss.MixedPrecisionPolicy(**policy)
+        ss.fully_shard(whole, zero_dp_strategy=0, mixed_precision_policy=precision)
+        for net in (model, whole):
+            net(_batch(0, rank).to(dtype)).square().mean().backward()
+        expected = {key: p.grad.full_tensor() for key, p in whole.named_parameters()}
+        grads = _grads(model)
+        found[name] = all(torch.equal(grads[key], value) for key, value in expected.items())
+
+    zero1 = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    models = [DistributedDataParallel(_net(), _config(**options)) for options in (zero1, {})]
+    optimizers = [_bound(model) for model in models]
+    for step in range(2):
+        models[0](_batch(step, rank)).square().mean().backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    ss.save_checkpoint(folder, models[0].module, optimizers[0])
+    ss.load_checkpoint(folder, models[1].module, optimizers[1])
+    state = models[0].state_dict_for_save_checkpoint()
+    found["names"] = list(state) == list(_net().state_dict())
+    third = DistributedDataParallel(_net(), _config())
+    third.load_state_dict(state)
+    for model in models:
+        model(_batch(5, rank)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    expected = {key: value.full_tensor() for key, value in models[0].state_dict().items()}
+    found["goes on alike"] = all(
+        torch.equal(value.full_tensor(), expected[key])
+        for key, value in models[1].state_dict().items()
+    )
+    found["loaded"] = all(
+        torch.equal(third.state_dict()[key].full_tensor(), value.full_tensor())
+        for key, value in state.items()
+    )
+    found["summary"] = len(ss.summary(models[0].module).units) == LAYERS // 2
+    return found
+
+
+def test_wires_states_and_checkpoints_are_those_of_the_core(tmp_path):
+    for found in run_on_ranks(_core, 2, str(tmp_path / "saved")):
+        assert all(found.values()), found
+
+
 # ---- experts and instances, over process groups
 
 
@@ -509,56 +565,60 @@ class Mixture(nn.Module):
         return x * (self.dense.sum() + self.expert.sum())
 
 
-MIXTURES = {
-    f"ep {ep}, {instances} instances, {name}": (ep, instances, options)
-    for ep, instances in ((1, 1), (2, 1), (4, 1), (2, 2))
-    for name, options in {
-        "means": {"average_in_collective": True},
-        "sums": {"calculate_per_token_loss": True},
-        "zero 1": {"use_distributed_optimizer": True},
-        "no overlap": {"overlap_grad_reduce": False},
-    }.items()
-    if instances == 1 or name == "zero 1"
+KINDS = {
+    "means": {"average_in_collective": True},
+    "sums": {"calculate_per_token_loss": True},
+    "zero 1": {"use_distributed_optimizer": True, "overlap_param_gather": True},
+    "no overlap": {"overlap_grad_reduce": False},
 }
+# (tp, ep, etp): with tp 2 and etp 1 an expert is on more ranks than a dense parameter.
+SIZES = [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1)]
 
 
-def _mixtures(rank: int, world_size: int) -> dict[str, Any]:
-    found = {}
-    for name, (ep, instances, options) in MIXTURES.items():
-        groups = initialize_model_parallel(
-            expert_model_parallel_size=ep, num_distributed_optimizer_instances=instances
-        )
-        config = _config(num_distributed_optimizer_instances=instances, **options)
-        net = Mixture()
-        net.expert.data.fill_(rank % ep)  # what all of its ranks start with
-        model = DistributedDataParallel(net, config, groups)
-        optimizer = ss.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-        model(torch.tensor(2.0**rank)).backward()
-        model.finish_grad_sync()
-        grads = _grads(model)
-        optimizer.step()
-        values = {key: p.full_tensor() for key, p in net.named_parameters()}
-        model.broadcast_params()
-        after = {key: p.full_tensor() for key, p in net.named_parameters()}
-        found[name] = (
-            {key: grad.unique().tolist() for key, grad in grads.items()},
-            {key: value.unique().tolist() for key, value in values.items()},
-            all(torch.equal(after[key], value) for key, value in values.items()),
-        )
-    return found
+def _mixture(sizes: tuple[int, int, int], instances: int, options: dict[str, Any]) -> list[Any]:
+    tp, ep, etp = sizes
+    groups = initialize_model_parallel(
+        tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        num_distributed_optimizer_instances=instances,
+    )
+    first = float(dist.get_process_group_ranks(groups.expt_dp)[0])
+    net = Mixture()
+    net.expert.data.fill_(first if dist.get_rank() == first else 77.0)
+    config = _config(num_distributed_optimizer_instances=instances, **options)
+    model = DistributedDataParallel(net, config, groups)
+    optimizer = ss.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    model(torch.tensor(2.0 ** dist.get_rank())).backward()
+    model.finish_grad_sync()
+    found = [grad.unique().tolist() for grad in _grads(model).values()]
+    optimizer.step()
+    model.broadcast_params()  # of each set of ranks by itself: nothing changes
+    found += [p.full_tensor().unique().tolist() for p in net.parameters()]
+
+    dense, expert = map(dist.get_process_group_ranks, (groups.dp_cp, groups.expt_dp))
+    factor = 1.0 if options.get("calculate_per_token_loss") else 1 / len(dense)
+    want = [factor * sum(2.0**rank for rank in ranks) for ranks in (dense, expert)]
+    expected = [[value] for value in (*want, -want[0], first - want[1])]
+    return [] if found == expected else [sizes, instances, options, found, expected]
 
 
-def test_experts_have_their_own_ranks_and_the_factor_of_all():
-    ranks = run_on_ranks(_mixtures, 4)
-    for rank, found in enumerate(ranks):
-        for name, (ep, _, options) in MIXTURES.items():
-            factor = 1 if options.get("calculate_per_token_loss") else 1 / 4
-            dense = factor * sum(2.0**other for other in range(4))
-            expert = factor * sum(2.0**other for other in range(4) if other % ep == rank % ep)
-            grads, values, same = found[name]
-            assert grads == {"dense": [dense], "expert": [expert]}, name
-            assert values == {"dense": [-dense], "expert": [rank % ep - expert]}, name
-            assert same, name
+def _mixtures(rank: int, world_size: int, all_kinds: bool) -> list[Any]:
+    wrong = []
+    for place, sizes in enumerate(SIZES):
+        kinds = [*KINDS] if all_kinds else [[*KINDS][place % len(KINDS)]]
+        wrong += [_mixture(sizes, 1, KINDS[kind]) for kind in kinds]
+    for sizes in ((1, 1, 1), (1, 2, 1)):
+        wrong.append(_mixture(sizes, 2, KINDS["zero 1"]))
+    return [found for found in wrong if found]
+
+
+@pytest.mark.parametrize(
+    "all_kinds", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["each", "all kinds"]
+)
+def test_experts_have_their_own_ranks_and_the_factor_of_dense_ones(all_kinds):
+    for wrong in run_on_ranks(_mixtures, 4, all_kinds):
+        assert not wrong
 
 
 # ---- refusals
