@@ -97,7 +97,8 @@ class BackwardPass:
         return [
             unit
             for unit in self.units
-            if unit.reduction.holds_grads or (self.sync and unit.gradients.waiting is not None)
+            if unit.reduction.holds_grads
+            or (self.sync and unit.reduction.is_needed and unit.gradients.waiting is not None)
         ]
 
     def exchange_late(self, late: Sequence[Unit]) -> None:

@@ -41,8 +41,8 @@ class DistributedDataParallelConfig:
             each rank adds up its own gradients, and `finish_grad_sync` exchanges the sum.
         overlap_param_gather: gather parameters beside forward: a module waits for the buckets of
             its own parameters alone.
-        align_param_gather: all gathers start together, at `start_param_sync` if that is called
-            before forward; without it that may be called as well.
+        align_param_gather: that all gathers start together, which they do anyway: when
+            `start_param_sync` is called, as schedules of pipelines do, else when forward begins.
         use_distributed_optimizer: each rank keeps a part of the main parameters and optimizer state
             (ZeRO-1), and the parameters are gathered in forward.
         num_distributed_optimizer_instances: how many copies of these parts there are. Neighbouring

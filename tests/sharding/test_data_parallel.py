@@ -314,7 +314,9 @@ def _checks(rank: int, world_size: int) -> dict[str, Any]:
         "no overlap": {"overlap_grad_reduce": False},
     }.items():
         config = _config(check_for_nan_in_grad=True, **options)
-        model = DistributedDataParallel(_net(), config)
+        net = _net()
+        net.layers[3].requires_grad_(False)
+        model = DistributedDataParallel(net, config)
         found[name] = [step(model, x), step(model, bad), step(model, x)]
 
     late = DistributedDataParallel(_net(), _config())
