@@ -529,6 +529,10 @@ def _core(rank: int, world_size: int, folder: str) -> dict[str, bool]:
     found["names"] = list(state) == list(_net().state_dict())
     third = DistributedDataParallel(_net(), _config())
     third.load_state_dict(state)
+    found["loaded"] = all(
+        torch.equal(third.state_dict()[key].full_tensor(), value.full_tensor())
+        for key, value in state.items()
+    )
     for model in models:
         model(_batch(5, rank)).square().mean().backward()
     for optimizer in optimizers:
@@ -537,10 +541,6 @@ def _core(rank: int, world_size: int, folder: str) -> dict[str, bool]:
     found["goes on alike"] = all(
         torch.equal(value.full_tensor(), expected[key])
         for key, value in models[1].state_dict().items()
-    )
-    found["loaded"] = all(
-        torch.equal(third.state_dict()[key].full_tensor(), value.full_tensor())
-        for key, value in state.items()
     )
     found["summary"] = len(ss.summary(models[0].module).units) == LAYERS // 2
     return found
