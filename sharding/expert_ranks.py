@@ -72,6 +72,11 @@ class ModelRanks:
         both = [self.dense] if self.experts is self.dense else [self.dense, self.experts]
         return [channel for one in both for channel in one.channels]
 
+    def described(self) -> dict[str, str]:
+        """The sizes of axes, to compare: who has others would take part in other collectives."""
+        sizes = f"{self.dense.grid.sizes} beside {self.experts.grid.sizes}"
+        return {} if self.experts is self.dense else {"expt_device_mesh": sizes}
+
     def require_one_value(self, argument: str) -> None:
         """Refuse to save or load a model by the names of its parameters.
 
@@ -159,26 +164,29 @@ def _require_nested(dense: Collectives, experts: Collectives) -> None:
         )
 
 
-def check_experts(
-    ranks: ModelRanks, entries: Iterable[ParamEntry], config: ShardConfig
-) -> ModelRanks:
-    """The ranks of a model with parameters `entries`, which all ranks know to be alike.
+def check_experts(ranks: ModelRanks, entries: Iterable[ParamEntry], config: ShardConfig) -> None:
+    """Whether `entries`, which are alike on all ranks, go with `ranks` and the options.
 
     Raises:
-        ValueError: experts without ranks of their own, or with symmetric memory.
+        ValueError: experts without ranks of their own, or these without experts, or with symmetric
+            memory.
     """
     names = [entry.name for entry in entries if entry.is_expert]
-    if not names:
-        return ModelRanks(ranks.dense, ranks.dense)
-    if ranks.experts is ranks.dense and ranks.dense.world_size > 1:
+    has_mesh = ranks.experts is not ranks.dense
+    if has_mesh and not names:
+        raise ValueError(
+            "expt_device_mesh: expected parameters that are marked as an expert's "
+            "(param.allreduce = False), got none; mark them (copy.deepcopy drops marks), or leave "
+            "the mesh out"
+        )
+    if names and not has_mesh and ranks.dense.world_size > 1:
         raise ValueError(
             "expt_device_mesh: expected the mesh of the ranks that hold the same experts, since "
             f"these are marked so (allreduce=False): {listed(names)}; pass it, or remove the mark "
             "where all ranks hold the same"
         )
-    if config.symmetric_memory != "off" and ranks.dense.world_size > 1:
+    if has_mesh and config.symmetric_memory != "off":
         raise ValueError(
             "symmetric_memory: expected 'off' with experts over ranks of their own, got "
             f"'{config.symmetric_memory}'; leave it out"
         )
-    return ranks

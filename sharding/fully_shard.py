@@ -236,11 +236,11 @@ def _build(
 ) -> Runtime:
     """Shard `root` as all ranks agree, who compare the options of `optimizer` too."""
     dense, groups = ranks.dense, ranks.dense.groups
-    options = {**config.described(), "optimizer": describe_options(optimizer)}
+    options = {**config.described(), "optimizer": describe_options(optimizer), **ranks.described()}
     refuse_rank_dependent_writes(root, dense.world_size)
     signature = tree_signature(root, entries)
     check_ranks_agree(ranks.together, signature, options, fingerprint(groups.device))
-    ranks = check_experts(ranks, entries, config)
+    check_experts(ranks, entries, config)
     initialisation = plan_initialisation(root, plans, dense, config.initialiser)
     note_missing_units(config, groups)
     note_connections(config, groups)
