@@ -66,6 +66,8 @@ def new_communicator(
         # Not every backend tells its time limit.
         limits = getattr(like._get_backend(like._device_types[0]), "options", None)
         timeout = getattr(limits, "_timeout", None)
+    if options is not None and timeout is not None:
+        options._timeout = timeout  # torch warns where they differ
     made = _made_for(purpose, backend, ranks)
     name = hashlib.sha256(repr((purpose, backend, ranks, len(made))).encode()).hexdigest()
     what = f"making of a communicator ({purpose}) of ranks {list(ranks)}"

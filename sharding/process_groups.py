@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -162,7 +162,7 @@ def initialize_model_parallel(
     local_world_size: int | None = None,
     distributed_timeout_minutes: float | None = None,
     nccl_communicator_config_path: str | Path | Mapping[str, Options] | None = None,
-    groups: Collection[str] = tuple(GROUP_KINDS),
+    groups: Iterable[str] = tuple(GROUP_KINDS),
 ) -> ProcessGroupCollection:
     """Make the groups around this rank (a collective of the job's ranks from `rank_offset` on,
     `local_world_size` of them or all that follow). Those of the same ranks and options are one.
@@ -192,9 +192,8 @@ def initialize_model_parallel(
         order=order,
         rank_offset=rank_offset,
     )
-    for name in groups:
-        group_kind(name)
-    wanted = [name for name in GROUP_KINDS if name in groups]
+    asked = {name: group_kind(name) for name in groups}
+    wanted = [name for name in GROUP_KINDS if name in asked]
     timeout = _timeout(distributed_timeout_minutes)
     options = nccl_options(nccl_communicator_config_path)
     rank, job = require_member(layout.dense.ranks)
