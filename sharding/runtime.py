@@ -350,8 +350,8 @@ class Runtime:
             if unit.gradients.has_unreduced_sum:
                 raise RuntimeError(
                     f"{caller}: expected exchanged gradients, unit '{unit.spec.name}' holds "
-                    "some that were only accumulated under no_sync; run the last backward of a "
-                    "step outside no_sync, or clear the gradients"
+                    "some that were only accumulated under no_sync; exchange them by a backward "
+                    "outside no_sync, or finish_grad_sync, or clear the gradients"
                 )
 
     def before_optimizer_step(self) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import sidestream as ss
 from sidestream.sharding.data_parallel import DistributedDataParallel
+from sidestream.sharding.data_parallel_base import DataParallelBase
 from sidestream.sharding.data_parallel_config import DistributedDataParallelConfig
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.fused_gradients import main_grad
@@ -621,6 +622,29 @@ def _mixtures(rank: int, world_size: int, all_kinds: bool) -> list[Any]:
 def test_experts_have_their_own_ranks_and_the_factor_of_dense_ones(all_kinds):
     for wrong in run_on_ranks(_mixtures, 4, all_kinds):
         assert not wrong
+
+
+# ---- one rank's model behind the same interface
+
+
+def test_base_passes_all_on_to_its_module():
+    base = DataParallelBase(_net())
+    with base.no_sync():
+        base(_batch(0, 0)).square().mean().backward()
+    base.start_grad_sync()
+    base.finish_grad_sync()
+    before = base.module.layers[0].weight.grad.clone()
+    base.scale_gradients(torch.tensor(0.5))
+    assert torch.equal(base.module.layers[0].weight.grad, before / 2) and before.any()
+    base.zero_grad_buffer()
+    assert all(param.grad is None for param in base.parameters())
+    state = base.state_dict_for_save_checkpoint()
+    assert list(state) == list(base.state_dict()) == list(_net().state_dict())
+    other = DataParallelBase(Net())
+    other.load_state_dict(state)
+    assert torch.equal(other.module.layers[2].bias, base.module.layers[2].bias)
+    with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module"):
+        DataParallelBase(3)
 
 
 # ---- refusals
