@@ -10,6 +10,7 @@ tuned), by Megatron-FSDP and by sidestream.
 | `fsdp2_tuned`    | the same with its collectives made of messages, see `fsdp2_messages`       |
 | `megatron_fsdp`  | `megatron_fsdp.fully_shard`, ZeRO-3, where it is installed, on a GPU       |
 | `zero0`..`zero3` | sidestream, called as a user would                                         |
+| `buckets`        | sidestream's own `DistributedDataParallel`, with DDP's buckets of 25 MiB   |
 
 In bfloat16 all that can keep their main parameters and the optimizer in float32.
 """
@@ -33,7 +34,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from .. import MixedPrecisionPolicy, full_state_dict, fully_shard
+from .. import MixedPrecisionPolicy, full_state_dict, fully_shard, fully_shard_optimizer
+from ..sharding.data_parallel import DistributedDataParallel as BucketedDataParallel
+from ..sharding.data_parallel_config import DistributedDataParallelConfig
+from ..sharding.process_groups import ProcessGroupCollection
 from ..training.errors import UsageError
 from .fsdp2_messages import MessageAllGather, MessageReduceScatter
 from .models import TENSORS_A_BLOCK, Block, Decoder, DecoderConfig, build_decoder
@@ -44,7 +48,8 @@ LEARNING_RATE = 3e-4
 # list, in time quadratic in its length (34 s for 900 tensors). Groups of as many equal blocks are
 # lists that it knows.
 TENSORS_A_GROUP = 25 * TENSORS_A_BLOCK
-_FLOAT32_ONLY = (PLAIN, "ddp", "ddp_zero1")
+_FLOAT32_ONLY = (PLAIN, "ddp", "ddp_zero1", "buckets")
+_BUCKET_MIB = 25.0  # DDP's default
 
 
 @dataclass(frozen=True)
@@ -229,6 +234,15 @@ def _build_sidestream(name: str, model: Decoder, setup: Setup) -> Trainer:
     return Trainer(name, module, optimizer, full_state_dict)
 
 
+def _build_buckets(name: str, model: Decoder, setup: Setup) -> Trainer:
+    mesh = setup.mesh
+    groups = None if mesh is None else ProcessGroupCollection(dp_cp=mesh.get_group())
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_mib=_BUCKET_MIB)
+    wrapped = BucketedDataParallel(model, config, groups)
+    optimizer = fully_shard_optimizer(build_adamw(wrapped, setup))
+    return Trainer(name, wrapped, optimizer, lambda _: full_state_dict(model))
+
+
 def _read_plain(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
@@ -257,4 +271,5 @@ _BUILDERS: dict[str, Callable[[str, Decoder, Setup], Trainer]] = {
     "fsdp2_tuned": _build_fsdp2,
     MEGATRON_FSDP: _build_megatron_fsdp,
     **{f"zero{level}": _build_sidestream for level in range(4)},
+    "buckets": _build_buckets,
 }

@@ -36,6 +36,7 @@ from .timing import (
 
 LIMITS = {
     ("zero0", "ddp"): 1.00,
+    ("buckets", "ddp"): 1.00,
     ("zero1", "ddp_zero1"): 0.95,
     ("zero3", "fsdp2"): 0.85,
     ("zero3", "fsdp2_tuned"): 0.95,

@@ -12,6 +12,7 @@ TRAINER_NAMES: tuple[str, ...] = (
     "fsdp2_tuned",
     MEGATRON_FSDP,
     *(f"zero{level}" for level in range(4)),
+    "buckets",
 )
 # The rivals of `bench network`; ours are named there by what travels.
 NETWORK_RIVALS = (PLAIN, "ddp", "ddp_bf16", FSDP2, "fsdp2_bf16", "fsdp2_tuned")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..kernels import ALIGN_NUMEL
@@ -49,23 +49,25 @@ class FlatLayout:
     slices.
 
     `order` lists segment indices by ascending start. `shard_numel` elements belong to each rank.
+    `align_numel`: what all starts and cuts are multiples of.
     """
 
     segments: tuple[Segment, ...]
     order: tuple[int, ...]
     world_size: int
     shard_numel: int
+    align_numel: int = ALIGN_NUMEL
 
     def __post_init__(self) -> None:
         stop = 0
         for index in self.order:
             segment = self.segments[index]
             assert segment.start >= stop, "segments overlap"
-            assert segment.start % ALIGN_NUMEL == 0, "segment start is not block-aligned"
+            assert segment.start % self.align_numel == 0, "segment start is not block-aligned"
             assert segment.numel == math.prod(segment.shape), "segment numel and shape disagree"
             stop = segment.stop
         assert stop <= self.numel, "segments run past the flat buffer"
-        assert self.shard_numel % ALIGN_NUMEL == 0, "a rank's slice is not block-aligned"
+        assert self.shard_numel % self.align_numel == 0, "a rank's slice is not block-aligned"
 
     @property
     def numel(self) -> int:
@@ -99,13 +101,18 @@ class FlatLayout:
 
 
 def flat_layout(
-    shapes: Sequence[Sequence[int]], world_size: int, *, align_numel: int = ALIGN_NUMEL
+    shapes: Sequence[Sequence[int]],
+    world_size: int,
+    *,
+    align_numel: int = ALIGN_NUMEL,
+    whole_numel: int = 1,
 ) -> FlatLayout:
     """Lay tensors of `shapes` out for `world_size` ranks.
 
-    `align_numel`: what starts and cuts are multiples of, a multiple of `ALIGN_NUMEL` itself. Equal
-    arguments give one and the same object. Works for any world size (ranks beyond the last element
-    own padding only), 0-d and empty tensors.
+    `align_numel`: what starts and cuts are multiples of, a multiple of `ALIGN_NUMEL` itself.
+    `whole_numel`: what the length of the flat buffer is a multiple of. Equal arguments give one and
+    the same object. Works for any world size (ranks beyond the last element own padding only), 0-d
+    and empty tensors.
 
     Raises:
         ValueError: `world_size` is below 1 or a dimension is negative.
@@ -117,11 +124,13 @@ def flat_layout(
     for shape in sizes:
         if any(size < 0 for size in shape):
             raise ValueError(f"shapes: expected sizes of at least 0, got {shape}")
-    return _lay_out(sizes, world_size, align_numel)
+    return _lay_out(sizes, world_size, align_numel, whole_numel)
 
 
 @functools.lru_cache(maxsize=1024)
-def _lay_out(sizes: tuple[tuple[int, ...], ...], world_size: int, align_numel: int) -> FlatLayout:
+def _lay_out(
+    sizes: tuple[tuple[int, ...], ...], world_size: int, align_numel: int, whole_numel: int
+) -> FlatLayout:
     order = sorted(range(len(sizes)), key=lambda index: (len(sizes[index]) <= 1, index))
     starts = [0] * len(sizes)
     cursor = 0
@@ -132,6 +141,33 @@ def _lay_out(sizes: tuple[tuple[int, ...], ...], world_size: int, align_numel: i
         Segment(shape=shape, start=start, numel=math.prod(shape))
         for shape, start in zip(sizes, starts, strict=True)
     )
-    shard_numel = round_up(-(-cursor // world_size), align_numel)
+    whole = math.lcm(world_size * align_numel, whole_numel)
+    shard_numel = round_up(cursor, whole) // world_size
     order.sort(key=lambda index: (starts[index], segments[index].numel, index))
     return FlatLayout(segments, tuple(order), world_size, shard_numel)
+
+
+def reverse_buckets(
+    numels: Sequence[int],
+    least_numel: int | None,
+    *,
+    align_numel: int = 1,
+    apart: Collection[int] = (),
+) -> list[list[int]]:
+    """Indices of tensors with `numels` elements in buckets, from the last tensor to the first.
+
+    A bucket is closed once it spans `least_numel` elements (None: never), so it may have more; each
+    tensor in it starts at a multiple of `align_numel`. Those in `apart` have a bucket of their own.
+    No bucket is empty.
+    """
+    buckets: list[list[int]] = []
+    stop = 0
+    is_open = False
+    for index in reversed(range(len(numels))):
+        if not is_open or index in apart:
+            buckets.append([])
+            stop = 0
+        buckets[-1].append(index)
+        stop = round_up(stop, align_numel) + numels[index]
+        is_open = index not in apart and (least_numel is None or stop < least_numel)
+    return buckets

@@ -92,9 +92,14 @@ class BackwardPass:
 
     def late_units(self) -> list[Unit]:
         """Those with gradients that came after their exchange, as when a parameter is used in
-        several reentrant checkpoints.
+        several reentrant checkpoints, or with a sum that somebody began to add to then.
         """
-        return [unit for unit in self.units if unit.reduction.holds_grads]
+        return [
+            unit
+            for unit in self.units
+            if unit.reduction.holds_grads
+            or (self.sync and unit.reduction.is_needed and unit.gradients.waiting is not None)
+        ]
 
     def exchange_late(self, late: Sequence[Unit]) -> None:
         """Reduce what is left of `late`, as `finish` does."""

@@ -244,6 +244,7 @@ def _unit_spec(
             [entry.param.shape for entry in members],
             collectives.world_size,
             align_numel=math.lcm(*aligns),
+            whole_numel=config.sizes.whole_numel,
         ),
         first_indices=tuple(entry.first_index for entry in members),
         dtypes=dtypes,

@@ -5,10 +5,9 @@ optimizer.
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
+import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from .agreement import check_ranks_agree
 from .arguments import require_forward, require_module
 from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
-from .data_parallel_groups import DataParallelGroups
 from .expert_ranks import ModelRanks, check_experts, model_ranks
 from .explanation import Explanation, explain_runtime
 from .initialisation import plan_initialisation
@@ -45,10 +43,10 @@ from .optim.optimizer import adopt, bind, is_bound, watch_all_steps
 from .precision import MixedPrecisionPolicy
 from .runtime import Runtime
 from .shard_config import SPLIT_ROOT_MIB, ShardConfig, resolve_config
+from .slow_options import note_connections, note_missing_units
 from .tensor.sharded_tensor import ShardedTensor
 from .wire_choice import choose_wires
 
-_logger = logging.getLogger("sidestream")
 _RUNTIMES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
 
 
@@ -185,19 +183,34 @@ def fully_shard(
         ranks_may_differ=ranks_may_differ,
         initialiser=init_model_with_meta_device,
     )
+    dims = device_mesh, dp_shard_dim, dp_outer_dim, expt_device_mesh
+    ranks_of = functools.partial(model_ranks, *dims, ranks_per_node=ranks_per_node)
+    shard(module, optimizer, config, ranks_of, elementwise=elementwise)
+    return module, optimizer
+
+
+def shard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: ShardConfig,
+    ranks_of: Callable[..., ModelRanks],
+    *,
+    elementwise: bool,
+) -> Runtime:
+    """Shard `module`, and `optimizer` with it, over `ranks_of(devices=...)`, which is given the
+    devices of the parameters; raises what `fully_shard` says.
+    """
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
     root = without_compile(module)
     entries = _params_of(root, config.policy, takes_meta=bool(config.initialiser))
     plans = partition(root, entries, config.classes, config.policy, config.sizes)
     located = _locate(optimizer, plans, entries)
-    devices = {entry.param.device for entry in entries}
-    dims = device_mesh, dp_shard_dim, dp_outer_dim, expt_device_mesh
-    ranks = model_ranks(*dims, ranks_per_node=ranks_per_node, devices=devices)
+    ranks = ranks_of(devices={entry.param.device for entry in entries})
     runtime = _build(root, entries, plans, config, ranks, optimizer)
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
-    return module, optimizer
+    return runtime
 
 
 def _params_of(
@@ -229,8 +242,8 @@ def _build(
     check_ranks_agree(ranks.together, signature, options, fingerprint(groups.device))
     check_experts(ranks, entries, config)
     initialisation = plan_initialisation(root, plans, dense, config.initialiser)
-    _note_missing_units(config, groups)
-    _note_connections(config, groups)
+    note_missing_units(config, groups)
+    note_connections(config, groups)
     runtime = build_runtime(root, plans, ranks, config, initialisation)
     follow_sharded_inputs()
     _RUNTIMES[root] = runtime
@@ -250,32 +263,6 @@ def _locate(
         for index, entry in enumerate(members)
     }
     return locate_params(optimizer, locations, [entry.name for entry in entries])
-
-
-def _note_missing_units(config: ShardConfig, groups: DataParallelGroups) -> None:
-    one_unit = not config.classes and config.sizes.bucket_bytes is None
-    if one_unit and groups.world_size > 1 and groups.rank == 0:
-        _logger.warning(
-            "fully_shard: fsdp_unit_modules is None, so the whole module is one unit; pass the "
-            "class of its blocks to overlap communication with compute"
-        )
-
-
-def _note_connections(config: ShardConfig, groups: DataParallelGroups) -> None:
-    """Tell of a variable that has kernels of several streams follow each other."""
-    overlaps = config.overlap_grad_reduce or config.runtime.overlap_param_gather
-    serialised = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    tells = groups.world_size > 1 and groups.rank == 0
-    if tells and overlaps and serialised and _has_streams(groups.device):
-        _logger.warning(
-            "fully_shard: CUDA_DEVICE_MAX_CONNECTIONS is 1, so gathers and exchanges wait for all "
-            "compute that was enqueued before them, and hardly overlap; unset it, or pass "
-            "overlap_grad_reduce=False and overlap_param_gather=False if you want that"
-        )
-
-
-def _has_streams(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def fully_shard_model(module: nn.Module, **options: object) -> nn.Module:

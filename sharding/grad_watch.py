@@ -34,6 +34,7 @@ class GradientWatch:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
         self._hooked: set[int] = set()
+        self._told: set[int] = set()
         self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:
@@ -44,8 +45,14 @@ class GradientWatch:
     def rearm(self) -> None:
         """Start over, once nobody holds a gradient any more."""
         self._awaited = 0
+        self._told.clear()
         if self.trainable:
             self._hook(self.trainable[0])
+
+    def tell(self, param: Tensor) -> None:
+        """The gradient of `param` is there, though not as its `grad`."""
+        self._told.add(id(param))
+        self._advance()
 
     def _hook(self, param: nn.Parameter) -> None:
         if id(param) in self._hooked:
@@ -65,7 +72,7 @@ class GradientWatch:
     def _advance(self) -> None:
         trainable, place = self.trainable, self._awaited
         while place < len(trainable):
-            if trainable[place].grad is None:
+            if trainable[place].grad is None and id(trainable[place]) not in self._told:
                 self._awaited = place
                 # Its gradient has not come, so a hook set now still sees it come.
                 self._hook(trainable[place])

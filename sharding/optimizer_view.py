@@ -126,6 +126,22 @@ class OptimizerView:
         self.waiting = self._pool.lease(self.grad.layout.numel, self.grad.dtype)
         return self.waiting
 
+    def open_sum(self) -> Tensor:
+        """The sum that waits [layout.numel], for who adds to it by himself; new and zero if none
+        did. Raises as `begin` does.
+        """
+        self.free_cleared()
+        shown = self.begin()
+        if self.waiting is None or shown.cleared:
+            self.make_current(shown)
+            if self.waiting is None:
+                self.lease_sum().zero_()
+            else:
+                self.forget_cleared(self.waiting, shown)
+            self.publish()
+        assert self.waiting is not None
+        return self.waiting
+
     def take_sum(self) -> Tensor | None:
         """The sum that waits, if one does, which is the caller's to release now."""
         waiting, self.waiting = self.waiting, None

@@ -35,6 +35,12 @@ class OwnGradients:
         self.forget(set(self._order).difference(kept))
         torch.maximum(self._largest, found, out=self._largest)
 
+    def largest(self) -> Tensor:
+        """The largest magnitude of each tensor, as they lie, as the bits of a float32 in an int32;
+        a copy.
+        """
+        return self._largest.clone()
+
     def forget(self, indices: Collection[int]) -> None:
         """The gradients of the tensors with these indices are gone."""
         if places := [place for place, index in enumerate(self._order) if index in indices]:

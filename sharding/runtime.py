@@ -65,6 +65,8 @@ class Runtime:
         self._root = next(group for group in groups if group.is_root)
         self.open_writes = 0
         """Blocks of `gathered(write=True)` that are open."""
+        self.after_exchanges: Callable[[Runtime], None] = lambda _: None
+        """Called when gradients have been exchanged, by all ranks."""
         self._lent = LentOutputs(self.units)
         # A graph of gradients reads the gathered parameters until a backward has run through it.
         self._keeps_gathered = False
@@ -104,7 +106,7 @@ class Runtime:
 
     def root_pre_forward(self) -> None:
         """A forward of the whole model begins."""
-        if self._runs_backward():
+        if self.runs_backward:
             return
         self._use_order.restart()
         self._lent.lenders.clear()
@@ -120,7 +122,7 @@ class Runtime:
 
     def pre_forward(self, group: UnitGroup) -> None:
         """The module of `group` is about to run."""
-        recompute = self._runs_backward()
+        recompute = self.runs_backward
         if not recompute:
             group.open_calls += 1  # first, as `post_forward` comes whatever is raised here
             self._turns.forward_begins()
@@ -132,10 +134,15 @@ class Runtime:
             for unit in self._use_order.with_forward[group.index]:
                 self.start_gather(unit)
         for unit in group.units:
-            self.finish_gather(unit)
-            unit.show_full()
-            self.trace.add(Kind.FORWARD, unit.spec.index)
+            if unit not in group.deferred:
+                self.bring(unit)
         group.has_frozen = not all([unit.reduction.is_needed for unit in group.units])
+
+    def bring(self, unit: Unit) -> None:
+        """`unit`, whose gather was started, is about to be used in forward."""
+        self.finish_gather(unit)
+        unit.show_full()
+        self.trace.add(Kind.FORWARD, unit.spec.index)
 
     def post_forward(self, group: UnitGroup, output: object) -> None:
         """The module of `group` has run, or an exception ended it, perhaps before `pre_forward`."""
@@ -228,7 +235,8 @@ class Runtime:
         self._retire(backward.take_spent())
         return backward
 
-    def _runs_backward(self) -> bool:
+    @property
+    def runs_backward(self) -> bool:
         """Whether a backward runs. One that an exception ended is forgotten."""
         if self._backward is None:
             return False
@@ -240,7 +248,7 @@ class Runtime:
 
     def enter_backward(self) -> BackwardPass:
         """A backward runs, perhaps through no module at all; begins it if it is new."""
-        if not self._runs_backward():
+        if not self.runs_backward:
             if self.open_writes:
                 raise RuntimeError(
                     "gathered: expected no backward inside gathered(write=True), where parameters "
@@ -286,6 +294,7 @@ class Runtime:
         if backward.sync:
             self.exchange_order.follow(backward.ready)
             agree_on_paths(self.units, self.collectives)
+            self.after_exchanges(self)
 
     def _end_backward(self, *, keeps_gathered: bool = False) -> None:
         self._backward = None
@@ -297,8 +306,6 @@ class Runtime:
         self.rest()
         self.pool.trim()
 
-    # ---- between steps
-
     def rest(self) -> None:
         """Bring every unit to rest: parameters released, the modules show the sharded ones."""
         for unit in self.units:
@@ -309,7 +316,7 @@ class Runtime:
         """Bring every unit to rest for somebody who looks from outside. A backward that failed is
         forgotten, one that runs goes on undisturbed.
         """
-        if not self._runs_backward():
+        if not self.runs_backward:
             self.rest()
 
     def recover(self) -> None:
@@ -333,11 +340,6 @@ class Runtime:
             self._keeps_gathered = False
             self.rest()
 
-    @property
-    def runs_backward(self) -> bool:
-        """Whether a backward runs."""
-        return self._runs_backward()
-
     def check_reduced(self, caller: str) -> None:
         """Refuse to use gradients that were never exchanged.
 
@@ -348,8 +350,8 @@ class Runtime:
             if unit.gradients.has_unreduced_sum:
                 raise RuntimeError(
                     f"{caller}: expected exchanged gradients, unit '{unit.spec.name}' holds "
-                    "some that were only accumulated under no_sync; run the last backward of a "
-                    "step outside no_sync, or clear the gradients"
+                    "some that were only accumulated under no_sync; exchange them by a backward "
+                    "outside no_sync, or finish_grad_sync, or clear the gradients"
                 )
 
     def before_optimizer_step(self) -> None:
@@ -360,8 +362,6 @@ class Runtime:
         # An unfinished gather still reads what the optimizer writes.
         self.settle()
         self.check_reduced("optimizer.step")
-
-    # ---- gathers
 
     def needs_gather(self, unit: Unit) -> bool:
         """Whether the full parameters of `unit`, which is about to be used, are not there."""

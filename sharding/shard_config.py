@@ -20,13 +20,34 @@ SPLIT_ROOT_MIB = 16.0
 
 
 @dataclass(frozen=True, slots=True)
+class ReverseBuckets:
+    """Buckets of parameters in reverse order of registration, as backward mostly comes to them,
+    each closed once it has `least` elements, or bytes (None: all in one). A parameter marked
+    `shared_embedding` has a bucket of its own.
+    """
+
+    least: int | None
+    counts_bytes: bool = False
+
+    def least_numel(self, itemsize: int) -> int | None:
+        """The elements, of `itemsize` bytes each, that close a bucket."""
+        if self.least is None or not self.counts_bytes:
+            return self.least
+        return -(-self.least // itemsize)
+
+
+@dataclass(frozen=True, slots=True)
 class UnitSizes:
     """Where units are cut, in bytes of compute-dtype parameters: buckets of at most so many, and
-    the root's modules of at least so many apart; None: not at all.
+    the root's modules of at least so many apart; None: not at all. `reverse_buckets`: cut so in
+    place of `bucket_bytes`. `whole_numel`: what the length of a unit's flat buffer is a multiple
+    of, in elements.
     """
 
     bucket_bytes: int | None = None
     split_root_bytes: int | None = None
+    reverse_buckets: ReverseBuckets | None = None
+    whole_numel: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,8 @@ class ShardConfig:
             "reshard_after_forward": self.reshard_after_forward,
             "bucket_mib": _mib(self.sizes.bucket_bytes),
             "split_root_mib": _mib(self.sizes.split_root_bytes),
+            "bucket_size": self.sizes.reverse_buckets,
+            "pad_buckets_for_high_nccl_busbw": self.sizes.whole_numel,
             "overlap_grad_reduce": self.overlap_grad_reduce,
             "overlap_param_gather": self.runtime.overlap_param_gather,
             "prefetch": self.runtime.prefetch,

@@ -6,7 +6,7 @@ not wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .unit import Unit
@@ -29,6 +29,8 @@ class UnitGroup:
     """Calls whose inputs still wait for their gradients, counted while `has_frozen`."""
     has_frozen: bool = False
     """Whether parameters were frozen in its last forward: no gradient says when they are done."""
+    deferred: Collection[Unit] = ()
+    """Units for which the module does not wait: its parts do, where they use them."""
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...buffers.layout import round_up
+from ...buffers.layout import reverse_buckets, round_up
 from ...kernels import ALIGN_NUMEL
 from ..arguments import lacks_forward
 from ..expert_ranks import is_expert
@@ -253,7 +253,7 @@ def partition(
         GroupPlan(
             plain_name(name),
             matches.get(name, module),
-            [unit for part in members for unit in _split(part, policy, sizes.bucket_bytes)],
+            [unit for part in members for unit in _split(part, policy, sizes)],
             is_root=not name,
         )
         for name, members in parts.items()
@@ -304,26 +304,47 @@ def _nbytes(entry: ParamEntry, policy: MixedPrecisionPolicy) -> int:
 
 
 def _split(
-    members: Sequence[ParamEntry], policy: MixedPrecisionPolicy, bucket_bytes: int | None
+    members: Sequence[ParamEntry], policy: MixedPrecisionPolicy, sizes: UnitSizes
 ) -> list[list[ParamEntry]]:
     kinds: dict[tuple[object, ...], list[ParamEntry]] = {}
     for entry in members:
         param = entry.param
         kind = (param.dtype, param.requires_grad, entry.wires.names, entry.is_expert)
         kinds.setdefault(kind, []).append(entry)
-    units: list[list[ParamEntry]] = []
+    if sizes.reverse_buckets is None:
+        return [
+            unit
+            for entries in kinds.values()
+            for unit in _buckets_up_to(sizes.bucket_bytes, entries, policy)
+        ]
+    rule, units = sizes.reverse_buckets, []
     for entries in kinds.values():
-        bucket: list[ParamEntry] = []
-        filled = 0
-        for entry in entries:
-            nbytes = _nbytes(entry, policy)
-            if bucket and bucket_bytes is not None and filled + nbytes > bucket_bytes:
-                units.append(bucket)
-                bucket, filled = [], 0
-            bucket.append(entry)
-            filled += nbytes
-        units.append(bucket)
-    return units
+        dtype = policy.param_dtype or entries[0].param.dtype
+        apart = {
+            index
+            for index, entry in enumerate(entries)
+            if getattr(entry.param, "shared_embedding", False)
+        }
+        numels = [entry.param.numel() for entry in entries]
+        for bucket in reverse_buckets(numels, rule.least_numel(dtype.itemsize), apart=apart):
+            units.append([entries[index] for index in sorted(bucket)])
+    # The first backward exchanges the last unit first: that of which all gradients come first.
+    return sorted(units, key=lambda unit: unit[0].first_index)
+
+
+def _buckets_up_to(
+    bucket_bytes: int | None, entries: Sequence[ParamEntry], policy: MixedPrecisionPolicy
+) -> list[list[ParamEntry]]:
+    buckets: list[list[ParamEntry]] = [[]]
+    filled = 0
+    for entry in entries:
+        nbytes = _nbytes(entry, policy)
+        if buckets[-1] and bucket_bytes is not None and filled + nbytes > bucket_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(entry)
+        filled += nbytes
+    return buckets
 
 
 def tree_signature(module: nn.Module, entries: Sequence[ParamEntry]) -> Signature:

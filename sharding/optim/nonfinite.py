@@ -130,7 +130,7 @@ def _error(runtime: Runtime, runs: Runs, step: int) -> NonFiniteGradientError:
     bad = {name for one in found for name in one.summed}
     names = [name for unit, _ in _by_unit(runs) for name in unit.spec.names if name in bad]
     ranks = {name: tuple(one.rank for one in found if name in one.own) for name in names}
-    text = f"step {step}: expected finite gradients, got NaN or infinity in {_described(ranks)}"
+    text = f"step {step}: expected finite gradients, got NaN or infinity in {described(ranks)}"
     return NonFiniteGradientError(text + _OTHERWISE[runtime.options.nonfinite_grads], ranks, step)
 
 
@@ -159,8 +159,10 @@ def _names_own(unit: Unit, run: FlatRun) -> Iterable[str]:
     return (unit.spec.names[index] for index in own.nonfinite() & set(run.indices))
 
 
-def _described(ranks: Mapping[str, tuple[int, ...]]) -> str:
-    """ranks: whose own gradient was not finite, of each parameter whose sum is not."""
+def described(ranks: Mapping[str, tuple[int, ...]]) -> str:
+    """What was not finite, and what to do. ranks: whose own gradient was not finite, of each
+    parameter whose sum is not.
+    """
     if made := [f"'{name}' on {_on(whose)}" for name, whose in ranks.items() if whose]:
         return f"{listed(made)}; look at what was computed there, or lower the learning rate"
     return (

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidestream.buffers import FlatLayout, Grid, Placement, Span, flat_layout
+from sidestream.buffers.layout import reverse_buckets
 from sidestream.kernels import ALIGN_NUMEL
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=8)
@@ -110,3 +111,24 @@ def test_nothing_to_lay_out() -> None:
 def test_refuses(shapes: list[tuple[int, ...]], world_size: int) -> None:
     with pytest.raises(ValueError, match="expected"):
         flat_layout(shapes, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8], ids="{} ranks".format)
+def test_whole_length_is_a_multiple_of_what_is_asked_for(world_size):
+    shapes = [(300, 7), (5,)]
+    plain, padded = (flat_layout(shapes, world_size, whole_numel=n) for n in (1, 2**16))
+    assert padded.numel % 2**16 == 0 and padded.shard_numel % 128 == 0
+    assert padded.numel - plain.numel < 2**16 * world_size
+    assert padded.segments == plain.segments
+    assert flat_layout(shapes, world_size) == plain
+
+
+def test_buckets_from_the_last_tensor_to_the_first():
+    assert reverse_buckets([5, 5, 5, 5], 10) == [[3, 2], [1, 0]]
+    assert reverse_buckets([5, 5, 5, 5], 11) == [[3, 2, 1], [0]]
+    assert reverse_buckets([5, 5, 5], None) == [[2, 1, 0]]
+    assert reverse_buckets([], 3) == []
+    # A start that is rounded up counts.
+    assert reverse_buckets([1, 1, 1], 65, align_numel=64) == [[2, 1], [0]]
+    assert reverse_buckets([9, 1, 1], 100, apart={0}) == [[2, 1], [0]]
+    assert reverse_buckets([1, 1, 9], 100, apart={2}) == [[2], [1, 0]]

@@ -1,11 +1,10 @@
 """CUDA_DEVICE_MAX_CONNECTIONS=1 undoes the overlap that was asked for, which is said on GPUs."""
 
 import os
-import sys
 from dataclasses import dataclass
 from unittest import mock
 
-import sidestream as ss
+from sidestream.sharding import slow_options
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.sharding.trainer import Job, build
 from sidestream.tests.sharding.warned import warned
@@ -33,10 +32,9 @@ CASES = {
 
 def shard(case: Case) -> list[str]:
     """What a model's start says of the variable."""
-    entry = sys.modules[ss.fully_shard.__module__]
     with (
         warned() as texts,
-        mock.patch.object(entry, "_has_streams", lambda _: case.has_streams),
+        mock.patch.object(slow_options, "_has_streams", lambda _: case.has_streams),
         mock.patch.dict(os.environ, {VARIABLE: case.value or ""}),
     ):
         if case.value is None:

@@ -1,0 +1,192 @@
+"""Gradients, and parameters, of a model in one piece of memory that is cut into buckets.
+
+Tensors lie in reverse order of registration, as backward mostly comes to them; a bucket is closed
+once it spans `bucket_size` elements. The rules are Megatron-Core's, so that a layout of theirs is a
+layout of ours::
+
+                         tensor starts    a bucket's length
+    all ranks hold all   anywhere         as it comes
+    divided over ranks   64               a multiple of lcm(ranks, 128), or of lcm(ranks, 128, 2^16)
+
+Rank r of a bucket's ranks owns the r-th of its equal parts. For those who drive collectives
+themselves: `fully_shard` lays its units out by `flat_layout`, at multiples of 128 elements, which
+is one of the places that these rules allow. All sizes are in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .flat_buffer import FlatBuffer
+from .layout import FlatLayout, Segment, reverse_buckets, round_up
+from .placed_buffer import cut
+
+PARAM_START_NUMEL = 64
+BUCKET_END_NUMEL = 128
+BUS_NUMEL = 2**16
+"""A bucket's length for the whole bandwidth of a bus, with `pad_for_bus_bandwidth`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Elements [start, start + layout.numel) of a buffer. `indices`: its tensors, in the order of
+    `layout.segments`, the last registered first.
+    """
+
+    start: int
+    indices: tuple[int, ...]
+    layout: FlatLayout
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.layout.numel
+
+    @property
+    def unpadded_numel(self) -> int:
+        """Elements up to the end of its last tensor."""
+        return self.layout.segments[-1].stop
+
+
+@dataclass(frozen=True, slots=True)
+class ParamAndGradLayout:
+    """The buckets of a buffer one after the other; `shapes` are its tensors', as registered."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer."""
+        return self.buckets[-1].stop if self.buckets else 0
+
+    def place(self, index: int) -> tuple[int, int, int]:
+        """(start, stop, bucket) of tensor `index` in the buffer."""
+        for number, bucket in enumerate(self.buckets):
+            if index in bucket.indices:
+                segment = bucket.layout.segments[bucket.indices.index(index)]
+                return bucket.start + segment.start, bucket.start + segment.stop, number
+        raise IndexError(f"expected one of {len(self.shapes)} tensors, got number {index}")
+
+
+def param_and_grad_layout(
+    shapes: Sequence[Sequence[int]],
+    bucket_size: int | None = None,
+    *,
+    num_shards: int | None = None,
+    pad_for_bus_bandwidth: bool = False,
+    shared_embeddings: Collection[int] = (),
+) -> ParamAndGradLayout:
+    """Lay out tensors of `shapes`, in order of registration.
+
+    Args:
+        shapes: of the tensors.
+        bucket_size: elements that close a bucket (None: all in one).
+        num_shards: over how many ranks each bucket is divided (None: it is not).
+        pad_for_bus_bandwidth: of divided buckets.
+        shared_embeddings: indices of weights that the first and the last pipeline stage have: where
+            buckets are divided, each has one of its own, so that both stages cut it alike.
+
+    Raises:
+        ValueError: a size that is below 1, padding of what is not divided.
+    """
+    for name, value in (("bucket_size", bucket_size), ("num_shards", num_shards)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: expected None or at least 1, got {value}")
+    if pad_for_bus_bandwidth and num_shards is None:
+        raise ValueError(
+            "pad_for_bus_bandwidth: expected False without num_shards, where no bucket is padded, "
+            "got True; pass num_shards, or leave it out"
+        )
+    sizes = tuple(tuple(int(size) for size in shape) for shape in shapes)
+    align, length, apart = 1, 1, frozenset[int]()
+    if num_shards is not None:
+        align, apart = PARAM_START_NUMEL, frozenset(shared_embeddings)
+        length = math.lcm(num_shards, BUCKET_END_NUMEL, BUS_NUMEL if pad_for_bus_bandwidth else 1)
+    numels = [math.prod(shape) for shape in sizes]
+    buckets: list[Bucket] = []
+    for indices in reverse_buckets(numels, bucket_size, align_numel=align, apart=apart):
+        layout = _bucket_layout([sizes[i] for i in indices], num_shards or 1, align, length)
+        start = buckets[-1].stop if buckets else 0
+        buckets.append(Bucket(start, tuple(indices), layout))
+    return ParamAndGradLayout(sizes, tuple(buckets))
+
+
+def _bucket_layout(
+    shapes: Sequence[tuple[int, ...]], num_shards: int, align: int, length: int
+) -> FlatLayout:
+    segments: list[Segment] = []
+    for shape in shapes:
+        start = round_up(segments[-1].stop if segments else 0, align)
+        segments.append(Segment(shape, start, math.prod(shape)))
+    shard_numel = round_up(segments[-1].stop, length) // num_shards
+    order = tuple(range(len(segments)))
+    return FlatLayout(
+        tuple(segments), order, num_shards, shard_numel, align_numel=math.gcd(align, shard_numel)
+    )
+
+
+class ParamAndGradBuffer:
+    """The gradients of a model on one rank, and its parameters if asked for, in buckets.
+
+    `grads`, `params`: one `FlatBuffer` a bucket over the memory `grad_data` and `param_data`
+    [layout.numel]. Who drives collectives hands them `bucket.data`, and `shard(...)` as the part
+    of this rank.
+    """
+
+    def __init__(
+        self,
+        layout: ParamAndGradLayout,
+        *,
+        grad_dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Gradients are zero. param_dtype: None for gradients alone."""
+        self.layout = layout
+        self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
+        self.grads = _cut(self.grad_data, layout)
+        self.param_data: Tensor | None = None
+        self.params: list[FlatBuffer] = []
+        if param_dtype is not None:
+            self.param_data = torch.zeros(layout.numel, dtype=param_dtype, device=device)
+            self.params = _cut(self.param_data, layout)
+
+    def main_grads(self) -> list[Tensor]:
+        """The gradient of each tensor [its shape], as registered: views."""
+        return _views(self.grads, self.layout)
+
+    def param_views(self) -> list[Tensor]:
+        """Each parameter [its shape], as registered: views of `param_data`, which there must be."""
+        return _views(self.params, self.layout)
+
+    def shards(self, bucket: int, *, of_params: bool = False) -> list[Tensor]:
+        """Bucket number `bucket` in equal parts, that of rank r at r: views."""
+        flat = (self.params if of_params else self.grads)[bucket]
+        return cut(flat.data, flat.layout.world_size)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by `factor`."""
+        self.grad_data.mul_(factor)
+
+    def reset(self) -> None:
+        """Set all gradients to zero."""
+        self.grad_data.zero_()
+
+
+def _cut(data: Tensor, layout: ParamAndGradLayout) -> list[FlatBuffer]:
+    return [FlatBuffer(data[b.start : b.stop], b.layout) for b in layout.buckets]
+
+
+def _views(buffers: Sequence[FlatBuffer], layout: ParamAndGradLayout) -> list[Tensor]:
+    found = {
+        index: view
+        for bucket, buffer in zip(layout.buckets, buffers, strict=True)
+        for index, view in zip(bucket.indices, buffer.views(), strict=True)
+    }
+    return [found[index] for index in range(len(layout.shapes))]

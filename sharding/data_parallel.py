@@ -1,0 +1,262 @@
+"""`DistributedDataParallel` under Megatron-Core's names: `fully_shard` with units that are buckets.
+
+    theirs                        here
+    bucket, bucket group          a unit: one exchange, in FP32 and in rank order
+    use_distributed_optimizer     ZeRO-1, else ZeRO-0
+    optimizer instances           HSDP: parts inside an instance, copies across
+    main_grad                     `param.grad`
+
+So step, checkpoints, wires, clipping, errors and `summary(model.module)` are those of
+`fully_shard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .arguments import kind_of
+from .data_parallel_base import DataParallelBase
+from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
+from .entries import gathered
+from .exchange_sums import exchange_sums
+from .expert_ranks import is_expert, model_ranks
+from .fully_shard import no_sync, runtime_of, shard
+from .fused_gradients import allow_fused_gradients
+from .gradient_checks import GradientChecks
+from .mesh_axes import SHARD_AXIS
+from .messages import listed
+from .optimizer_view import FlatRun
+from .param_waits import ParamWaits
+from .process_groups import OUTER_AXIS, ProcessGroupCollection
+from .runtime import Runtime
+from .shard_config import ShardConfig, resolve_config
+
+
+class DistributedDataParallel(DataParallelBase):
+    """`module` on every data-parallel rank, with gradients that are exchanged in buckets.
+
+    Outside forward and backward the parameters are `ShardedTensor`s in FP32; give an optimizer made
+    from them to `fully_shard_optimizer`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: DistributedDataParallelConfig | None = None,
+        process_groups: ProcessGroupCollection | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Bring rank 0's values to all ranks and bind `optimizer`, if it was made before.
+
+        Args:
+            module: the whole model, on CPU or the rank's GPU; stays reachable as `.module`.
+            config: None: the defaults.
+            process_groups: whose data-parallel ranks take part (None: all ranks). Parameters marked
+                `allreduce=False` are those of experts, reduced over the ranks that hold the same.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: optimizer instances that do not divide the ranks, or are others than those
+                of `process_groups`; a name pattern without a parameter; parameters of experts
+                without `process_groups`; what `fully_shard` refuses. Nothing has been changed then.
+        """
+        super().__init__(module)
+        config = DistributedDataParallelConfig() if config is None else config
+        if not isinstance(config, DistributedDataParallelConfig):
+            raise TypeError(
+                "config: expected a DistributedDataParallelConfig, got "
+                f"{kind_of(config)}; make one with the options that are meant"
+            )
+        self.config = config
+        _check_patterns(module, config)
+        mesh = _mesh(module, config, process_groups)
+        is_grid = mesh is not None and mesh.ndim > 1
+        outer, inner = (OUTER_AXIS, SHARD_AXIS) if is_grid else (None, None)
+        runtime = shard(
+            module,
+            optimizer,
+            _shard_config(module, config, _world_size(mesh), outer),
+            functools.partial(
+                model_ranks, mesh, inner, outer, _mesh_of_experts(module, process_groups)
+            ),
+            elementwise=False,
+        )
+        runtime.sync = config.overlap_grad_reduce
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            runtime.after_exchanges = GradientChecks(
+                runtime,
+                nonfinite=config.check_for_nan_in_grad,
+                large=config.check_for_large_grads,
+            )
+        allow_fused_gradients(runtime)
+        if config.overlap_param_gather:
+            ParamWaits(module, runtime)
+
+    @property
+    def _runtime(self) -> Runtime:
+        return runtime_of(self.module)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside add to this rank's own gradients, in FP32, without communication."""
+        return no_sync(self.module)
+
+    def start_param_sync(self) -> None:
+        """Start to gather the parameters that the optimizer has changed, on all ranks alike; else
+        the next forward does.
+        """
+        for unit in self._runtime.units:
+            self._runtime.start_gather(unit)
+
+    def start_grad_sync(self) -> None:
+        """Exchange what was added up on each rank, bucket by bucket."""
+        exchange_sums(self._runtime)
+
+    def finish_grad_sync(self) -> None:
+        """Have all gradients exchanged, on all ranks alike: what a backward has exchanged already
+        stays as it is, however often this is called.
+
+        Raises:
+            CommunicationError: a rank is gone.
+            NonFiniteGradientError: with `check_for_nan_in_grad`.
+            RuntimeError: a backward runs.
+        """
+        exchange_sums(self._runtime)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by `factor`, a number or a tensor of one element.
+
+        Raises:
+            RuntimeError: some were not exchanged yet.
+        """
+        self._runtime.check_reduced("scale_gradients")
+        grads = [run.param.grad for run in self._runs() if run.param.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Clear all gradients, those that were not exchanged too; the next forward frees them."""
+        for run in self._runs():
+            run.param.grad = None
+
+    def broadcast_params(self) -> None:
+        """Give all ranks that hold the same parameters the values of the first (a collective).
+        Needs memory for all parameters once more.
+        """
+        with gathered(self.module, write=True), torch.no_grad():
+            for unit in self._runtime.units:
+                assert unit.faces.whole is not None
+                for name, param in zip(unit.spec.names, unit.faces.whole, strict=True):
+                    flat = param.detach().view(-1).view(torch.uint8)  # gloo refuses some dtypes
+                    unit.collectives.broadcast(flat, f"broadcast of parameter '{name}'")
+
+    def _runs(self) -> list[FlatRun]:
+        return [run for unit in self._runtime.units for run in unit.gradients.runs]
+
+
+def _check_patterns(module: nn.Module, config: DistributedDataParallelConfig) -> None:
+    """Refuse patterns that would go unheeded.
+
+    Raises:
+        ValueError: they match no parameter.
+    """
+    named = dict(module.named_parameters())
+    trained = [name for name, param in named.items() if param.requires_grad]
+    for pattern in config.param_name_patterns_for_fp32_local_accumulation:
+        if pattern != ALL_PATTERNS and not fnmatch.filter(trained, pattern):
+            raise ValueError(
+                "param_name_patterns_for_fp32_local_accumulation: expected patterns that match a "
+                f"trainable parameter, got {pattern!r}, which matches none of {listed(trained)}; "
+                "correct it or leave it out"
+            )
+
+
+def _mesh(
+    module: nn.Module,
+    config: DistributedDataParallelConfig,
+    process_groups: ProcessGroupCollection | None,
+) -> DeviceMesh | None:
+    """(instances, ranks of an instance), all ranks of one instance, or None for all there are."""
+    instances = config.num_distributed_optimizer_instances
+    if process_groups is not None:
+        if not isinstance(process_groups, ProcessGroupCollection):
+            raise TypeError(
+                "process_groups: expected a ProcessGroupCollection, got "
+                f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
+            )
+        mesh = process_groups.data_parallel_mesh()
+        found = 1 if mesh.ndim == 1 else mesh.size(0)
+        if found != instances:
+            raise ValueError(
+                f"num_distributed_optimizer_instances: expected {found}, as process_groups have, "
+                f"got {instances}; make the groups with as many instances as the config says"
+            )
+        return mesh
+    if instances == 1:
+        return None
+    world_size = _world_size(None)
+    if world_size % instances:
+        raise ValueError(
+            "num_distributed_optimizer_instances: expected a number that divides the "
+            f"{world_size} data-parallel ranks, got {instances}; pass one that does"
+        )
+    kinds = {param.device.type for param in module.parameters()}
+    kind = "cuda" if "cuda" in kinds else "cpu"
+    return init_device_mesh(
+        kind, (instances, world_size // instances), mesh_dim_names=(OUTER_AXIS, SHARD_AXIS)
+    )
+
+
+def _mesh_of_experts(
+    module: nn.Module, process_groups: ProcessGroupCollection | None
+) -> DeviceMesh | None:
+    experts = [name for name, param in module.named_parameters() if is_expert(param)]
+    if experts and process_groups is None and _world_size(None) > 1:
+        raise ValueError(
+            "process_groups: expected those that say which ranks hold the same experts, got None "
+            f"and parameters marked allreduce=False: {listed(experts)}; pass what "
+            "initialize_model_parallel returns"
+        )
+    return process_groups.data_parallel_mesh(expert=True) if experts and process_groups else None
+
+
+def _world_size(mesh: DeviceMesh | None) -> int:
+    if mesh is not None:
+        return mesh.size()
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _shard_config(
+    module: nn.Module,
+    config: DistributedDataParallelConfig,
+    world_size: int,
+    outer_dim: str | None,
+) -> ShardConfig:
+    trainable = sum(param.numel() for param in module.parameters() if param.requires_grad)
+    resolved = resolve_config(
+        int(config.use_distributed_optimizer),
+        config.policy(),
+        (),
+        outer_dim=outer_dim,
+        outer_strategy="no_shard",
+        reduce="exact",
+        symmetric_memory="off",
+        gradient_divide_factor=1.0 if config.calculate_per_token_loss else None,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        reshard_after_forward=None,
+        bucket_mib=None,
+        split_root_mib=None,
+        prefetch=1,
+        ranks_may_differ=False,
+        initialiser=False,
+    )
+    return dataclasses.replace(resolved, sizes=config.unit_sizes(trainable, world_size))

@@ -1,0 +1,208 @@
+"""The options of `DistributedDataParallel`, under Megatron-Core's names, checked all at once.
+
+    option                            what is exchanged, and when
+    overlap_grad_reduce=False         nothing in backward; everything in `finish_grad_sync`
+    overlap_grad_reduce=True          each bucket in backward, once its gradients are there
+    use_distributed_optimizer=True    main parameters and optimizer state are divided (ZeRO-1)
+
+Sums are taken in FP32, in rank order, whatever travels, and kept in FP32.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ..buffers.param_and_grad_buffer import BUS_NUMEL
+from .precision import MixedPrecisionPolicy
+from .shard_config import ReverseBuckets, UnitSizes
+from .wire import Wire
+from .wire_choice import require_param_wire, resolve_grad_wire
+
+_LEAST_BUCKET_NUMEL = 40_000_000
+_BUCKET_NUMEL_A_RANK = 1_000_000
+ALL_PATTERNS = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedDataParallelConfig:
+    """How gradients are reduced and parameters kept. Nothing ever changes it.
+
+    Args:
+        grad_reduce_in_fp32: gradients travel in FP32 (False: in the dtype that backward makes).
+        grad_wire: how gradients travel instead, as `MixedPrecisionPolicy.grad_wire`.
+        param_wire: how parameters are gathered, as `MixedPrecisionPolicy.param_wire`.
+        overlap_grad_reduce: exchange buckets beside backward, from the first one on. Without it
+            each rank adds up its own gradients, and `finish_grad_sync` exchanges the sum.
+        overlap_param_gather: gather parameters beside forward: a module waits for the buckets of
+            its own parameters alone.
+        align_param_gather: that all gathers start together, which they do anyway: when
+            `start_param_sync` is called, as schedules of pipelines do, else when forward begins.
+        use_distributed_optimizer: each rank keeps a part of the main parameters and optimizer state
+            (ZeRO-1), and the parameters are gathered in forward.
+        num_distributed_optimizer_instances: how many copies of these parts there are. Neighbouring
+            ranks share one; sums are taken inside a copy first, then over copies.
+        bucket_size: elements that close a bucket; `bucket_mib`: MiB of gradients that do;
+            `num_buckets`: at most so many. At most one of them. None: 40 million elements, or one
+            million for each rank if that is more, and one bucket a dtype where nothing overlaps.
+        pad_buckets_for_high_nccl_busbw: buckets are multiples of 2^16 elements.
+        average_in_collective: gradients are means, which they are anyway: the sum is scaled once
+            where it is rounded, in the exchange.
+        calculate_per_token_loss: gradients are sums; `scale_gradients` divides by the tokens.
+        check_for_nan_in_grad: raise `NonFiniteGradientError` on all ranks, with parameters, ranks
+            and the number of the exchange, when a gradient was NaN or infinite. The host reads that
+            late on a GPU: when the gradients after these have been exchanged.
+        check_for_large_grads: warn when a parameter's largest gradient exceeds ten times the
+            largest before.
+        param_name_patterns_for_fp32_local_accumulation: names (as `fnmatch` has them, or "all") of
+            parameters whose gradients are added up in FP32 on a rank before they travel in a
+            narrower dtype. All are; a pattern without a parameter is refused.
+
+    Raises:
+        ValueError: what is wrong, all of it.
+    """
+
+    grad_reduce_in_fp32: bool = False
+    grad_wire: Wire | str | None = None
+    param_wire: str | None = None
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
+    bucket_size: int | None = None
+    bucket_mib: float | None = None
+    num_buckets: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
+    average_in_collective: bool = False
+    calculate_per_token_loss: bool = False
+    check_for_nan_in_grad: bool = False
+    check_for_large_grads: bool = False
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if problems := list(_problems(self)):
+            raise ValueError("DistributedDataParallelConfig: " + "; ".join(problems))
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """The dtypes and wires."""
+        return MixedPrecisionPolicy(
+            grad_comm_dtype=torch.float32 if self.grad_reduce_in_fp32 else None,
+            grad_wire=self.grad_wire,
+            param_wire=self.param_wire,
+        )
+
+    def unit_sizes(self, trainable_numel: int, world_size: int) -> UnitSizes:
+        """Where a model of so many trainable elements is cut, over so many ranks."""
+        whole = BUS_NUMEL if self.pad_buckets_for_high_nccl_busbw else 1
+        return UnitSizes(
+            reverse_buckets=self._buckets(trainable_numel, world_size), whole_numel=whole
+        )
+
+    def _buckets(self, trainable_numel: int, world_size: int) -> ReverseBuckets:
+        if self.bucket_mib is not None:
+            return ReverseBuckets(math.ceil(self.bucket_mib * 2**20), counts_bytes=True)
+        if self.num_buckets is not None:
+            return ReverseBuckets(-(-trainable_numel // self.num_buckets))
+        if self.bucket_size is None and not (self.overlap_grad_reduce or self.overlap_param_gather):
+            return ReverseBuckets(None)  # nothing would start earlier
+        default = max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_A_RANK * world_size)
+        return ReverseBuckets(self.bucket_size or default)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_size(value: object) -> bool:
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and 0 < float(value) < math.inf  # type: ignore[arg-type]
+
+
+_SIZES: tuple[tuple[str, Callable[[object], bool], str], ...] = (
+    ("bucket_size", _is_count, "None or a whole number of at least 1 element"),
+    ("bucket_mib", _is_size, "None or a positive number of MiB"),
+    ("num_buckets", _is_count, "None or a whole number of at least 1"),
+)
+_NEEDS = (
+    ("overlap_param_gather", "use_distributed_optimizer", "else no parameter is gathered"),
+    ("align_param_gather", "overlap_param_gather", "else there is no gather to align"),
+)
+_EXCLUDES = (
+    (
+        "average_in_collective",
+        "calculate_per_token_loss",
+        "gradients are means or sums",
+    ),
+    (
+        "grad_reduce_in_fp32",
+        "param_name_patterns_for_fp32_local_accumulation",
+        "with the first all are added up and sent in FP32",
+    ),
+    ("grad_reduce_in_fp32", "grad_wire", "each says how gradients travel"),
+)
+
+
+def _problems(config: DistributedDataParallelConfig) -> Iterator[str]:
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        if entry.type == "bool" and not isinstance(value, bool):
+            yield f"{entry.name}: expected True or False, got {value!r}"
+    patterns: object = config.param_name_patterns_for_fp32_local_accumulation
+    if not isinstance(patterns, tuple) or not all(isinstance(text, str) for text in patterns):
+        yield (
+            "param_name_patterns_for_fp32_local_accumulation: expected a tuple of texts, got "
+            f"{patterns!r}"
+        )
+    for find in (_problems_of_sizes, _problems_of_instances, _conflicts, _problems_of_wires):
+        yield from find(config)
+
+
+def _problems_of_sizes(config: DistributedDataParallelConfig) -> Iterator[str]:
+    for name, fits, expected in _SIZES:
+        value = getattr(config, name)
+        if value is not None and not fits(value):
+            yield f"{name}: expected {expected}, got {value!r}"
+    given = [name for name, *_ in _SIZES if getattr(config, name) is not None]
+    if len(given) > 1:
+        yield f"expected at most one of {', '.join(given)}, which all size buckets; keep one"
+
+
+def _conflicts(config: DistributedDataParallelConfig) -> Iterator[str]:
+    for name, needed, reason in _NEEDS:
+        if getattr(config, name) and not getattr(config, needed):
+            yield f"{name} needs {needed}=True, {reason}: set that too, or leave {name} out"
+    for one, other, reason in _EXCLUDES:
+        if getattr(config, one) and getattr(config, other):
+            yield f"{one} and {other} exclude each other, as {reason}: leave one of them out"
+
+
+def _problems_of_instances(config: DistributedDataParallelConfig) -> Iterator[str]:
+    instances = config.num_distributed_optimizer_instances
+    if not _is_count(instances):
+        yield (
+            "num_distributed_optimizer_instances: expected a whole number of at least 1, got "
+            f"{instances!r}"
+        )
+    elif instances > 1 and not config.use_distributed_optimizer:
+        yield (
+            f"num_distributed_optimizer_instances={instances} needs use_distributed_optimizer=True"
+            ", else every rank has a whole optimizer: set that too, or leave it at 1"
+        )
+
+
+def _problems_of_wires(config: DistributedDataParallelConfig) -> Iterator[str]:
+    checks: tuple[tuple[Callable[[str, Any], object], str], ...] = (
+        (resolve_grad_wire, "grad_wire"),
+        (require_param_wire, "param_wire"),
+    )
+    for check, name in checks:
+        try:
+            check(name, getattr(config, name))
+        except (TypeError, ValueError) as error:
+            yield str(error)

@@ -1,0 +1,154 @@
+"""Whether gradients were finite and of a usual size: seen on the device, read late.
+
+    in an exchange      the largest magnitude of each tensor's gradient on this rank is noted
+    after it            beside that of the sum; maxima over all ranks, on their way to the host
+    after the next one  the host reads them; on a CPU, where nothing is on its way, at once
+
+So the host never waits for the exchange it has just started, and all ranks read the same numbers at
+the same place.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.optim.norm_op import largest_magnitudes
+from ..kernels.optim.norm_reference import INFINITY_BITS
+from .errors import NonFiniteGradientError
+from .messages import listed
+from .optim.nonfinite import described
+from .runtime import Runtime
+from .unit import Unit
+
+_logger = logging.getLogger("sidestream")
+LARGE = 10.0
+"""How many times the largest magnitude before counts as large."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What exchange `number` brought: bits of magnitudes [2, tensors], of own gradients and of
+    sums. `found`: maxima over all ranks, on the host once `event` has come.
+    """
+
+    number: int
+    own: Tensor
+    found: Tensor
+    event: torch.cuda.Event | None
+
+
+class GradientChecks:
+    """Called after each exchange of a runtime, on all ranks alike."""
+
+    def __init__(
+        self, runtime: Runtime, *, nonfinite: bool, large: bool, is_late: bool | None = None
+    ) -> None:
+        """nonfinite: raise for such gradients. large: warn of those. is_late: read what an exchange
+        brought after the next one (None: on a GPU).
+        """
+        self._raises, self._warns = nonfinite, large
+        self._on_gpu = runtime.pool.device.type == "cuda"
+        self._is_late = self._on_gpu if is_late is None else is_late
+        self._names: list[str] = []
+        for unit in runtime.units:
+            if unit.reduction.own_gradients is None:
+                unit.reduction.note_own_gradients()
+            self._names += [unit.spec.names[index] for index in unit.spec.layout.order]
+        self._usual = torch.zeros(len(self._names))
+        self._noted: _Noted | None = None
+
+    def __call__(self, runtime: Runtime) -> None:
+        """Gradients have been exchanged.
+
+        Raises:
+            NonFiniteGradientError: some were not finite, perhaps those of the exchange before.
+        """
+        before, self._noted = self._noted, self._note(runtime)
+        if not self._is_late:
+            before, self._noted = self._noted, None
+        if before is not None:
+            self._read(before, runtime)
+
+    def _note(self, runtime: Runtime) -> _Noted:
+        own = torch.stack(
+            [
+                torch.cat([_own_magnitudes(unit) for unit in runtime.units]),
+                torch.cat([_magnitudes_of_sums(unit) for unit in runtime.units]),
+            ]
+        )
+        found = own.clone()
+        runtime.collectives.all_reduce(found, dist.ReduceOp.MAX, "check of the gradients")
+        event = None
+        if self._on_gpu:
+            host = torch.empty_like(found, device="cpu", pin_memory=True)
+            found = host.copy_(found, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return _Noted(runtime.exchange_order.backwards, own, found, event)
+
+    def _read(self, noted: _Noted, runtime: Runtime) -> None:
+        if noted.event is not None:
+            noted.event.synchronize()  # of an exchange ago
+        largest, bad = noted.found.amax(0), noted.found >= INFINITY_BITS
+        if self._raises and bad.any():
+            raise self._error(noted, bad.any(0).tolist(), runtime)
+        if self._warns:
+            self._compare(noted.number, largest.view(torch.float32), runtime.collectives.rank)
+
+    def _error(self, noted: _Noted, is_bad: list[bool], runtime: Runtime) -> NonFiniteGradientError:
+        """What all ranks know about it (a collective)."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        mine = (noted.own[0] >= INFINITY_BITS).tolist()
+        told = runtime.collectives.gather_objects((rank, mine))
+        ranks = {
+            name: tuple(rank for rank, own in told if own[place])
+            for place, name in enumerate(self._names)
+            if is_bad[place]
+        }
+        return NonFiniteGradientError(
+            f"exchange {noted.number}: expected finite gradients, got NaN or infinity in "
+            f"{described(ranks)}",
+            ranks,
+            noted.number,
+        )
+
+    def _compare(self, number: int, largest: Tensor, rank: int) -> None:
+        is_large = (self._usual > 0) & largest.isfinite() & (largest > LARGE * self._usual)
+        if rank == 0 and is_large.any():
+            found = [
+                f"'{name}' ({float(now):.3g}, {float(usual):.3g} before)"
+                for name, now, usual, large in zip(
+                    self._names, largest, self._usual, is_large, strict=True
+                )
+                if large
+            ]
+            _logger.warning(
+                "exchange %d: gradients are more than %g times as large as ever before: %s; look "
+                "at the batch, or clip",
+                number,
+                LARGE,
+                listed(found),
+            )
+        self._usual = torch.maximum(self._usual, largest.nan_to_num(0, 0, 0))
+
+
+def _own_magnitudes(unit: Unit) -> Tensor:
+    assert unit.reduction.own_gradients is not None, "they are noted from the start"
+    return unit.reduction.own_gradients.largest()
+
+
+def _magnitudes_of_sums(unit: Unit) -> Tensor:
+    """Of what this rank answers for, tensor by tensor, as they lie."""
+    layout, flat = unit.spec.layout, unit.gradients.main_grad
+    parts: list[list[Tensor]] = []
+    for index in layout.order:
+        start, stop = layout.overlap(index, unit.owned_span)
+        base = layout.segments[index].start - unit.main_span[0]
+        has_part = flat is not None and start < stop
+        parts.append([flat[base + start : base + stop]] if has_part else [])  # type: ignore[index]
+    return largest_magnitudes(parts, unit.main.device)
