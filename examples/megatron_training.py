@@ -40,9 +40,7 @@ def main(steps: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     parallel = ss.ModelParallelConfig(tensor_model_parallel_size=1)
-    groups = ss.initialize_model_parallel(
-        **parallel.sizes(), num_distributed_optimizer_instances=2
-    )
+    groups = ss.initialize_model_parallel(**parallel.sizes(), num_distributed_optimizer_instances=2)
     config = ss.DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         num_distributed_optimizer_instances=2,
@@ -61,9 +59,9 @@ def main(steps: int) -> None:
     for step in range(steps):
         tokens_seen, total = 0, 0.0
         for microbatch in range(MICROBATCHES):
-            tokens, targets = (part.to(next(model.parameters()).device) for part in batch(
-                step, microbatch, rank
-            ))
+            tokens, targets = (
+                part.to(next(model.parameters()).device) for part in batch(step, microbatch, rank)
+            )
             loss = summed_loss(model, tokens, targets)
             if microbatch + 1 < MICROBATCHES:
                 with model.no_sync():

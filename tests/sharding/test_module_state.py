@@ -1,4 +1,4 @@
-"""What stands in for Megatron-Core's systems keeps nothing in its modules but what never changes."""
+"""What stands in for Megatron-Core keeps nothing in its modules but what never changes."""
 
 import ast
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ CHANGING = {
 
 
 def changes(source: str) -> Iterator[str]:
-    """Where a function changes what the module has: `global`, or a call, item or attribute of it."""
+    """Where something changes what a module has: `global`, a call, an item, an attribute."""
     tree = ast.parse(source)
     kept = {
         target.id
