@@ -1,11 +1,9 @@
 """A GPT trained through the names of Megatron-Core: process groups, DistributedDataParallel in
 buckets, a distributed optimizer in two instances, gradients finalised by the number of tokens.
 
-torchrun --nproc-per-node 4 examples/megatron_training.py [STEPS]    tp=1, dp = 2 x 2 instances
-torchrun --nproc-per-node 2 examples/megatron_training.py [STEPS]    dp = 1 x 2 instances
+torchrun --nproc-per-node 4 examples/megatron_training.py    tp=1, dp = 2 x 2 instances
+torchrun --nproc-per-node 2 examples/megatron_training.py    dp = 1 x 2 instances
 """
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -14,18 +12,19 @@ from torch import Tensor
 import sidestream as ss
 from sidestream.training.model import build_model, model_config
 
-MICROBATCHES, ROWS, CONTEXT = 2, 8, 32
+STEPS, MICROBATCHES, ROWS, CONTEXT = 30, 2, 8, 32
+LEARNING_RATE, MAX_NORM = 3e-3, 1.0
 
 
-def batch(step: int, microbatch: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, microbatch: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     """Sequences that count upwards from a random byte [rows, context], and the bytes after them."""
-    seed = (step * MICROBATCHES + microbatch) * dist.get_world_size() + rank
+    seed = (step * MICROBATCHES + microbatch) * world_size + rank
     first = torch.randint(256, (ROWS, 1), generator=torch.Generator().manual_seed(seed))
     tokens = (first + torch.arange(CONTEXT + 1)) % 256
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def summed_loss(model: ss.DistributedDataParallel, tokens: Tensor, targets: Tensor) -> Tensor:
+def summed_loss(model: torch.nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """Over all tokens: what divides it is known when all ranks have counted theirs."""
     logits = model(tokens)
     return torch.nn.functional.cross_entropy(
@@ -33,8 +32,8 @@ def summed_loss(model: ss.DistributedDataParallel, tokens: Tensor, targets: Tens
     )
 
 
-def main(steps: int) -> None:
-    """Train for so many steps, and print the mean loss of rank 0."""
+def main() -> None:
+    """Train, and print the mean loss of rank 0."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
     if torch.cuda.is_available():
@@ -52,16 +51,16 @@ def main(steps: int) -> None:
     )
     gpt = build_model(model_config("tiny", context=CONTEXT), seed=0)
     model = ss.DistributedDataParallel(gpt, config, groups)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     ss.fully_shard_optimizer(optimizer)
     if rank == 0:
         print(ss.summary(model.module))
-    for step in range(steps):
+    device = next(model.parameters()).device
+    for step in range(STEPS):
         tokens_seen, total = 0, 0.0
         for microbatch in range(MICROBATCHES):
-            tokens, targets = (
-                part.to(next(model.parameters()).device) for part in batch(step, microbatch, rank)
-            )
+            tokens, targets = batch(step, microbatch, rank, dist.get_world_size())
+            tokens, targets = tokens.to(device), targets.to(device)
             loss = summed_loss(model, tokens, targets)
             if microbatch + 1 < MICROBATCHES:
                 with model.no_sync():
@@ -71,7 +70,7 @@ def main(steps: int) -> None:
             tokens_seen += targets.numel()
             total += loss.item()
         ss.finalize_model_grads(model, tokens_seen, groups)
-        ss.clip_grad_norm_(model.module, 1.0)
+        ss.clip_grad_norm_(model.module, MAX_NORM)
         optimizer.step()
         model.zero_grad_buffer()
         if rank == 0 and step % 10 == 9:
@@ -81,4 +80,4 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 30)
+    main()

@@ -180,6 +180,26 @@ def _check_safetensors(
     assert lines[-1] == "imported into another sharded model: same outputs True"
 
 
+def _check_megatron(_rank: int, _size: int, world_size: int, lines: list[str], out: Path) -> None:
+    example = _load("megatron_training")
+    twin = example.build_model(example.model_config("tiny", context=example.CONTEXT), seed=0)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=example.LEARNING_RATE)
+    num_tokens = example.MICROBATCHES * example.ROWS * example.CONTEXT
+    expected = []
+    for step in range(example.STEPS):
+        totals = [0.0] * world_size
+        for rank in range(world_size):
+            for microbatch in range(example.MICROBATCHES):
+                loss = example.summed_loss(twin, *example.batch(step, microbatch, rank, world_size))
+                (loss / (num_tokens * world_size)).backward()
+                totals[rank] += loss.item()
+        nn.utils.clip_grad_norm_(twin.parameters(), example.MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected += [totals[0] / num_tokens] if step % 10 == 9 else []
+    torch.testing.assert_close(_losses(lines), expected, rtol=1e-3, atol=1e-3)
+
+
 def _check_quickstart(
     _rank: int, _size: int, _world_size: int, lines: list[str], out: Path
 ) -> None:
@@ -190,6 +210,7 @@ def _check_quickstart(
 
 CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "lightning_strategy": (_check_lightning, ("lightning",)),
+    "megatron_training": (_check_megatron, ()),
     "peft_lora": (_check_peft, ("transformers", "peft")),
     "quickstart": (_check_quickstart, ()),
     "safetensors_files": (_check_safetensors, ("safetensors",)),
