@@ -19,6 +19,7 @@ from .fully_shard import (
     reset_error_feedback,
     skipped_steps,
 )
+from .fused_gradients import main_grad
 from .message_wire import MessageWire
 from .nccl_allocator import nccl_mem_pool
 from .optim.adamw import AdamW
@@ -65,6 +66,7 @@ __all__ = [
     "is_sharded",
     "load_checkpoint",
     "load_safetensors",
+    "main_grad",
     "nccl_mem_pool",
     "no_sync",
     "reduce_scatter_with_fp32_accumulation",
