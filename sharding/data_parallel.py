@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .arguments import kind_of
 from .data_parallel_base import DataParallelBase
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
+from .data_parallel_groups import device_of
 from .entries import gathered
 from .exchange_sums import exchange_sums
 from .expert_ranks import is_expert, model_ranks
@@ -69,7 +70,7 @@ class DistributedDataParallel(DataParallelBase):
                 of `process_groups`; a name pattern without a parameter; parameters of experts
                 without `process_groups`; what `fully_shard` refuses. Nothing has been changed then.
         """
-        super().__init__(module)
+        super().__init__(module, process_groups)
         config = DistributedDataParallelConfig() if config is None else config
         if not isinstance(config, DistributedDataParallelConfig):
             raise TypeError(
@@ -187,12 +188,7 @@ def _mesh(
     """(instances, ranks of an instance), all ranks of one instance, or None for all there are."""
     instances = config.num_distributed_optimizer_instances
     if process_groups is not None:
-        if not isinstance(process_groups, ProcessGroupCollection):
-            raise TypeError(
-                "process_groups: expected a ProcessGroupCollection, got "
-                f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
-            )
-        mesh = process_groups.data_parallel_mesh()
+        mesh = process_groups.data_parallel_mesh(device_type=_device_type(module))
         found = 1 if mesh.ndim == 1 else mesh.size(0)
         if found != instances:
             raise ValueError(
@@ -208,11 +204,15 @@ def _mesh(
             "num_distributed_optimizer_instances: expected a number that divides the "
             f"{world_size} data-parallel ranks, got {instances}; pass one that does"
         )
-    kinds = {param.device.type for param in module.parameters()}
-    kind = "cuda" if "cuda" in kinds else "cpu"
+    kind = _device_type(module) or device_of(dist.group.WORLD).type
     return init_device_mesh(
         kind, (instances, world_size // instances), mesh_dim_names=(OUTER_AXIS, SHARD_AXIS)
     )
+
+
+def _device_type(module: nn.Module) -> str | None:
+    """None: that of the groups' backend, which brings a model to a GPU, but none from there."""
+    return "cuda" if any(param.is_cuda for param in module.parameters()) else None
 
 
 def _mesh_of_experts(
@@ -225,7 +225,9 @@ def _mesh_of_experts(
             f"and parameters marked allreduce=False: {listed(experts)}; pass what "
             "initialize_model_parallel returns"
         )
-    return process_groups.data_parallel_mesh(expert=True) if experts and process_groups else None
+    if not experts or process_groups is None:
+        return None
+    return process_groups.data_parallel_mesh(expert=True, device_type=_device_type(module))
 
 
 def _world_size(mesh: DeviceMesh | None) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .arguments import require_module
+from .process_groups import ProcessGroupCollection, require_groups
 
 
 class DataParallelBase(nn.Module):
@@ -19,15 +20,19 @@ class DataParallelBase(nn.Module):
     to exchange. Derived classes replace what has something to do.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        """module: the whole model; stays reachable as `.module`.
+    def __init__(
+        self, module: nn.Module, process_groups: ProcessGroupCollection | None = None
+    ) -> None:
+        """module: the whole model. It and the groups stay reachable under these names.
 
         Raises:
-            TypeError: it is none.
+            TypeError: an argument of another type.
         """
         super().__init__()
         require_module(module)
+        require_groups(process_groups)
         self.module = module
+        self.process_groups = process_groups
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""

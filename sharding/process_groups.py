@@ -148,6 +148,19 @@ class ProcessGroupCollection:
         end_communicators(self.groups.values())
 
 
+def require_groups(process_groups: object) -> None:
+    """Refuse what is neither None nor a collection.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(process_groups, ProcessGroupCollection | None):
+        raise TypeError(
+            "process_groups: expected a ProcessGroupCollection or None, got "
+            f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
+        )
+
+
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
