@@ -134,7 +134,8 @@ def update_expert_bias(
     tokens = torch.cat([count.to(torch.float64) for count in counts])
     if group is not None:
         what = "biases of experts"
-        require_same([f"{count.numel()} experts" for count in counts], what, group)
+        told = [f"{count.numel()} experts" for count in counts]
+        require_same(told, what, group, fix="build the same routers on these ranks")
         with communicating(f"sum of tokens for {what}"):
             dist.all_reduce(tokens, group=group)
     numels = [count.numel() for count in counts]

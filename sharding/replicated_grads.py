@@ -149,6 +149,12 @@ def group_with_others(
     return group if dist.get_world_size(group) > 1 else None
 
 
+_FIX = (
+    "mark the same parameters on these ranks, and shard them alike: as a unit of their own, over "
+    "as many ranks, or not at all (ZeRO level 0)"
+)
+
+
 def agree_on(replicas: Replicas) -> None:
     """Refuse what cannot be summed (a collective of the hosts).
 
@@ -163,10 +169,10 @@ def agree_on(replicas: Replicas) -> None:
             check_dtype(f"gradient of '{name}'", part, SOURCE_DTYPES)
     kind = replicas.kind
     layouts = [_layout_of(*copies[0], named=kind.is_named_alike) for copies in replicas.params]
-    require_same(layouts, kind.what, replicas.group)
+    require_same(layouts, kind.what, replicas.group, fix=_FIX)
 
 
-def require_same(told: Sequence[str], what: str, group: dist.ProcessGroup) -> None:
+def require_same(told: Sequence[str], what: str, group: dist.ProcessGroup, *, fix: str) -> None:
     """Have all ranks of `group` tell the same (a collective of the hosts).
 
     Raises:
@@ -187,9 +193,7 @@ def require_same(told: Sequence[str], what: str, group: dist.ProcessGroup) -> No
     expected, got = next((one, two) for one, two in pairs if one != two)
     raise ValueError(
         f"{what}: expected the same ones on all ranks that share them, and of each the same "
-        f"elements, got {expected} on rank {ranks[0]} and {got} on rank {ranks[other]}; mark the "
-        "same parameters on these ranks, and shard them alike: as a unit of their own, over as "
-        "many ranks, or not at all (ZeRO level 0)"
+        f"elements, got {expected} on rank {ranks[0]} and {got} on rank {ranks[other]}; {fix}"
     )
 
 
