@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .arguments import kind_of
-from .data_parallel_base import DataParallelBase
+from .data_parallel_base import DataParallelBase, config_or_default
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
-from .data_parallel_groups import device_of
+from .data_parallel_groups import device_of, held_device_type
 from .entries import gathered
 from .exchange_sums import exchange_sums
 from .expert_ranks import is_expert, model_ranks
@@ -71,24 +70,20 @@ class DistributedDataParallel(DataParallelBase):
                 without `process_groups`; what `fully_shard` refuses. Nothing has been changed then.
         """
         super().__init__(module, process_groups)
-        config = DistributedDataParallelConfig() if config is None else config
-        if not isinstance(config, DistributedDataParallelConfig):
-            raise TypeError(
-                "config: expected a DistributedDataParallelConfig, got "
-                f"{kind_of(config)}; make one with the options that are meant"
-            )
-        self.config = config
+        self.config = config = config_or_default(config, DistributedDataParallelConfig)
         _check_patterns(module, config)
-        mesh = _mesh(module, config, process_groups)
+        device_type = held_device_type(module)
+        mesh = _mesh(config, process_groups, device_type)
+        of_experts = None
+        if process_groups is not None and any(map(is_expert, module.parameters())):
+            of_experts = process_groups.data_parallel_mesh(expert=True, device_type=device_type)
         is_grid = mesh is not None and mesh.ndim > 1
         outer, inner = (OUTER_AXIS, SHARD_AXIS) if is_grid else (None, None)
         runtime = shard(
             module,
             optimizer,
             _shard_config(module, config, _world_size(mesh), outer),
-            functools.partial(
-                model_ranks, mesh, inner, outer, _mesh_of_experts(module, process_groups)
-            ),
+            functools.partial(model_ranks, mesh, inner, outer, of_experts),
             elementwise=False,
         )
         runtime.sync = config.overlap_grad_reduce
@@ -181,14 +176,14 @@ def _check_patterns(module: nn.Module, config: DistributedDataParallelConfig) ->
 
 
 def _mesh(
-    module: nn.Module,
     config: DistributedDataParallelConfig,
     process_groups: ProcessGroupCollection | None,
+    device_type: str | None,
 ) -> DeviceMesh | None:
     """(instances, ranks of an instance), all ranks of one instance, or None for all there are."""
     instances = config.num_distributed_optimizer_instances
     if process_groups is not None:
-        mesh = process_groups.data_parallel_mesh(device_type=_device_type(module))
+        mesh = process_groups.data_parallel_mesh(device_type=device_type)
         found = 1 if mesh.ndim == 1 else mesh.size(0)
         if found != instances:
             raise ValueError(
@@ -204,30 +199,11 @@ def _mesh(
             "num_distributed_optimizer_instances: expected a number that divides the "
             f"{world_size} data-parallel ranks, got {instances}; pass one that does"
         )
-    kind = _device_type(module) or device_of(dist.group.WORLD).type
     return init_device_mesh(
-        kind, (instances, world_size // instances), mesh_dim_names=(OUTER_AXIS, SHARD_AXIS)
+        device_type or device_of(dist.group.WORLD).type,
+        (instances, world_size // instances),
+        mesh_dim_names=(OUTER_AXIS, SHARD_AXIS),
     )
-
-
-def _device_type(module: nn.Module) -> str | None:
-    """None: that of the groups' backend, which brings a model to a GPU, but none from there."""
-    return "cuda" if any(param.is_cuda for param in module.parameters()) else None
-
-
-def _mesh_of_experts(
-    module: nn.Module, process_groups: ProcessGroupCollection | None
-) -> DeviceMesh | None:
-    experts = [name for name, param in module.named_parameters() if is_expert(param)]
-    if experts and process_groups is None and _world_size(None) > 1:
-        raise ValueError(
-            "process_groups: expected those that say which ranks hold the same experts, got None "
-            f"and parameters marked allreduce=False: {listed(experts)}; pass what "
-            "initialize_model_parallel returns"
-        )
-    if not experts or process_groups is None:
-        return None
-    return process_groups.data_parallel_mesh(expert=True, device_type=_device_type(module))
 
 
 def _world_size(mesh: DeviceMesh | None) -> int:

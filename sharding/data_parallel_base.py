@@ -7,12 +7,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from .arguments import require_module
+from .arguments import kind_of, require_module
 from .process_groups import ProcessGroupCollection, require_groups
+
+Config = TypeVar("Config")
+
+
+def config_or_default(config: Config | None, kind: type[Config]) -> Config:
+    """`config`, or for None one of `kind` with the defaults.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    found = kind() if config is None else config
+    if not isinstance(found, kind):
+        raise TypeError(
+            f"config: expected a {kind.__name__}, got {kind_of(found)}; make one with the options "
+            "that are meant"
+        )
+    return found
 
 
 class DataParallelBase(nn.Module):

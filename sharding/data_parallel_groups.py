@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .communicators import communicator, gather_objects
@@ -190,6 +191,13 @@ def device_of(
             "init_process_group"
         )
     return bound
+
+
+def held_device_type(module: nn.Module) -> str | None:
+    """The device type of a mesh for `module`: "cuda" if it lies on a GPU, which gloo serves too,
+    else None: the backend says it.
+    """
+    return "cuda" if any(param.is_cuda for param in module.parameters()) else None
 
 
 def _listed(devices: Iterable[torch.device]) -> str:

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .arguments import require_forward
 from .build import refuse_assignment
-from .data_parallel_base import DataParallelBase
-from .data_parallel_groups import device_of
+from .data_parallel_base import DataParallelBase, config_or_default
+from .data_parallel_groups import device_of, held_device_type
 from .fully_shard import is_sharded
 from .messages import listed
 from .modules.partition import is_dtensor
@@ -83,8 +83,8 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             )
         units = _units_in(module, fsdp_unit_modules)
         _require_apart(module, units)
-        self.config = config or TorchFullyShardedDataParallelConfig()
-        self._mesh = _mesh_of(process_groups, mesh)
+        self.config = config_or_default(config, TorchFullyShardedDataParallelConfig)
+        self._mesh = _mesh_of(process_groups, mesh, held_device_type(module))
         self._syncs = True
         self.broadcast_params()
         attributes = {name: dict(vars(param)) for name, param in module.named_parameters()}
@@ -249,7 +249,9 @@ def _require_apart(module: nn.Module, units: list[nn.Module]) -> None:
                 )
 
 
-def _mesh_of(groups: ProcessGroupCollection | None, mesh: DeviceMesh | None) -> DeviceMesh:
+def _mesh_of(
+    groups: ProcessGroupCollection | None, mesh: DeviceMesh | None, device_type: str | None
+) -> DeviceMesh:
     if groups is not None and mesh is not None:
         raise ValueError(
             "mesh: expected process_groups or mesh, got both; pass the one that names the ranks"
@@ -262,8 +264,9 @@ def _mesh_of(groups: ProcessGroupCollection | None, mesh: DeviceMesh | None) -> 
             "torch.distributed.init_process_group first, on one rank too"
         )
     if groups is not None:
-        return groups.data_parallel_mesh()
-    return init_device_mesh(device_of(dist.group.WORLD).type, (dist.get_world_size(),))
+        return groups.data_parallel_mesh(device_type=device_type)
+    device_type = device_type or device_of(dist.group.WORLD).type
+    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def _keep_attributes(part: nn.Module) -> None:

@@ -684,7 +684,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
 def test_what_cannot_be_is_refused():
     first, second = run_on_ranks(_refused, 2)
     assert first == second
-    assert "parameters marked allreduce=False: layers.2.weight" in first["expert"]
+    assert "marked so (allreduce=False): layers.2.weight" in first["expert"]
     assert "divides the 2 data-parallel ranks, got 3" in first["instances"]
     assert "'router.*', which matches none of" in first["pattern"]
     assert "expected a ProcessGroupCollection or None, got object" in first["groups"]
