@@ -264,7 +264,5 @@ def mesh_of(
     device_type: str,
 ) -> DeviceMesh:
     """A mesh of `ranks`, row by row, with the groups that there are of each dimension."""
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(names))
     table = torch.tensor(list(ranks), dtype=torch.int).view(*shape)
     return DeviceMesh.from_group(list(groups), device_type, table, mesh_dim_names=tuple(names))
