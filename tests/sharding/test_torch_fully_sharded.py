@@ -167,8 +167,8 @@ def _loads(rank: int, world_size: int, folder: str) -> None:
     model.load_state_dict(plain.state_dict())
     _same(model, plain)
     # Of another sharding, as FSDP2 and as ours; of the same one.
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shard"))
-    replicated = _adapter(2, mesh=mesh)
+    groups = ss.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    replicated = _adapter(2, process_groups=groups)
     ours, _ = ss.fully_shard(Model(3), None)
     for other in (replicated, ours, _adapter(4)):
         model.load_state_dict(other.state_dict())
