@@ -29,7 +29,7 @@ from ..buffers.layout import round_up
 from ..kernels import pack_, unpack_
 from ..kernels.checks import SOURCE_DTYPES, check_dtype
 from .collectives import start_all_gather
-from .communicators import gather_objects, host_group
+from .communicators import gather_objects, host_group, require_alike
 from .data_parallel_base import DataParallelBase
 from .errors import communicating
 from .process_groups import ProcessGroupCollection
@@ -188,13 +188,8 @@ def require_same(told: Sequence[str], what: str, group: dist.ProcessGroup, *, fi
         return
     everyone = gather_objects(list(told), hosts, torch.device("cpu"), f"comparison of {what}")
     ranks = dist.get_process_group_ranks(group)
-    other = next(place for place, theirs in enumerate(everyone) if theirs != everyone[0])
-    pairs = itertools.zip_longest(everyone[0], everyone[other], fillvalue="nothing")
-    expected, got = next((one, two) for one, two in pairs if one != two)
-    raise ValueError(
-        f"{what}: expected the same ones on all ranks that share them, and of each the same "
-        f"elements, got {expected} on rank {ranks[0]} and {got} on rank {ranks[other]}; {fix}"
-    )
+    expected = f"{what}: expected the same ones, and of each the same elements,"
+    require_alike(dict(zip(ranks, everyone, strict=True)), expected, fix)
 
 
 def _layout_of(name: str, param: nn.Parameter, *, named: bool) -> str:
