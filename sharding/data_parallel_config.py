@@ -120,11 +120,7 @@ _NEEDS = (
     ("align_param_gather", "overlap_param_gather", "else there is no gather to align"),
 )
 _EXCLUDES = (
-    (
-        "average_in_collective",
-        "calculate_per_token_loss",
-        "gradients are means or sums",
-    ),
+    ("average_in_collective", "calculate_per_token_loss", "gradients are means or sums"),
     (
         "grad_reduce_in_fp32",
         "param_name_patterns_for_fp32_local_accumulation",
