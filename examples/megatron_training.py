@@ -69,7 +69,7 @@ def main() -> None:
                 loss.backward()
             tokens_seen += targets.numel()
             total += loss.item()
-        ss.finalize_model_grads(model, tokens_seen, groups)
+        ss.finalize_model_grads(model, tokens_seen)
         ss.clip_grad_norm_(model.module, MAX_NORM)
         optimizer.step()
         model.zero_grad_buffer()

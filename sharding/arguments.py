@@ -66,3 +66,9 @@ def require_number(name: str, value: object, expected: str, fits: Callable[[Any]
     if not (is_real and fits(value)):
         kind = ValueError if is_real else TypeError
         raise kind(f"{name}: expected {expected}, got {value!r}; pass such a value")
+
+
+def require_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is no whole number of at least `least`; raises as `require_number` does."""
+    expected = f"a whole number of at least {least}"
+    require_number(name, value, expected, lambda n: isinstance(n, int) and n >= least)

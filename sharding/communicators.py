@@ -10,8 +10,9 @@ import atexit
 import contextlib
 import datetime
 import hashlib
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -96,6 +97,22 @@ def end_communicators(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in dict.fromkeys(groups):
         if group is not dist.group.WORLD and _lives(group):
             dist.destroy_process_group(group)
+
+
+def require_alike(told: Mapping[int, Sequence[str]], what: str, fix: str) -> None:
+    """Refuse what ranks, by their numbers in the job, told each other if it is not the same.
+
+    Raises:
+        ValueError: `what` was expected, what came first that differs and on which ranks, `fix`.
+    """
+    first, ours = next(iter(told.items()))
+    for rank, theirs in told.items():
+        for expected, got in itertools.zip_longest(ours, theirs, fillvalue="nothing"):
+            if got != expected:
+                raise ValueError(
+                    f"{what} on every rank, got {expected} on rank {first} and {got} on rank "
+                    f"{rank}; {fix}"
+                )
 
 
 def gather_objects(value: T, group: dist.ProcessGroup, device: torch.device, what: str) -> list[T]:

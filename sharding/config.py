@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import numbers
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ _logger = logging.getLogger("sidestream")
 
 Count: TypeAlias = int
 Limit: TypeAlias = int
+Mebibytes: TypeAlias = float
+Patterns: TypeAlias = tuple[str, ...]
 Function = Callable[..., Any]
 Functions = Function | Sequence[Function]
 
@@ -127,6 +131,11 @@ _SIZES = tuple(
 )
 
 
+def _is_positive(value: Any) -> bool:
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and 0 < float(value) < math.inf
+
+
 def _are_functions(value: Any) -> bool:
     several = isinstance(value, list | tuple) and len(value) > 0
     return all(map(callable, value)) if several else callable(value)
@@ -136,13 +145,17 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "True or False"),
     "Count": (lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
     "Limit": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
+    "Mebibytes": (_is_positive, "a positive number of MiB"),
+    "Patterns": (
+        lambda value: isinstance(value, tuple) and all(isinstance(text, str) for text in value),
+        "a tuple of texts",
+    ),
     "torch.dtype": (lambda value: isinstance(value, torch.dtype), "a torch.dtype"),
     "Function": (callable, "a function"),
     "Functions": (_are_functions, "a function, or a list with one for each virtual stage"),
     "Experimental": (lambda value: isinstance(value, Experimental), "Experimental(...)"),
-    "Any": (lambda _: True, ""),
 }
-"""What a field takes, by its annotation; with "| None" that too."""
+"""What a field takes, by its annotation; with "| None" that too. Others are checked elsewhere."""
 
 _RULES: tuple[tuple[Callable[[Any], object], str], ...] = (
     (
@@ -200,14 +213,14 @@ _RULES: tuple[tuple[Callable[[Any], object], str], ...] = (
 """What must not be, and what to say of it."""
 
 
-def _problems(config: ModelParallelConfig) -> list[str]:
-    """Every rule that `config` breaks; where a value is of a wrong type, the others are held
-    against its default.
+def checked_fields(config: Any) -> tuple[Any, list[str]]:
+    """What a configuration has in its fields, the default where a value is of a wrong type, and
+    what is wrong with those.
     """
     found, values = [], {}
     for field in dataclasses.fields(config):
         kind, _, optional = str(field.type).partition(" | ")
-        fits, expected = _TYPES[kind]
+        fits, expected = _TYPES.get(kind, (lambda _: True, ""))
         value = getattr(config, field.name)
         right = fits(value) or (value is None and bool(optional))
         values[field.name] = value if right else field.default
@@ -216,10 +229,15 @@ def _problems(config: ModelParallelConfig) -> list[str]:
             found.append(
                 f"{field.name}: expected {none}{expected}, got {value!r}; pass such a value"
             )
-    checked = types.SimpleNamespace(**values)
+    return types.SimpleNamespace(**values), found
+
+
+def _problems(config: ModelParallelConfig) -> list[str]:
+    """Every rule that `config` breaks."""
+    checked, found = checked_fields(config)
     found += [text for is_broken, text in _RULES if is_broken(checked)]
     for name, allowed in dataclasses.asdict(checked.experimental).items():
-        if values[name] and not allowed:
+        if getattr(checked, name) and not allowed:
             found.append(
                 f"{name}: expected experimental=Experimental({name}=True), since it may still "
                 "change, got no such leave; pass it"

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .arguments import kind_of
-from .data_parallel_base import DataParallelBase
+from .data_parallel_base import DataParallelBase, config_or_default
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
+from .data_parallel_groups import device_of, held_device_type
 from .entries import gathered
 from .exchange_sums import exchange_sums
 from .expert_ranks import is_expert, model_ranks
@@ -69,25 +69,21 @@ class DistributedDataParallel(DataParallelBase):
                 of `process_groups`; a name pattern without a parameter; parameters of experts
                 without `process_groups`; what `fully_shard` refuses. Nothing has been changed then.
         """
-        super().__init__(module)
-        config = DistributedDataParallelConfig() if config is None else config
-        if not isinstance(config, DistributedDataParallelConfig):
-            raise TypeError(
-                "config: expected a DistributedDataParallelConfig, got "
-                f"{kind_of(config)}; make one with the options that are meant"
-            )
-        self.config = config
+        super().__init__(module, process_groups)
+        self.config = config = config_or_default(config, DistributedDataParallelConfig)
         _check_patterns(module, config)
-        mesh = _mesh(module, config, process_groups)
+        device_type = held_device_type(module)
+        mesh = _mesh(config, process_groups, device_type)
+        of_experts = None
+        if process_groups is not None and any(map(is_expert, module.parameters())):
+            of_experts = process_groups.data_parallel_mesh(expert=True, device_type=device_type)
         is_grid = mesh is not None and mesh.ndim > 1
         outer, inner = (OUTER_AXIS, SHARD_AXIS) if is_grid else (None, None)
         runtime = shard(
             module,
             optimizer,
             _shard_config(module, config, _world_size(mesh), outer),
-            functools.partial(
-                model_ranks, mesh, inner, outer, _mesh_of_experts(module, process_groups)
-            ),
+            functools.partial(model_ranks, mesh, inner, outer, of_experts),
             elementwise=False,
         )
         runtime.sync = config.overlap_grad_reduce
@@ -180,19 +176,14 @@ def _check_patterns(module: nn.Module, config: DistributedDataParallelConfig) ->
 
 
 def _mesh(
-    module: nn.Module,
     config: DistributedDataParallelConfig,
     process_groups: ProcessGroupCollection | None,
+    device_type: str | None,
 ) -> DeviceMesh | None:
     """(instances, ranks of an instance), all ranks of one instance, or None for all there are."""
     instances = config.num_distributed_optimizer_instances
     if process_groups is not None:
-        if not isinstance(process_groups, ProcessGroupCollection):
-            raise TypeError(
-                "process_groups: expected a ProcessGroupCollection, got "
-                f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
-            )
-        mesh = process_groups.data_parallel_mesh()
+        mesh = process_groups.data_parallel_mesh(device_type=device_type)
         found = 1 if mesh.ndim == 1 else mesh.size(0)
         if found != instances:
             raise ValueError(
@@ -208,24 +199,11 @@ def _mesh(
             "num_distributed_optimizer_instances: expected a number that divides the "
             f"{world_size} data-parallel ranks, got {instances}; pass one that does"
         )
-    kinds = {param.device.type for param in module.parameters()}
-    kind = "cuda" if "cuda" in kinds else "cpu"
     return init_device_mesh(
-        kind, (instances, world_size // instances), mesh_dim_names=(OUTER_AXIS, SHARD_AXIS)
+        device_type or device_of(dist.group.WORLD).type,
+        (instances, world_size // instances),
+        mesh_dim_names=(OUTER_AXIS, SHARD_AXIS),
     )
-
-
-def _mesh_of_experts(
-    module: nn.Module, process_groups: ProcessGroupCollection | None
-) -> DeviceMesh | None:
-    experts = [name for name, param in module.named_parameters() if is_expert(param)]
-    if experts and process_groups is None and _world_size(None) > 1:
-        raise ValueError(
-            "process_groups: expected those that say which ranks hold the same experts, got None "
-            f"and parameters marked allreduce=False: {listed(experts)}; pass what "
-            "initialize_model_parallel returns"
-        )
-    return process_groups.data_parallel_mesh(expert=True) if experts and process_groups else None
 
 
 def _world_size(mesh: DeviceMesh | None) -> int:

@@ -7,11 +7,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from .arguments import require_module
+from .arguments import kind_of, require_module
+from .process_groups import ProcessGroupCollection, require_groups
+
+Config = TypeVar("Config")
+
+
+def config_or_default(config: Config | None, kind: type[Config]) -> Config:
+    """`config`, or for None one of `kind` with the defaults.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    found = kind() if config is None else config
+    if not isinstance(found, kind):
+        raise TypeError(
+            f"config: expected a {kind.__name__}, got {kind_of(found)}; make one with the options "
+            "that are meant"
+        )
+    return found
 
 
 class DataParallelBase(nn.Module):
@@ -19,15 +37,19 @@ class DataParallelBase(nn.Module):
     to exchange. Derived classes replace what has something to do.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        """module: the whole model; stays reachable as `.module`.
+    def __init__(
+        self, module: nn.Module, process_groups: ProcessGroupCollection | None = None
+    ) -> None:
+        """module: the whole model. It and the groups stay reachable under these names.
 
         Raises:
-            TypeError: it is none.
+            TypeError: an argument of another type.
         """
         super().__init__()
         require_module(module)
+        require_groups(process_groups)
         self.module = module
+        self.process_groups = process_groups
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""

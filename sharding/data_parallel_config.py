@@ -11,14 +11,13 @@ Sums are taken in FP32, in rank order, whatever travels, and kept in FP32.
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from ..buffers.param_and_grad_buffer import BUS_NUMEL
+from .config import Count, Mebibytes, Patterns, checked_fields
 from .precision import MixedPrecisionPolicy
 from .shard_config import ReverseBuckets, UnitSizes
 from .wire import Wire
@@ -74,16 +73,16 @@ class DistributedDataParallelConfig:
     overlap_param_gather: bool = False
     align_param_gather: bool = False
     use_distributed_optimizer: bool = False
-    num_distributed_optimizer_instances: int = 1
-    bucket_size: int | None = None
-    bucket_mib: float | None = None
-    num_buckets: int | None = None
+    num_distributed_optimizer_instances: Count = 1
+    bucket_size: Count | None = None
+    bucket_mib: Mebibytes | None = None
+    num_buckets: Count | None = None
     pad_buckets_for_high_nccl_busbw: bool = False
     average_in_collective: bool = False
     calculate_per_token_loss: bool = False
     check_for_nan_in_grad: bool = False
     check_for_large_grads: bool = False
-    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    param_name_patterns_for_fp32_local_accumulation: Patterns = ()
 
     def __post_init__(self) -> None:
         if problems := list(_problems(self)):
@@ -115,30 +114,13 @@ class DistributedDataParallelConfig:
         return ReverseBuckets(self.bucket_size or default)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_size(value: object) -> bool:
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_real and 0 < float(value) < math.inf  # type: ignore[arg-type]
-
-
-_SIZES: tuple[tuple[str, Callable[[object], bool], str], ...] = (
-    ("bucket_size", _is_count, "None or a whole number of at least 1 element"),
-    ("bucket_mib", _is_size, "None or a positive number of MiB"),
-    ("num_buckets", _is_count, "None or a whole number of at least 1"),
-)
+_SIZES = ("bucket_size", "bucket_mib", "num_buckets")
 _NEEDS = (
     ("overlap_param_gather", "use_distributed_optimizer", "else no parameter is gathered"),
     ("align_param_gather", "overlap_param_gather", "else there is no gather to align"),
 )
 _EXCLUDES = (
-    (
-        "average_in_collective",
-        "calculate_per_token_loss",
-        "gradients are means or sums",
-    ),
+    ("average_in_collective", "calculate_per_token_loss", "gradients are means or sums"),
     (
         "grad_reduce_in_fp32",
         "param_name_patterns_for_fp32_local_accumulation",
@@ -149,59 +131,24 @@ _EXCLUDES = (
 
 
 def _problems(config: DistributedDataParallelConfig) -> Iterator[str]:
-    for entry in fields(config):
-        value = getattr(config, entry.name)
-        if entry.type == "bool" and not isinstance(value, bool):
-            yield f"{entry.name}: expected True or False, got {value!r}"
-    patterns: object = config.param_name_patterns_for_fp32_local_accumulation
-    if not isinstance(patterns, tuple) or not all(isinstance(text, str) for text in patterns):
-        yield (
-            "param_name_patterns_for_fp32_local_accumulation: expected a tuple of texts, got "
-            f"{patterns!r}"
-        )
-    for find in (_problems_of_sizes, _problems_of_instances, _conflicts, _problems_of_wires):
-        yield from find(config)
-
-
-def _problems_of_sizes(config: DistributedDataParallelConfig) -> Iterator[str]:
-    for name, fits, expected in _SIZES:
-        value = getattr(config, name)
-        if value is not None and not fits(value):
-            yield f"{name}: expected {expected}, got {value!r}"
-    given = [name for name, *_ in _SIZES if getattr(config, name) is not None]
+    checked, problems = checked_fields(config)
+    yield from problems
+    given = [name for name in _SIZES if getattr(config, name) is not None]
     if len(given) > 1:
         yield f"expected at most one of {', '.join(given)}, which all size buckets; keep one"
-
-
-def _conflicts(config: DistributedDataParallelConfig) -> Iterator[str]:
     for name, needed, reason in _NEEDS:
-        if getattr(config, name) and not getattr(config, needed):
+        if getattr(checked, name) and not getattr(checked, needed):
             yield f"{name} needs {needed}=True, {reason}: set that too, or leave {name} out"
     for one, other, reason in _EXCLUDES:
-        if getattr(config, one) and getattr(config, other):
+        if getattr(checked, one) and getattr(checked, other):
             yield f"{one} and {other} exclude each other, as {reason}: leave one of them out"
-
-
-def _problems_of_instances(config: DistributedDataParallelConfig) -> Iterator[str]:
-    instances = config.num_distributed_optimizer_instances
-    if not _is_count(instances):
-        yield (
-            "num_distributed_optimizer_instances: expected a whole number of at least 1, got "
-            f"{instances!r}"
-        )
-    elif instances > 1 and not config.use_distributed_optimizer:
+    instances = checked.num_distributed_optimizer_instances
+    if instances > 1 and not checked.use_distributed_optimizer:
         yield (
             f"num_distributed_optimizer_instances={instances} needs use_distributed_optimizer=True"
             ", else every rank has a whole optimizer: set that too, or leave it at 1"
         )
-
-
-def _problems_of_wires(config: DistributedDataParallelConfig) -> Iterator[str]:
-    checks: tuple[tuple[Callable[[str, Any], object], str], ...] = (
-        (resolve_grad_wire, "grad_wire"),
-        (require_param_wire, "param_wire"),
-    )
-    for check, name in checks:
+    for check, name in ((resolve_grad_wire, "grad_wire"), (require_param_wire, "param_wire")):
         try:
             check(name, getattr(config, name))
         except (TypeError, ValueError) as error:

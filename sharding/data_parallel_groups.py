@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .communicators import communicator, gather_objects
+from .communicators import communicator, gather_objects, require_alike
 from .errors import communicating
 from .mesh_axes import (
     SHARD_AXIS,
@@ -192,6 +193,13 @@ def device_of(
     return bound
 
 
+def held_device_type(module: nn.Module) -> str | None:
+    """The device type of a mesh for `module`: "cuda" if it lies on a GPU, which gloo serves too,
+    else None: the backend says it.
+    """
+    return "cuda" if any(param.is_cuda for param in module.parameters()) else None
+
+
 def _listed(devices: Iterable[torch.device]) -> str:
     return ", ".join(map(str, devices))
 
@@ -230,14 +238,11 @@ def _agree(
     own = (f"{axes}{text}", ranks_per_node, _node_of_this_process())
     what = f"meeting of all ranks to shard over {axes}"
     told = dict(zip(axes.coordinates, gather_objects(own, group, device, what), strict=True))
-    first, (expected, *_) = next(iter(told.items()))
-    for rank, (found, *_) in told.items():
-        if found != expected:
-            raise ValueError(
-                f"device_mesh: expected the same dimensions on every rank, got {expected} on rank "
-                f"{first} and {found} on rank {rank}; make one mesh on all ranks and name the same "
-                "dimensions"
-            )
+    require_alike(
+        {rank: [theirs] for rank, (theirs, *_) in told.items()},
+        "device_mesh: expected the same dimensions",
+        "make one mesh on all ranks and name the same dimensions",
+    )
     asked = {rank: count for rank, (_, count, _) in told.items()}
     nodes = {rank: node for rank, (*_, node) in told.items()}
     return axes.split_by_node(ranks_per_node_of(axes, asked, nodes))

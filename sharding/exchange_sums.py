@@ -9,16 +9,16 @@ from .backward_pass import BackwardPass
 from .runtime import Runtime
 
 
-def exchange_sums(runtime: Runtime) -> bool:
+def exchange_sums(runtime: Runtime) -> None:
     """Exchange the gradients that wait, as a backward outside `no_sync` would have (a collective,
-    if there are any); whether there were some. All ranks must have as many backwards behind them.
+    if there are any). All ranks must have as many backwards behind them.
 
     Raises:
         RuntimeError: a backward runs.
         CommunicationError: a rank is gone.
     """
     if not any(unit.gradients.has_unreduced_sum for unit in runtime.units):
-        return False
+        return
     if runtime.runs_backward:
         raise RuntimeError(
             "finish_grad_sync: expected no backward to run, got a call from inside one; call it "
@@ -46,7 +46,6 @@ def exchange_sums(runtime: Runtime) -> bool:
     order.backwards += 1
     runtime.pool.trim()
     runtime.after_exchanges(runtime)
-    return True
 
 
 def _no_engine() -> None:

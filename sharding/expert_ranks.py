@@ -181,9 +181,10 @@ def check_experts(ranks: ModelRanks, entries: Iterable[ParamEntry], config: Shar
         )
     if names and not has_mesh and ranks.dense.world_size > 1:
         raise ValueError(
-            "expt_device_mesh: expected the mesh of the ranks that hold the same experts, since "
-            f"these are marked so (allreduce=False): {listed(names)}; pass it, or remove the mark "
-            "where all ranks hold the same"
+            "expt_device_mesh: expected the mesh of the ranks that hold the same experts, as the "
+            "process_groups of DistributedDataParallel have it, since these are marked so "
+            f"(allreduce=False): {listed(names)}; pass it, or remove the mark where all ranks hold "
+            "the same"
         )
     if has_mesh and config.symmetric_memory != "off":
         raise ValueError(

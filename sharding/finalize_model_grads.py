@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .arguments import kind_of, require_number
 from .data_parallel_base import DataParallelBase
 from .errors import communicating
-from .process_groups import ProcessGroupCollection
+from .process_groups import ProcessGroupCollection, require_groups
 from .replicated_grads import (
     agree_on,
     find_replicas,
@@ -31,9 +31,6 @@ from .replicated_grads import (
     require_same,
     sum_gradients,
 )
-
-_RESETS = ("reset_global_aux_loss_tracker",)
-"""Methods that modules have to forget what they keep for one step."""
 
 
 def finalize_model_grads(
@@ -67,12 +64,8 @@ def finalize_model_grads(
     """
     chunks = _chunks_of(model)
     if process_groups is None:
-        process_groups = getattr(chunks[0], "process_groups", None)
-    if not isinstance(process_groups, ProcessGroupCollection | None):
-        raise TypeError(
-            "process_groups: expected a ProcessGroupCollection or None, got "
-            f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
-        )
+        process_groups = chunks[0].process_groups
+    require_groups(process_groups)
     expected = "a number of at least 0"
     require_number("expert_bias_update_rate", expert_bias_update_rate, expected, lambda x: x >= 0)
     replicas = find_replicas(chunks, process_groups)
@@ -141,7 +134,8 @@ def update_expert_bias(
     tokens = torch.cat([count.to(torch.float64) for count in counts])
     if group is not None:
         what = "biases of experts"
-        require_same([f"{count.numel()} experts" for count in counts], what, group)
+        told = [f"{count.numel()} experts" for count in counts]
+        require_same(told, what, group, fix="build the same routers on these ranks")
         with communicating(f"sum of tokens for {what}"):
             dist.all_reduce(tokens, group=group)
     numels = [count.numel() for count in counts]
@@ -157,12 +151,11 @@ def _buffer(module: nn.Module, name: str) -> Tensor:
 
 
 def reset_temporaries(chunks: Sequence[DataParallelBase]) -> None:
-    """Have modules forget what they keep for one step."""
+    """Have modules forget what they keep for one step, where they have a method for it."""
     for chunk in chunks:
         for module in chunk.module.modules():
-            for name in _RESETS:
-                if callable(reset := getattr(module, name, None)):
-                    reset()
+            if callable(reset := getattr(module, "reset_global_aux_loss_tracker", None)):
+                reset()
 
 
 def scale_by_tokens(

@@ -14,7 +14,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from .rank_grid import RankGrid, described, require_count
+from .arguments import require_count
+from .rank_grid import RankGrid, described
 
 Ranks = tuple[int, ...]
 _DIMS = ("tp", "cp", "ep", "dp", "pp")
@@ -31,10 +32,10 @@ class ModelParallelLayout:
     may be left out.
 
     Raises:
-        TypeError: a size is no whole number.
-        ValueError: a size below 1, sizes whose product does not divide `world_size`, an order that
-            lacks a dimension or in which dense layers and experts would have other pipelines or
-            instances.
+        TypeError: a size is no number.
+        ValueError: a size that is no whole number of at least 1, sizes whose product does not
+            divide `world_size`, an order that lacks a dimension or in which dense layers and
+            experts would have other pipelines or instances.
     """
 
     world_size: int

@@ -58,7 +58,7 @@ class NcclMemPool:
         self._backends = backends
         self._symm = symm
         self._device = device
-        self._registered: list[Any] = []
+        self._registrations = contextlib.ExitStack()
         self._block: contextlib.AbstractContextManager[None] | None = None
 
     def __enter__(self) -> NcclMemPool:
@@ -94,22 +94,15 @@ class NcclMemPool:
         """End all registrations, the latest first; tensors stay. Once more does nothing.
 
         Raises:
-            RuntimeError: NCCL's, of the first group that refused, after all were asked.
+            RuntimeError: NCCL's, of a group that refused, after all were asked.
         """
-        failures: list[RuntimeError] = []
-        while self._registered:
-            try:
-                self._registered.pop().deregister_mem_pool(self.pool)
-            except RuntimeError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        self._registrations.close()
 
     def _register(self) -> None:
         options = {"symm": True} if self._symm else {}
         for backend in self._backends:
             # First: torch notes a pool before it registers what is in it.
-            self._registered.append(backend)
+            self._registrations.callback(backend.deregister_mem_pool, self.pool)
             try:
                 backend.register_mem_pool(self.pool, **options)
             except (RuntimeError, TypeError) as error:

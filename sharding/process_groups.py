@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import kind_of, require_number
-from .communicators import end_communicators, gather_objects, new_communicator
+from .communicators import end_communicators, gather_objects, new_communicator, require_alike
 from .data_parallel_groups import device_of, group_over
 from .mesh_axes import SHARD_AXIS
 from .model_parallel_layout import GROUP_KINDS, ModelParallelLayout, Ranks, group_kind
@@ -148,6 +148,19 @@ class ProcessGroupCollection:
         end_communicators(self.groups.values())
 
 
+def require_groups(process_groups: object) -> None:
+    """Refuse what is neither None nor a collection.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(process_groups, ProcessGroupCollection | None):
+        raise TypeError(
+            "process_groups: expected a ProcessGroupCollection or None, got "
+            f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
+        )
+
+
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -231,18 +244,14 @@ def _require_agreement(
         ValueError: they differ; on every rank.
         CommunicationError: a rank is gone, or was given other ranks.
     """
-    told = {name: str(value) for name, value in arguments.items()}
     everyone = gather_objects(
-        told,
+        [f"{name} {value}" for name, value in arguments.items()],
         group_over(tuple(ranks), (job,)),
         device_of(job),
         f"meeting of ranks {ranks.start} to {ranks.stop - 1} to make groups",
     )
-    for rank, theirs in zip(ranks, everyone, strict=True):
-        for name, expected in everyone[0].items():
-            if theirs[name] != expected:
-                raise ValueError(
-                    f"initialize_model_parallel: expected the same {name} on every rank, got "
-                    f"{expected} on rank {ranks.start} and {theirs[name]} on rank {rank}; pass the "
-                    "same arguments everywhere"
-                )
+    require_alike(
+        dict(zip(ranks, everyone, strict=True)),
+        "initialize_model_parallel: expected the same arguments",
+        "pass the same everywhere",
+    )

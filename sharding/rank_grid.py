@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .arguments import require_count
 from .communicators import end_communicators, new_communicator
 
 Dims = str | Sequence[str]
@@ -32,8 +33,8 @@ class RankGrid:
     in the same order. Any number of grids may lie over the same ranks.
 
     Raises:
-        TypeError: a size is no whole number.
-        ValueError: a size below 1, names that are no distinct words.
+        TypeError: a size is no number.
+        ValueError: a size that is no whole number of at least 1, names that are no distinct words.
     """
 
     def __init__(self, shape: Sequence[int], dim_names: Sequence[str], rank_offset: int = 0):
@@ -217,19 +218,6 @@ def described(sizes: dict[str, int]) -> str:
     return " x ".join(f"{n} {s}" for n, s in sizes.items()) + f" = {math.prod(sizes.values())}"
 
 
-def require_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is no whole number of at least `least`.
-
-    Raises:
-        TypeError: it is no whole number.
-        ValueError: it is smaller.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a whole number, got {value!r}; pass an int")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}; pass such a number")
-
-
 def require_member(ranks: range) -> tuple[int, dist.ProcessGroup]:
     """This process's number in the job, which is one of `ranks`, and the job's group.
 
@@ -264,7 +252,5 @@ def mesh_of(
     device_type: str,
 ) -> DeviceMesh:
     """A mesh of `ranks`, row by row, with the groups that there are of each dimension."""
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(names))
     table = torch.tensor(list(ranks), dtype=torch.int).view(*shape)
     return DeviceMesh.from_group(list(groups), device_type, table, mesh_dim_names=tuple(names))

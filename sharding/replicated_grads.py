@@ -29,7 +29,7 @@ from ..buffers.layout import round_up
 from ..kernels import pack_, unpack_
 from ..kernels.checks import SOURCE_DTYPES, check_dtype
 from .collectives import start_all_gather
-from .communicators import gather_objects, host_group
+from .communicators import gather_objects, host_group, require_alike
 from .data_parallel_base import DataParallelBase
 from .errors import communicating
 from .process_groups import ProcessGroupCollection
@@ -149,6 +149,12 @@ def group_with_others(
     return group if dist.get_world_size(group) > 1 else None
 
 
+_FIX = (
+    "mark the same parameters on these ranks, and shard them alike: as a unit of their own, over "
+    "as many ranks, or not at all (ZeRO level 0)"
+)
+
+
 def agree_on(replicas: Replicas) -> None:
     """Refuse what cannot be summed (a collective of the hosts).
 
@@ -163,10 +169,10 @@ def agree_on(replicas: Replicas) -> None:
             check_dtype(f"gradient of '{name}'", part, SOURCE_DTYPES)
     kind = replicas.kind
     layouts = [_layout_of(*copies[0], named=kind.is_named_alike) for copies in replicas.params]
-    require_same(layouts, kind.what, replicas.group)
+    require_same(layouts, kind.what, replicas.group, fix=_FIX)
 
 
-def require_same(told: Sequence[str], what: str, group: dist.ProcessGroup) -> None:
+def require_same(told: Sequence[str], what: str, group: dist.ProcessGroup, *, fix: str) -> None:
     """Have all ranks of `group` tell the same (a collective of the hosts).
 
     Raises:
@@ -182,15 +188,8 @@ def require_same(told: Sequence[str], what: str, group: dist.ProcessGroup) -> No
         return
     everyone = gather_objects(list(told), hosts, torch.device("cpu"), f"comparison of {what}")
     ranks = dist.get_process_group_ranks(group)
-    other = next(place for place, theirs in enumerate(everyone) if theirs != everyone[0])
-    pairs = itertools.zip_longest(everyone[0], everyone[other], fillvalue="nothing")
-    expected, got = next((one, two) for one, two in pairs if one != two)
-    raise ValueError(
-        f"{what}: expected the same ones on all ranks that share them, and of each the same "
-        f"elements, got {expected} on rank {ranks[0]} and {got} on rank {ranks[other]}; mark the "
-        "same parameters on these ranks, and shard them alike: as a unit of their own, over as "
-        "many ranks, or not at all (ZeRO level 0)"
-    )
+    expected = f"{what}: expected the same ones, and of each the same elements,"
+    require_alike(dict(zip(ranks, everyone, strict=True)), expected, fix)
 
 
 def _layout_of(name: str, param: nn.Parameter, *, named: bool) -> str:

@@ -13,33 +13,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .arguments import require_forward, require_module
+from .arguments import require_forward
 from .build import refuse_assignment
-from .data_parallel_base import DataParallelBase
-from .data_parallel_groups import device_of
+from .data_parallel_base import DataParallelBase, config_or_default
+from .data_parallel_groups import device_of, held_device_type
 from .fully_shard import is_sharded
 from .messages import listed
 from .modules.partition import is_dtensor
 from .modules.unit_classes import UnitClass, resolve_unit_classes
+from .process_groups import ProcessGroupCollection
 
 # Two seconds of import, which only who shards by FSDP2 needs.
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-
-
-class HasDataParallelGroup(Protocol):
-    """Groups of which one has the ranks that share a model, as a `ProcessGroupCollection` has."""
-
-    @property
-    def dp_cp(self) -> dist.ProcessGroup:
-        """All ranks that hold the same model and other data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +59,14 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         self,
         module: nn.Module,
         config: TorchFullyShardedDataParallelConfig | None = None,
-        process_groups: HasDataParallelGroup | None = None,
+        process_groups: ProcessGroupCollection | None = None,
         *,
         mesh: DeviceMesh | None = None,
         fsdp_unit_modules: Iterable[UnitClass] | None = None,
     ) -> None:
         """mesh: one axis, or two, of which the first has replicas; default: that of
-        `process_groups.dp_cp`, or all ranks of the job. fsdp_unit_modules: classes, their names or
-        import paths, as `sidestream.fully_shard` takes them; instances may lie in one another.
+        `process_groups`, or all ranks of the job. fsdp_unit_modules: classes, their names or import
+        paths, as `sidestream.fully_shard` takes them; instances may lie in one another.
 
         Raises:
             TypeError: an argument of the wrong type.
@@ -81,7 +74,7 @@ class TorchFullyShardedDataParallel(DataParallelBase):
                 without a forward; parameters that are shared by two units.
             RuntimeError: no process group.
         """
-        require_module(module)
+        super().__init__(module, process_groups)
         require_forward(module)
         if is_sharded(module) or any(map(is_dtensor, module.parameters())):
             raise ValueError(
@@ -90,9 +83,8 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             )
         units = _units_in(module, fsdp_unit_modules)
         _require_apart(module, units)
-        super().__init__(module)
-        self.config = config or TorchFullyShardedDataParallelConfig()
-        self._mesh = _mesh_of(process_groups, mesh)
+        self.config = config_or_default(config, TorchFullyShardedDataParallelConfig)
+        self._mesh = _mesh_of(process_groups, mesh, held_device_type(module))
         self._syncs = True
         self.broadcast_params()
         attributes = {name: dict(vars(param)) for name, param in module.named_parameters()}
@@ -257,7 +249,9 @@ def _require_apart(module: nn.Module, units: list[nn.Module]) -> None:
                 )
 
 
-def _mesh_of(groups: HasDataParallelGroup | None, mesh: DeviceMesh | None) -> DeviceMesh:
+def _mesh_of(
+    groups: ProcessGroupCollection | None, mesh: DeviceMesh | None, device_type: str | None
+) -> DeviceMesh:
     if groups is not None and mesh is not None:
         raise ValueError(
             "mesh: expected process_groups or mesh, got both; pass the one that names the ranks"
@@ -270,8 +264,9 @@ def _mesh_of(groups: HasDataParallelGroup | None, mesh: DeviceMesh | None) -> De
             "torch.distributed.init_process_group first, on one rank too"
         )
     if groups is not None:
-        return DeviceMesh.from_group(groups.dp_cp, device_of(groups.dp_cp).type)
-    return init_device_mesh(device_of(dist.group.WORLD).type, (dist.get_world_size(),))
+        return groups.data_parallel_mesh(device_type=device_type)
+    device_type = device_type or device_of(dist.group.WORLD).type
+    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def _keep_attributes(part: nn.Module) -> None:

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..sharding import (
@@ -26,7 +24,7 @@ from .data import MIB
 from .model import Block
 from .optimization import build_optimizer
 from .options import TrainOptions
-from .ranks import SHARD_DIM, Replicas
+from .ranks import Replicas
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ONE_QUEUE = (
@@ -103,7 +101,6 @@ def _sharded_by_us(options: TrainOptions, model: nn.Module, device: torch.device
 def _sharded_by_fsdp2(options: TrainOptions, model: nn.Module, device: torch.device) -> Engine:
     # Seconds of import, for those alone who ask for it.
     from torch.distributed import fsdp
-    from torch.distributed.device_mesh import init_device_mesh
 
     from ..sharding.torch_fully_sharded import (
         TorchFullyShardedDataParallel,
@@ -113,13 +110,10 @@ def _sharded_by_fsdp2(options: TrainOptions, model: nn.Module, device: torch.dev
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=DTYPES[options.compute], reduce_dtype=torch.float32
     )
-    mesh: Any = replicas_of(options).arguments(device).get("device_mesh") or init_device_mesh(
-        device.type, (dist.get_world_size(),), mesh_dim_names=(SHARD_DIM,)
-    )
     module = TorchFullyShardedDataParallel(
         model,
         TorchFullyShardedDataParallelConfig(mp_policy=policy),
-        mesh=mesh,
+        mesh=replicas_of(options).arguments(device).get("device_mesh"),
         fsdp_unit_modules=[Block],
     )
     optimizer = build_optimizer(module.parameters(), options.lr)

@@ -29,7 +29,6 @@ class DelayedScaling(nn.Module):
     amax_history: FP32 [num_tensors, length], [:, 0] being the step that runs. scales: FP32
     [num_tensors]; 0 while a tensor has no history, when `scales_for` takes the scale that its
     present amax would give: no step is cast with a scale that nothing was measured for.
-
     """
 
     amax_history: Tensor

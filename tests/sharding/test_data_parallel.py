@@ -584,19 +584,21 @@ def _mixture(sizes: tuple[int, int, int], instances: int, options: dict[str, Any
     first = float(dist.get_process_group_ranks(groups.expt_dp)[0])
     net = Mixture()
     net.expert.data.fill_(first if dist.get_rank() == first else 77.0)
+    net.dense.sequence_parallel = True  # for tp, which the model knows from its groups
     config = _config(num_distributed_optimizer_instances=instances, **options)
     model = DistributedDataParallel(net, config, groups)
     optimizer = ss.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     model(torch.tensor(2.0 ** dist.get_rank())).backward()
-    model.finish_grad_sync()
+    ss.finalize_model_grads(model)
     found = [grad.unique().tolist() for grad in _grads(model).values()]
     optimizer.step()
     model.broadcast_params()  # of each set of ranks by itself: nothing changes
     found += [p.full_tensor().unique().tolist() for p in net.parameters()]
 
-    dense, expert = map(dist.get_process_group_ranks, (groups.dp_cp, groups.expt_dp))
-    factor = 1.0 if options.get("calculate_per_token_loss") else 1 / len(dense)
-    want = [factor * sum(2.0**rank for rank in ranks) for ranks in (dense, expert)]
+    expert = dist.get_process_group_ranks(groups.expt_dp)
+    factor = 1.0 if options.get("calculate_per_token_loss") else 1 / groups.dp_cp.size()
+    stage = dist.get_process_group_ranks(groups.tp_dp_cp)
+    want = [factor * sum(2.0**rank for rank in ranks) for ranks in (stage, expert)]
     expected = [[value] for value in (*want, -want[0], first - want[1])]
     return [] if found == expected else [sizes, instances, options, found, expected]
 
@@ -677,9 +679,9 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
 def test_what_cannot_be_is_refused():
     first, second = run_on_ranks(_refused, 2)
     assert first == second
-    assert "parameters marked allreduce=False: layers.2.weight" in first["expert"]
+    assert "marked so (allreduce=False): layers.2.weight" in first["expert"]
     assert "divides the 2 data-parallel ranks, got 3" in first["instances"]
     assert "'router.*', which matches none of" in first["pattern"]
-    assert "expected a ProcessGroupCollection, got object" in first["groups"]
+    assert "expected a ProcessGroupCollection or None, got object" in first["groups"]
     assert "expected 1, as process_groups have, got 2" in first["other instances"]
     assert first["unchanged"] == "True"

@@ -190,8 +190,9 @@ def _order_and_tokens(rank, pairs, alongside):
     finalize_model_grads(chunk, torch.tensor(2**40 if rank else 0))
     assert _grads(chunk)["weight"].tolist() == [float(torch.tensor(1 / (3 * 2**40)))] * 2
     chunk = _chunk({"weight": torch.ones(2)}, {"weight": ["sequence_parallel"]})
-    chunk.process_groups = ProcessGroupCollection(tp=dist.group.WORLD)
-    finalize_model_grads(chunk)
+    finalize_model_grads(
+        DataParallelBase(chunk.module, ProcessGroupCollection(tp=dist.group.WORLD))
+    )
     assert _grads(chunk)["weight"].tolist() == [4.0, 4.0]
 
 

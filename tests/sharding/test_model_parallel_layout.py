@@ -306,11 +306,27 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "world_size: expected a multiple of tp 2 x ep 8 x pp 1 = 16 for experts, got 8; change "
         "the sizes or start another number of ranks",
     ),
-    "no size": (8, {"tp": 0}, "tensor_model_parallel_size: expected at least 1, got 0"),
+    "no size": (
+        8,
+        {"tp": 0},
+        "tensor_model_parallel_size: expected a whole number of at least 1, got 0",
+    ),
     "half a size": (8, {"pp": 1.5}, "pipeline_model_parallel_size: expected a whole number"),
-    "a truth": (8, {"cp": True}, "context_parallel_size: expected a whole number, got True"),
-    "no experts": (8, {"etp": 0}, "expert_tensor_parallel_size: expected at least 1, got 0"),
-    "negative offset": (8, {"offset": -1}, "rank_offset: expected at least 0, got -1"),
+    "a truth": (
+        8,
+        {"cp": True},
+        "context_parallel_size: expected a whole number of at least 1, got True",
+    ),
+    "no experts": (
+        8,
+        {"etp": 0},
+        "expert_tensor_parallel_size: expected a whole number of at least 1, got 0",
+    ),
+    "negative offset": (
+        8,
+        {"offset": -1},
+        "rank_offset: expected a whole number of at least 0, got -1",
+    ),
     "order lacks a dimension": (
         8,
         {"tp": 2, "order": "cp-dp-pp"},
@@ -391,7 +407,10 @@ GRIDS: dict[str, tuple[Any, str]] = {
     ),
     "same names": (lambda: RankGrid((2, 2), ("a", "a")), "got ('a', 'a')"),
     "joined name": (lambda: RankGrid((2,), ("a-b",)), "'-' is what joins names"),
-    "size": (lambda: RankGrid((2, 0), ("a", "b")), "size of 'b': expected at least 1, got 0"),
+    "size": (
+        lambda: RankGrid((2, 0), ("a", "b")),
+        "size of 'b': expected a whole number of at least 1, got 0",
+    ),
     "offset": (lambda: RankGrid((2,), ("a",), 1.0), "rank_offset: expected a whole number"),
     "unknown": (lambda: RankGrid((2,), ("a",)).get_rank_enum("b"), "expected some of ('a',)"),
     "twice": (lambda: RankGrid((2,), ("a",)).get_rank_enum("a-a"), "each once, got 'a-a'"),

@@ -142,9 +142,9 @@ def _custom_order(rank: int) -> None:
 def _differing(rank: int) -> None:
     """Arguments that differ between ranks are refused on all, before a group is made."""
     text = _refusal(lambda: initialize_model_parallel(2 if rank == 3 else 1))
-    assert "expected the same sizes on every rank" in text and "on rank 3" in text
+    assert "expected the same arguments on every rank, got sizes" in text and "on rank 3" in text
     text = _refusal(lambda: initialize_model_parallel(groups=["dp", "tp"][: 2 - rank // 3]))
-    assert "expected the same groups on every rank, got ['tp', 'dp'] on rank 0" in text
+    assert "expected the same arguments on every rank, got groups ['tp', 'dp'] on rank 0" in text
 
 
 def _grid(rank: int) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import sidestream as ss
+from sidestream.sharding.process_groups import ProcessGroupCollection
 from sidestream.sharding.torch_fully_sharded import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
@@ -166,8 +167,8 @@ def _loads(rank: int, world_size: int, folder: str) -> None:
     model.load_state_dict(plain.state_dict())
     _same(model, plain)
     # Of another sharding, as FSDP2 and as ours; of the same one.
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shard"))
-    replicated = _adapter(2, mesh=mesh)
+    groups = ss.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    replicated = _adapter(2, process_groups=groups)
     ours, _ = ss.fully_shard(Model(3), None)
     for other in (replicated, ours, _adapter(4)):
         model.load_state_dict(other.state_dict())
@@ -234,9 +235,7 @@ def test_loads_state_dicts_and_checkpoints_whichever_way_they_were_sharded(tmp_p
 
 
 def _refuses(rank: int, world_size: int) -> None:
-    class Groups:
-        dp_cp = torch.distributed.group.WORLD
-
+    groups = ProcessGroupCollection(dp_cp=torch.distributed.group.WORLD)
     tied = Model()
     tied.layers[1].inner.weight = tied.layers[0].inner.weight
     before = dict(tied.named_parameters(remove_duplicate=False))
@@ -249,10 +248,12 @@ def _refuses(rank: int, world_size: int) -> None:
         TorchFullyShardedDataParallel(Model(), fsdp_unit_modules=["Nope"])
     with pytest.raises(ValueError, match="sharded already"):
         TorchFullyShardedDataParallel(ss.fully_shard(Model(), None)[0])
+    with pytest.raises(TypeError, match="expected a TorchFullyShardedDataParallelConfig, got dict"):
+        TorchFullyShardedDataParallel(Model(), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got both"):
-        _adapter(process_groups=Groups(), mesh=init_device_mesh("cpu", (1,)))
+        _adapter(process_groups=groups, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match="sharded already"):
-        TorchFullyShardedDataParallel(_adapter(process_groups=Groups()).module)
+        TorchFullyShardedDataParallel(_adapter(process_groups=groups).module)
 
 
 def test_refuses_what_cannot_be_sharded_before_anything_changes() -> None:
