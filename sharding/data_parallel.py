@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .arguments import kind_of
-from .data_parallel_base import DataParallelBase
+from .arguments import kind_of, require_forward
+from .data_parallel_base import DataParallelBase, require_factor
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
+from .data_parallel_groups import initialize_from_environment
 from .entries import gathered
 from .exchange_sums import exchange_sums
 from .expert_ranks import is_expert, model_ranks
@@ -38,6 +39,9 @@ from .param_waits import ParamWaits
 from .process_groups import OUTER_AXIS, ProcessGroupCollection
 from .runtime import Runtime
 from .shard_config import ShardConfig, resolve_config
+
+_COMPARED = ("check_for_nan_in_grad", "check_for_large_grads")
+"""Options of which `fully_shard` knows nothing, for which ranks communicate."""
 
 
 class DistributedDataParallel(DataParallelBase):
@@ -70,13 +74,15 @@ class DistributedDataParallel(DataParallelBase):
                 without `process_groups`; what `fully_shard` refuses. Nothing has been changed then.
         """
         super().__init__(module)
+        require_forward(module)
         config = DistributedDataParallelConfig() if config is None else config
         if not isinstance(config, DistributedDataParallelConfig):
             raise TypeError(
                 "config: expected a DistributedDataParallelConfig, got "
                 f"{kind_of(config)}; make one with the options that are meant"
             )
-        self.config = config
+        self.config, self.process_groups = config, process_groups
+        self.averages = not config.calculate_per_token_loss
         _check_patterns(module, config)
         mesh = _mesh(module, config, process_groups)
         is_grid = mesh is not None and mesh.ndim > 1
@@ -89,6 +95,7 @@ class DistributedDataParallel(DataParallelBase):
                 model_ranks, mesh, inner, outer, _mesh_of_experts(module, process_groups)
             ),
             elementwise=False,
+            told={name: str(getattr(config, name)) for name in _COMPARED},
         )
         runtime.sync = config.overlap_grad_reduce
         if config.check_for_nan_in_grad or config.check_for_large_grads:
@@ -136,7 +143,9 @@ class DistributedDataParallel(DataParallelBase):
 
         Raises:
             RuntimeError: some were not exchanged yet.
+            TypeError, ValueError: it is no such factor.
         """
+        factor = require_factor(factor)
         self._runtime.check_reduced("scale_gradients")
         grads = [run.param.grad for run in self._runs() if run.param.grad is not None]
         if grads:
@@ -185,6 +194,7 @@ def _mesh(
     process_groups: ProcessGroupCollection | None,
 ) -> DeviceMesh | None:
     """(instances, ranks of an instance), all ranks of one instance, or None for all there are."""
+    initialize_from_environment()
     instances = config.num_distributed_optimizer_instances
     if process_groups is not None:
         if not isinstance(process_groups, ProcessGroupCollection):

@@ -59,26 +59,27 @@ def finalize_model_grads(
 
     Raises:
         TypeError: the model is no `DataParallelBase`, num_tokens no integer, process_groups none.
-        ValueError: no chunks; several counts; a negative rate; ranks of a group that share other
-            parameters or, such as stages that cut a tied embedding differently, other parts.
+        ValueError: no chunks; several counts; a count for gradients that are means; a negative
+            rate; ranks of a group that share other parameters or, such as stages that cut a tied
+            embedding differently, other parts.
         AttributeError: a group that is needed is unset.
         RuntimeError: gradients were accumulated under `no_sync` and not exchanged.
         CommunicationError: a rank is gone.
     """
     chunks = _chunks_of(model)
-    if process_groups is None:
-        process_groups = getattr(chunks[0], "process_groups", None)
-    if not isinstance(process_groups, ProcessGroupCollection | None):
+    found = chunks[0].process_groups if process_groups is None else process_groups
+    if not isinstance(found, ProcessGroupCollection | None):
         raise TypeError(
             "process_groups: expected a ProcessGroupCollection or None, got "
-            f"{kind_of(process_groups)}; pass what initialize_model_parallel returns"
+            f"{kind_of(found)}; pass what initialize_model_parallel returns"
         )
+    process_groups = found
     expected = "a number of at least 0"
     require_number("expert_bias_update_rate", expert_bias_update_rate, expected, lambda x: x >= 0)
     replicas = find_replicas(chunks, process_groups)
     routers = _routers_of(chunks)
     across = _group(process_groups, "tp_dp_cp") if routers else None
-    count = None if num_tokens is None else _count(num_tokens, chunks[0])
+    count = None if num_tokens is None else _count(num_tokens, chunks)
     pipeline = _group(process_groups, "pp") if count is not None else None
     data_parallel = _group(process_groups, "dp_cp") if count is not None else None
 
@@ -188,9 +189,15 @@ def scale_by_tokens(
         chunk.scale_gradients(factor)
 
 
-def _count(num_tokens: int | Tensor, chunk: DataParallelBase) -> Tensor:
+def _count(num_tokens: int | Tensor, chunks: Sequence[DataParallelBase]) -> Tensor:
     """A copy, where the gradients are."""
-    device = next((param.device for param in chunk.parameters()), None)
+    if any(chunk.averages for chunk in chunks):
+        raise ValueError(
+            "num_tokens: expected None for a model that averages gradients over the ranks, got "
+            f"{num_tokens!r}, by which they would be divided as well; pass "
+            "DistributedDataParallelConfig(calculate_per_token_loss=True), or leave it out"
+        )
+    device = next((param.device for param in chunks[0].parameters()), None)
     told = torch.as_tensor(num_tokens)
     if told.is_floating_point() or told.is_complex() or told.dtype == torch.bool:
         raise TypeError(

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .arguments import require_forward, require_module
 from .build import refuse_assignment
-from .data_parallel_base import DataParallelBase
+from .data_parallel_base import DataParallelBase, require_factor
 from .data_parallel_groups import device_of
 from .fully_shard import is_sharded
 from .messages import listed
@@ -92,6 +92,7 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         _require_apart(module, units)
         super().__init__(module)
         self.config = config or TorchFullyShardedDataParallelConfig()
+        self.process_groups = process_groups
         self._mesh = _mesh_of(process_groups, mesh)
         self._syncs = True
         self.broadcast_params()
@@ -145,6 +146,7 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             RuntimeError: some gradients wait for their exchange under `no_sync`.
         """
         self._require_exchanged("scale_gradients")
+        factor = require_factor(factor)
         for param in self._params_at_rest():
             if param.grad is not None:
                 _local(param.grad).mul_(factor)
