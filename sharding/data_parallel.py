@@ -142,10 +142,15 @@ class DistributedDataParallel(DataParallelBase):
         """Multiply all gradients by `factor`, a number or a tensor of one element.
 
         Raises:
-            RuntimeError: some were not exchanged yet.
+            RuntimeError: some were not exchanged yet, or a backward runs.
             TypeError, ValueError: it is no such factor.
         """
         factor = require_factor(factor)
+        if self._runtime.runs_backward:
+            raise RuntimeError(
+                "scale_gradients: expected no backward to run, got a call from inside one, where "
+                "gradients are still to come; call it after finish_grad_sync"
+            )
         self._runtime.check_reduced("scale_gradients")
         grads = [run.param.grad for run in self._runs() if run.param.grad is not None]
         if grads:
@@ -159,7 +164,15 @@ class DistributedDataParallel(DataParallelBase):
     def broadcast_params(self) -> None:
         """Give all ranks that hold the same parameters the values of the first (a collective).
         Needs memory for all parameters once more.
+
+        Raises:
+            RuntimeError: the model runs, forward or backward.
         """
+        if self._runtime.runs_backward or self._runtime.root_calls:
+            raise RuntimeError(
+                "broadcast_params: expected a model that does not run, got a call from inside its "
+                "forward or backward, which use the parameters; call it between steps"
+            )
         with gathered(self.module, write=True), torch.no_grad():
             for unit in self._runtime.units:
                 assert unit.faces.whole is not None

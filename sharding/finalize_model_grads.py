@@ -13,6 +13,7 @@ No step reads a value of a gradient on the host.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,9 +60,9 @@ def finalize_model_grads(
 
     Raises:
         TypeError: the model is no `DataParallelBase`, num_tokens no integer, process_groups none.
-        ValueError: no chunks; several counts; a count for gradients that are means; a negative
-            rate; ranks of a group that share other parameters or, such as stages that cut a tied
-            embedding differently, other parts.
+        ValueError: no chunks; several counts or a negative one; a count for gradients that are
+            means; a negative rate; ranks of a group that share other parameters or, such as stages
+            that cut a tied embedding differently, other parts.
         AttributeError: a group that is needed is unset.
         RuntimeError: gradients were accumulated under `no_sync` and not exchanged.
         CommunicationError: a rank is gone.
@@ -198,7 +199,8 @@ def _count(num_tokens: int | Tensor, chunks: Sequence[DataParallelBase]) -> Tens
             "DistributedDataParallelConfig(calculate_per_token_loss=True), or leave it out"
         )
     device = next((param.device for param in chunks[0].parameters()), None)
-    told = torch.as_tensor(num_tokens)
+    is_number = isinstance(num_tokens, numbers.Integral | Tensor)
+    told = torch.as_tensor(num_tokens if is_number else 0.0)
     if told.is_floating_point() or told.is_complex() or told.dtype == torch.bool:
         raise TypeError(
             f"num_tokens: expected an integer, got {num_tokens!r}; count tokens, and sum weighted "
@@ -208,4 +210,6 @@ def _count(num_tokens: int | Tensor, chunks: Sequence[DataParallelBase]) -> Tens
         raise ValueError(
             f"num_tokens: expected one number, got shape {tuple(told.shape)}; pass their sum"
         )
+    if not isinstance(num_tokens, Tensor) and num_tokens < 0:  # what is on a GPU nobody reads
+        raise ValueError(f"num_tokens: expected at least 0, got {num_tokens}; count tokens")
     return told.detach().reshape(()).to(device, torch.int64, copy=True)

@@ -231,6 +231,20 @@ def _wrong_factors(model: DataParallelBase) -> None:
             model.scale_gradients(factor)
 
 
+def _calls_from_inside(model: DistributedDataParallel, rank: int) -> None:
+    inner = model.module.layers[1]
+    forward, backward = inner.register_forward_hook, inner.register_full_backward_hook
+    for register, call in (
+        (forward, model.broadcast_params),
+        (backward, model.broadcast_params),
+        (backward, lambda: model.scale_gradients(2)),
+    ):
+        handle = register(lambda *_, call=call: call())
+        with pytest.raises(RuntimeError, match=r"expected .* from inside"):
+            model(_batch(0, rank)).square().mean().backward()
+        handle.remove()
+
+
 def _accumulate(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     expected = _net()
@@ -276,6 +290,7 @@ def _accumulate(rank: int, world_size: int) -> dict[str, Any]:
         found[f"{name}, again"] = close(_grads(model))
         optimizer.step()
 
+    _calls_from_inside(model, rank)
     per_token = DistributedDataParallel(_net(), _config(calculate_per_token_loss=True))
     for step in range(2):
         per_token(_batch(step, rank)).square().mean().backward()

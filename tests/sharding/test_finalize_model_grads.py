@@ -215,6 +215,8 @@ def _refusals(rank, pairs):
             AttributeError, chunk, 4, ProcessGroupCollection(tp=pairs, dp_cp=pairs)
         ),
         "tokens": refusal(TypeError, chunk, 4.0, ProcessGroupCollection(tp=pairs)),
+        "a text": refusal(TypeError, chunk, "4", ProcessGroupCollection(tp=pairs)),
+        "negative": refusal(ValueError, chunk, -4, ProcessGroupCollection(tp=pairs)),
         "many tokens": refusal(
             ValueError, chunk, torch.tensor([1, 2]), ProcessGroupCollection(tp=pairs)
         ),
@@ -257,6 +259,8 @@ def test_each_step_gives_what_its_definition_says():
             "unset": ("tp:",),
             "unset for tokens": ("pp:",),
             "tokens": ("num_tokens: expected an integer, got 4.0",),
+            "a text": ("num_tokens: expected an integer, got '4'",),
+            "negative": ("num_tokens: expected at least 0, got -4",),
             "many tokens": ("one number", "(2,)"),
             "rate": ("expert_bias_update_rate", "-1.0"),
             "shape": ("'b.weight' of shape (2,)", "rank 0", "'b.weight' of shape (3,)", "rank 2"),
