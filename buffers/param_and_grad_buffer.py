@@ -16,6 +16,7 @@ is one of the places that these rules allow. All sizes are in elements.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -93,17 +94,26 @@ def param_and_grad_layout(
             buckets are divided, each has one of its own, so that both stages cut it alike.
 
     Raises:
-        ValueError: a size that is below 1, padding of what is not divided.
+        TypeError: a size or an index that is no whole number.
+        ValueError: a size that is below 1, or of a shape below 0; padding of what is not divided;
+            an index that no tensor has.
     """
     for name, value in (("bucket_size", bucket_size), ("num_shards", num_shards)):
-        if value is not None and value < 1:
+        if value is not None and operator.index(value) < 1:
             raise ValueError(f"{name}: expected None or at least 1, got {value}")
     if pad_for_bus_bandwidth and num_shards is None:
         raise ValueError(
             "pad_for_bus_bandwidth: expected False without num_shards, where no bucket is padded, "
             "got True; pass num_shards, or leave it out"
         )
-    sizes = tuple(tuple(int(size) for size in shape) for shape in shapes)
+    sizes = tuple(tuple(operator.index(size) for size in shape) for shape in shapes)
+    if any(size < 0 for shape in sizes for size in shape):
+        raise ValueError(f"shapes: expected sizes of at least 0, got {sizes}")
+    if not set(shared_embeddings) <= set(range(len(sizes))):
+        raise ValueError(
+            f"shared_embeddings: expected indices of {len(sizes)} tensors, got "
+            f"{sorted(shared_embeddings)}; count them as they are registered, from 0"
+        )
     align, length, apart = 1, 1, frozenset[int]()
     if num_shards is not None:
         align, apart = PARAM_START_NUMEL, frozenset(shared_embeddings)
@@ -162,13 +172,32 @@ class ParamAndGradBuffer:
         return _views(self.grads, self.layout)
 
     def param_views(self) -> list[Tensor]:
-        """Each parameter [its shape], as registered: views of `param_data`, which there must be."""
+        """Each parameter [its shape], as registered: views of `param_data`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self._require_params()
         return _views(self.params, self.layout)
 
     def shards(self, bucket: int, *, of_params: bool = False) -> list[Tensor]:
-        """Bucket number `bucket` in equal parts, that of rank r at r: views."""
+        """Bucket number `bucket` in equal parts, that of rank r at r: views.
+
+        Raises:
+            ValueError: parts of parameters, of which there are none.
+            IndexError: no such bucket.
+        """
+        if of_params:
+            self._require_params()
         flat = (self.params if of_params else self.grads)[bucket]
         return cut(flat.data, flat.layout.world_size)
+
+    def _require_params(self) -> None:
+        if self.param_data is None:
+            raise ValueError(
+                "params: expected a buffer with parameters, got one of gradients alone; make it "
+                "with param_dtype"
+            )
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor`."""

@@ -141,6 +141,10 @@ def _are_functions(value: Any) -> bool:
     return all(map(callable, value)) if several else callable(value)
 
 
+def _is_another_count(functions: Functions | None, count: int | None) -> bool:
+    return isinstance(functions, list | tuple) and count not in (None, len(functions))
+
+
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "True or False"),
     "Count": (lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
@@ -191,6 +195,17 @@ _RULES: tuple[tuple[Callable[[Any], object], str], ...] = (
         "microbatch_group_size_per_vp_stage: expected at least pipeline_model_parallel_size, got "
         "fewer, with which stages would wait; pass more, or None",
     ),
+    *(
+        (
+            lambda c, name=name: _is_another_count(
+                getattr(c, name), c.virtual_pipeline_model_parallel_size
+            ),
+            f"{name}: expected a function, or one for each of "
+            "virtual_pipeline_model_parallel_size parts, got a list of another length; make them "
+            "as many",
+        )
+        for name in ("no_sync_func", "grad_sync_func", "param_sync_func")
+    ),
     (
         lambda c: c.defer_embedding_wgrad_compute and c.pipeline_model_parallel_size == 1,
         "defer_embedding_wgrad_compute: expected pipeline_model_parallel_size above 1, got 1; "
@@ -218,7 +233,7 @@ def checked_fields(config: Any) -> tuple[Any, list[str]]:
     what is wrong with those.
     """
     found, values = [], {}
-    for field in dataclasses.fields(config):
+    for field in dataclasses.fields(ModelParallelConfig):  # not those of a class derived from it
         kind, _, optional = str(field.type).partition(" | ")
         fits, expected = _TYPES.get(kind, (lambda _: True, ""))
         value = getattr(config, field.name)

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .data_parallel_base import DataParallelBase, config_or_default
+from .arguments import require_forward
+from .data_parallel_base import DataParallelBase, config_or_default, require_factor
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
-from .data_parallel_groups import device_of, held_device_type
+from .data_parallel_groups import device_of, held_device_type, initialize_from_environment
 from .entries import gathered
 from .exchange_sums import exchange_sums
 from .expert_ranks import is_expert, model_ranks
@@ -38,6 +39,9 @@ from .param_waits import ParamWaits
 from .process_groups import OUTER_AXIS, ProcessGroupCollection
 from .runtime import Runtime
 from .shard_config import ShardConfig, resolve_config
+
+_COMPARED = ("check_for_nan_in_grad", "check_for_large_grads")
+"""Options of which `fully_shard` knows nothing, for which ranks communicate."""
 
 
 class DistributedDataParallel(DataParallelBase):
@@ -70,7 +74,9 @@ class DistributedDataParallel(DataParallelBase):
                 without `process_groups`; what `fully_shard` refuses. Nothing has been changed then.
         """
         super().__init__(module, process_groups)
+        require_forward(module)
         self.config = config = config_or_default(config, DistributedDataParallelConfig)
+        self.averages = not config.calculate_per_token_loss
         _check_patterns(module, config)
         device_type = held_device_type(module)
         mesh = _mesh(config, process_groups, device_type)
@@ -85,6 +91,7 @@ class DistributedDataParallel(DataParallelBase):
             _shard_config(module, config, _world_size(mesh), outer),
             functools.partial(model_ranks, mesh, inner, outer, of_experts),
             elementwise=False,
+            told={name: str(getattr(config, name)) for name in _COMPARED},
         )
         runtime.sync = config.overlap_grad_reduce
         if config.check_for_nan_in_grad or config.check_for_large_grads:
@@ -131,8 +138,15 @@ class DistributedDataParallel(DataParallelBase):
         """Multiply all gradients by `factor`, a number or a tensor of one element.
 
         Raises:
-            RuntimeError: some were not exchanged yet.
+            RuntimeError: some were not exchanged yet, or a backward runs.
+            TypeError, ValueError: it is no such factor.
         """
+        factor = require_factor(factor)
+        if self._runtime.runs_backward:
+            raise RuntimeError(
+                "scale_gradients: expected no backward to run, got a call from inside one, where "
+                "gradients are still to come; call it after finish_grad_sync"
+            )
         self._runtime.check_reduced("scale_gradients")
         grads = [run.param.grad for run in self._runs() if run.param.grad is not None]
         if grads:
@@ -146,7 +160,15 @@ class DistributedDataParallel(DataParallelBase):
     def broadcast_params(self) -> None:
         """Give all ranks that hold the same parameters the values of the first (a collective).
         Needs memory for all parameters once more.
+
+        Raises:
+            RuntimeError: the model runs, forward or backward.
         """
+        if self._runtime.runs_backward or self._runtime.root_calls:
+            raise RuntimeError(
+                "broadcast_params: expected a model that does not run, got a call from inside its "
+                "forward or backward, which use the parameters; call it between steps"
+            )
         with gathered(self.module, write=True), torch.no_grad():
             for unit in self._runtime.units:
                 assert unit.faces.whole is not None
@@ -181,6 +203,7 @@ def _mesh(
     device_type: str | None,
 ) -> DeviceMesh | None:
     """(instances, ranks of an instance), all ranks of one instance, or None for all there are."""
+    initialize_from_environment()
     instances = config.num_distributed_optimizer_instances
     if process_groups is not None:
         mesh = process_groups.data_parallel_mesh(device_type=device_type)

@@ -6,6 +6,7 @@ The names are those of Megatron-Core's base class, so that a loop written for it
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -32,10 +33,37 @@ def config_or_default(config: Config | None, kind: type[Config]) -> Config:
     return found
 
 
+def require_factor(factor: object) -> float | Tensor:
+    """One number, as a tensor [] where it is in a tensor: it may be on a GPU.
+
+    Raises:
+        TypeError: it is neither a real number nor a tensor.
+        ValueError: a tensor of several elements, or of none.
+    """
+    if isinstance(factor, Tensor):
+        if factor.numel() != 1:
+            raise ValueError(
+                f"factor: expected one number, got a tensor of shape {tuple(factor.shape)}; pass "
+                "one for all gradients"
+            )
+        return factor.detach().reshape(())
+    if not isinstance(factor, numbers.Real):
+        raise TypeError(
+            f"factor: expected a number or a tensor of one element, got {kind_of(factor)}; pass "
+            "what all gradients are to be multiplied by"
+        )
+    return float(factor)
+
+
 class DataParallelBase(nn.Module):
     """A wrapper around `module`, which it calls. Without more, one rank's model: there is nothing
     to exchange. Derived classes replace what has something to do.
+
+    process_groups: the collection around this rank, for `finalize_model_grads`; None: all ranks
+    are data-parallel. averages: whether the exchange divides sums of gradients by the ranks.
     """
+
+    averages = False
 
     def __init__(
         self, module: nn.Module, process_groups: ProcessGroupCollection | None = None
@@ -67,6 +95,7 @@ class DataParallelBase(nn.Module):
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor`, a number or a tensor of one element."""
+        factor = require_factor(factor)
         for param in self.parameters():
             if param.grad is not None:
                 param.grad.mul_(factor)

@@ -47,8 +47,9 @@ class DistributedDataParallelConfig:
         num_distributed_optimizer_instances: how many copies of these parts there are. Neighbouring
             ranks share one; sums are taken inside a copy first, then over copies.
         bucket_size: elements that close a bucket; `bucket_mib`: MiB of gradients that do;
-            `num_buckets`: at most so many. At most one of them. None: 40 million elements, or one
-            million for each rank if that is more, and one bucket a dtype where nothing overlaps.
+            `num_buckets`: at most so many of each dtype. At most one of them. None: 40 million
+            elements, or one million for each rank if that is more, and one bucket a dtype where
+            nothing overlaps.
         pad_buckets_for_high_nccl_busbw: buckets are multiples of 2^16 elements.
         average_in_collective: gradients are means, which they are anyway: the sum is scaled once
             where it is rounded, in the exchange.

@@ -81,7 +81,7 @@ def shorten_flight_record() -> None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
 
 
-def _initialize_from_environment() -> bool:
+def initialize_from_environment() -> bool:
     """Join the job that torchrun describes in the environment. False when there is none."""
     if dist.is_initialized():
         return True
@@ -126,7 +126,7 @@ def data_parallel_groups(
         RuntimeError: more ranks than GPUs on this machine.
     """
     require_ranks_per_node(ranks_per_node)
-    if mesh is None and not _initialize_from_environment():
+    if mesh is None and not initialize_from_environment():
         if ranks_per_node is not None:
             raise ValueError(
                 f"ranks_per_node: expected a process group whose ranks are split, got none and "

@@ -13,6 +13,7 @@ No step reads a value of a gradient on the host.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,8 +57,9 @@ def finalize_model_grads(
 
     Raises:
         TypeError: the model is no `DataParallelBase`, num_tokens no integer, process_groups none.
-        ValueError: no chunks; several counts; a negative rate; ranks of a group that share other
-            parameters or, such as stages that cut a tied embedding differently, other parts.
+        ValueError: no chunks; several counts or a negative one; a count for gradients that are
+            means; a negative rate; ranks of a group that share other parameters or, such as stages
+            that cut a tied embedding differently, other parts.
         AttributeError: a group that is needed is unset.
         RuntimeError: gradients were accumulated under `no_sync` and not exchanged.
         CommunicationError: a rank is gone.
@@ -71,7 +73,7 @@ def finalize_model_grads(
     replicas = find_replicas(chunks, process_groups)
     routers = _routers_of(chunks)
     across = _group(process_groups, "tp_dp_cp") if routers else None
-    count = None if num_tokens is None else _count(num_tokens, chunks[0])
+    count = None if num_tokens is None else _count(num_tokens, chunks)
     pipeline = _group(process_groups, "pp") if count is not None else None
     data_parallel = _group(process_groups, "dp_cp") if count is not None else None
 
@@ -181,10 +183,17 @@ def scale_by_tokens(
         chunk.scale_gradients(factor)
 
 
-def _count(num_tokens: int | Tensor, chunk: DataParallelBase) -> Tensor:
+def _count(num_tokens: int | Tensor, chunks: Sequence[DataParallelBase]) -> Tensor:
     """A copy, where the gradients are."""
-    device = next((param.device for param in chunk.parameters()), None)
-    told = torch.as_tensor(num_tokens)
+    if any(chunk.averages for chunk in chunks):
+        raise ValueError(
+            "num_tokens: expected None for a model that averages gradients over the ranks, got "
+            f"{num_tokens!r}, by which they would be divided as well; pass "
+            "DistributedDataParallelConfig(calculate_per_token_loss=True), or leave it out"
+        )
+    device = next((param.device for param in chunks[0].parameters()), None)
+    is_number = isinstance(num_tokens, numbers.Integral | Tensor)
+    told = torch.as_tensor(num_tokens if is_number else 0.0)
     if told.is_floating_point() or told.is_complex() or told.dtype == torch.bool:
         raise TypeError(
             f"num_tokens: expected an integer, got {num_tokens!r}; count tokens, and sum weighted "
@@ -194,4 +203,6 @@ def _count(num_tokens: int | Tensor, chunk: DataParallelBase) -> Tensor:
         raise ValueError(
             f"num_tokens: expected one number, got shape {tuple(told.shape)}; pass their sum"
         )
+    if not isinstance(num_tokens, Tensor) and num_tokens < 0:  # what is on a GPU nobody reads
+        raise ValueError(f"num_tokens: expected at least 0, got {num_tokens}; count tokens")
     return told.detach().reshape(()).to(device, torch.int64, copy=True)

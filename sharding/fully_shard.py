@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from .agreement import check_ranks_agree
 from .arguments import require_forward, require_module
 from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
+from .data_parallel_base import DataParallelBase
 from .expert_ranks import ModelRanks, check_experts, model_ranks
 from .explanation import Explanation, explain_runtime
 from .initialisation import plan_initialisation
@@ -196,9 +197,11 @@ def shard(
     ranks_of: Callable[..., ModelRanks],
     *,
     elementwise: bool,
+    told: Mapping[str, str] | None = None,
 ) -> Runtime:
     """Shard `module`, and `optimizer` with it, over `ranks_of(devices=...)`, which is given the
-    devices of the parameters; raises what `fully_shard` says.
+    devices of the parameters; raises what `fully_shard` says. told: options of others, which all
+    ranks are to have alike too.
     """
     if optimizer is not None:
         check_elementwise(optimizer, declared=elementwise)
@@ -207,7 +210,8 @@ def shard(
     plans = partition(root, entries, config.classes, config.policy, config.sizes)
     located = _locate(optimizer, plans, entries)
     ranks = ranks_of(devices={entry.param.device for entry in entries})
-    runtime = _build(root, entries, plans, config, ranks, optimizer)
+    options = {**config.described(), **(told or {}), "optimizer": describe_options(optimizer)}
+    runtime = _build(root, entries, plans, config, ranks, options)
     if optimizer is not None and located is not None:
         adopt(optimizer, runtime, located)
     return runtime
@@ -232,13 +236,13 @@ def _build(
     plans: list[GroupPlan],
     config: ShardConfig,
     ranks: ModelRanks,
-    optimizer: torch.optim.Optimizer | None,
+    options: Mapping[str, str],
 ) -> Runtime:
-    """Shard `root` as all ranks agree, who compare the options of `optimizer` too."""
+    """Shard `root` as all ranks agree, who compare `options`."""
     dense, groups = ranks.dense, ranks.dense.groups
-    options = {**config.described(), "optimizer": describe_options(optimizer), **ranks.described()}
     refuse_rank_dependent_writes(root, dense.world_size)
     signature = tree_signature(root, entries)
+    options = {**options, **ranks.described()}
     check_ranks_agree(ranks.together, signature, options, fingerprint(groups.device))
     check_experts(ranks, entries, config)
     initialisation = plan_initialisation(root, plans, dense, config.initialiser)
@@ -374,9 +378,12 @@ def runtime_of(module: nn.Module) -> Runtime:
 
     Raises:
         ValueError: `module` is not the one that was passed to `fully_shard`, whether as it is or as
-            `torch.compile` wrapped it.
+            `torch.compile` or a data-parallel model wrapped it.
     """
-    runtime = _RUNTIMES.get(without_compile(module)) if isinstance(module, nn.Module) else None
+    root = without_compile(module) if isinstance(module, nn.Module) else None
+    if isinstance(root, DataParallelBase):
+        root = without_compile(root.module)
+    runtime = None if root is None else _RUNTIMES.get(root)
     if runtime is None:
         raise ValueError(
             "module: expected the module that was passed to fully_shard, got a "

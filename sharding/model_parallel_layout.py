@@ -90,7 +90,7 @@ class ModelParallelLayout:
         """The one of `groups(name)` that `rank` is in, if any.
 
         Raises:
-            ValueError: no such kind.
+            ValueError: no such kind, a rank that is not of this job.
         """
         kind = group_kind(name)
         base = (self.experts if kind.of_experts else self.dense).group_of(rank, kind.dims)

@@ -54,6 +54,8 @@ def nccl_options(source: str | Path | Mapping[str, Options] | None) -> dict[str,
     for given, options in _mapping(table or {}, "groups").items():
         name = _MEGATRON_NAMES.get(given, given)
         group_kind(name)
+        if name in found:
+            problems.append(f"{given}: expected each group once, got {name} by two names")
         found[name] = _mapping(options, f"options of {given}")
         for option, value in found[name].items():
             fits, expected = _OPTIONS.get(option, (lambda _: False, f"one of {list(_OPTIONS)}"))

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from . import process_groups
+from .arguments import kind_of
 from .process_groups import ProcessGroupCollection
 
 _Which = str | Callable[..., str]
@@ -63,8 +64,14 @@ def set_process_groups(
 
     Raises:
         RuntimeError: there are some already.
+        TypeError: they are no collection.
     """
     _require_none()
+    if not isinstance(groups, ProcessGroupCollection):
+        raise TypeError(
+            f"groups: expected a ProcessGroupCollection, got {kind_of(groups)}; pass what "
+            "process_groups.initialize_model_parallel returns"
+        )
     _state.groups, _state.are_own = groups, False
     _state.virtual_size = virtual_pipeline_model_parallel_size
     _state.virtual_rank = None if _state.virtual_size is None else 0
@@ -155,7 +162,8 @@ def _group(which: _Which) -> Callable[..., dist.ProcessGroup]:
 
 def _of(which: _Which, found: Callable[[dist.ProcessGroup], int]) -> Callable[..., int]:
     get = _group(which)
-    return lambda **options: found(get(**options))
+    # Without a group, torch would tell of all ranks of the job: check_initialized is always True.
+    return lambda **options: found(get(**options, check_initialized=True))
 
 
 def _size(which: _Which) -> Callable[..., int]:
@@ -250,15 +258,20 @@ def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank is a first stage, and unless ignore_virtual part `vp_stage` its first."""
-    is_part = ignore_virtual or _state.virtual_size is None or vp_stage == 0
+    """Whether this rank is a first stage, and unless ignore_virtual part `vp_stage` (None: the one
+    that is running) its first.
+    """
+    part = _state.virtual_rank if vp_stage is None else vp_stage
+    is_part = ignore_virtual or _state.virtual_size is None or part == 0
     return is_part and get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank is a last stage, and unless ignore_virtual part `vp_stage` its last."""
-    size = _state.virtual_size
-    is_part = ignore_virtual or size is None or vp_stage == size - 1
+    """Whether this rank is a last stage, and unless ignore_virtual part `vp_stage` (None: the one
+    that is running) its last.
+    """
+    size, part = _state.virtual_size, _state.virtual_rank if vp_stage is None else vp_stage
+    is_part = ignore_virtual or size is None or part == size - 1
     last = get_pipeline_model_parallel_world_size() - 1
     return is_part and get_pipeline_model_parallel_rank() == last
 

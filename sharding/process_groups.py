@@ -18,7 +18,7 @@ from .data_parallel_groups import device_of, group_over
 from .mesh_axes import SHARD_AXIS
 from .model_parallel_layout import GROUP_KINDS, ModelParallelLayout, Ranks, group_kind
 from .nccl_options import Options, nccl_options, torch_options
-from .rank_grid import mesh_of, require_member
+from .rank_grid import mesh_of, require_count, require_member
 
 OUTER_AXIS = "dp_outer"
 """Across optimizer instances, as a dimension of `ProcessGroupCollection.data_parallel_mesh`."""
@@ -192,7 +192,13 @@ def initialize_model_parallel(
             is not among those of the layout, ranks that were given different arguments.
         CommunicationError: a rank is gone.
     """
+    require_count("rank_offset", rank_offset, 0)
     left = dist.get_world_size() - rank_offset if dist.is_initialized() else 1
+    if left < 1:
+        raise ValueError(
+            f"rank_offset: expected one of the job's {left + rank_offset} ranks, got {rank_offset}"
+            "; start more ranks, or make it smaller"
+        )
     layout = ModelParallelLayout(
         world_size=left if local_world_size is None else local_world_size,
         tensor_model_parallel_size=tensor_model_parallel_size,
@@ -205,7 +211,7 @@ def initialize_model_parallel(
         order=order,
         rank_offset=rank_offset,
     )
-    asked = {name: group_kind(name) for name in groups}
+    asked = {name: group_kind(name) for name in ([groups] if isinstance(groups, str) else groups)}
     wanted = [name for name in GROUP_KINDS if name in asked]
     timeout = _timeout(distributed_timeout_minutes)
     options = nccl_options(nccl_communicator_config_path)

@@ -39,7 +39,8 @@ class RankGrid:
 
     def __init__(self, shape: Sequence[int], dim_names: Sequence[str], rank_offset: int = 0):
         self.shape, self.dim_names = tuple(shape), tuple(dim_names)
-        distinct = {name for name in self.dim_names if name.isidentifier()}
+        words = (name for name in self.dim_names if isinstance(name, str))
+        distinct = {name for name in words if name.isidentifier()}
         if not distinct or not len(distinct) == len(self.dim_names) == len(self.shape):
             raise ValueError(
                 f"dim_names: expected a word of its own for each size of {self.shape}, got "
@@ -94,13 +95,30 @@ class RankGrid:
         return [tuple(self.ranks.start + start + one for one in inside) for start in starts]
 
     def group_of(self, rank: int, dims: Dims) -> tuple[int, ...]:
-        """The one of `get_rank_enum(dims)` that `rank` is in."""
+        """The one of `get_rank_enum(dims)` that `rank` is in.
+
+        Raises:
+            ValueError: no, unknown or repeated dimensions, a rank that is not in the grid.
+        """
         own = self._in_order(dims)
         start = rank - sum(self.coordinate(rank, dim) * self._step(dim) for dim in own)
         return tuple(start + one for one in self._distances(own))
 
     def coordinate(self, rank: int, dim: str) -> int:
-        """Where `rank` is along `dim`."""
+        """Where `rank` is along `dim`.
+
+        Raises:
+            ValueError: unknown dimension, a rank that is not in the grid.
+        """
+        if dim not in self.dim_names:
+            raise ValueError(
+                f"dim: expected one of {self.dim_names}, got {dim!r}; pass one of them"
+            )
+        if rank not in self.ranks:
+            raise ValueError(
+                f"rank: expected one of {self.ranks.start} to {self.ranks.stop - 1}, got {rank!r}; "
+                "pass one that is in the grid"
+            )
         return (rank - self.ranks.start) // self._step(dim) % self._size(dim)
 
     def is_current_rank_in_grid(self) -> bool:

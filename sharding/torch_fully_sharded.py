@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .arguments import require_forward
 from .build import refuse_assignment
-from .data_parallel_base import DataParallelBase, config_or_default
+from .data_parallel_base import DataParallelBase, config_or_default, require_factor
 from .data_parallel_groups import device_of, held_device_type
 from .fully_shard import is_sharded
 from .messages import listed
@@ -137,6 +137,7 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             RuntimeError: some gradients wait for their exchange under `no_sync`.
         """
         self._require_exchanged("scale_gradients")
+        factor = require_factor(factor)
         for param in self._params_at_rest():
             if param.grad is not None:
                 _local(param.grad).mul_(factor)

@@ -320,11 +320,7 @@ def _split(
     rule, units = sizes.reverse_buckets, []
     for entries in kinds.values():
         dtype = policy.param_dtype or entries[0].param.dtype
-        apart = {
-            index
-            for index, entry in enumerate(entries)
-            if getattr(entry.param, "shared_embedding", False)
-        }
+        apart = {index for index, entry in enumerate(entries) if _is_shared_embedding(entry)}
         numels = [entry.param.numel() for entry in entries]
         for bucket in reverse_buckets(numels, rule.least_numel(dtype.itemsize), apart=apart):
             units.append([entries[index] for index in sorted(bucket)])
@@ -347,15 +343,25 @@ def _buckets_up_to(
     return buckets
 
 
+def _is_shared_embedding(entry: ParamEntry) -> bool:
+    return bool(getattr(entry.param, "shared_embedding", False))
+
+
+def _marks(entry: ParamEntry) -> str:
+    """Those by which ranks choose their units."""
+    shared = ", shared embedding" if _is_shared_embedding(entry) else ""
+    return f"{', expert' if entry.is_expert else ''}{shared}"
+
+
 def tree_signature(module: nn.Module, entries: Sequence[ParamEntry]) -> Signature:
     """(name, shape, dtype, requires_grad) of parameters and buffers, to compare ranks; with the
-    dtype the wires that were chosen, and whether it is an expert's.
+    dtype the wires that were chosen, and what its marks say.
     """
     params = [
         (
             entry.name,
             tuple(entry.param.shape),
-            f"{entry.param.dtype}{entry.wires.described}{', expert' if entry.is_expert else ''}",
+            f"{entry.param.dtype}{entry.wires.described}{_marks(entry)}",
             entry.param.requires_grad,
         )
         for entry in entries

@@ -140,13 +140,28 @@ BAD = {
     "bucket_size": {"bucket_size": 0},
     "num_shards": {"num_shards": 0},
     "pad_for_bus_bandwidth": {"pad_for_bus_bandwidth": True},
+    "shapes": {"shapes": [(-2, 3), (4,)]},
+    "shared_embeddings": {"num_shards": 2, "shared_embeddings": [1]},
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_options_are_refused(name):
     with pytest.raises(ValueError, match=f"{name}: expected"):
-        param_and_grad_layout([(2, 3)], **BAD[name])
+        param_and_grad_layout(**{"shapes": [(2, 3)], **BAD[name]})
+
+
+def test_half_an_element_is_refused():
+    for options in ({"shapes": [(2.5,)]}, {"bucket_size": 2.5}, {"num_shards": 2.5}):
+        with pytest.raises(TypeError):
+            param_and_grad_layout(**{"shapes": [(2, 3)], **options})
+
+
+def test_a_buffer_of_gradients_has_no_parameters():
+    buffer = ParamAndGradBuffer(param_and_grad_layout([(2, 3)]))
+    for call in (buffer.param_views, lambda: buffer.shards(0, of_params=True)):
+        with pytest.raises(ValueError, match="params: expected a buffer with parameters"):
+            call()
 
 
 def test_nothing_at_all():

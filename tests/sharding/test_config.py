@@ -115,6 +115,16 @@ ILLEGAL: dict[str, tuple[dict[str, Any], list[str]]] = {
             "param_sync_func: expected None or a function, or a list",
         ],
     ),
+    "functions of parts": (
+        {
+            **PIPELINE,
+            "virtual_pipeline_model_parallel_size": 2,
+            "no_sync_func": print,
+            "grad_sync_func": [print],
+            "param_sync_func": [print, print],
+        },
+        ["grad_sync_func: expected a function, or one for each of virtual_pipeline"],
+    ),
     "all at once": (
         {
             "tensor_model_parallel_size": "1",
@@ -161,6 +171,20 @@ def test_illegal(name: str) -> None:
         True
     ] * len(expected), lines
     assert all(", got " in line and "; " in line for line in lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Derived(ModelParallelConfig):
+    hidden_size: int = 3
+    layers: list[str] = dataclasses.field(default_factory=list)
+
+
+def test_a_class_derived_from_it_has_fields_of_its_own() -> None:
+    config = Derived(tensor_model_parallel_size=2, layers=["a"]).resolved()
+    assert (config.layers, config.expert_tensor_parallel_size) == (["a"], 2)
+    assert "hidden_size" not in config.sizes()
+    with pytest.raises(ValueError, match="1 to mend:\n- sequence_parallel: expected"):
+        Derived(sequence_parallel=True)
 
 
 def test_never_changes() -> None:

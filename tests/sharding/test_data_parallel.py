@@ -225,6 +225,26 @@ def test_first_step_overlaps_and_buckets_are_as_asked_for():
 # ---- gradients that wait, scaling, clearing
 
 
+def _wrong_factors(model: DataParallelBase) -> None:
+    for factor in (torch.ones(2), torch.ones(0), "2", None):
+        with pytest.raises((TypeError, ValueError), match="factor: expected"):
+            model.scale_gradients(factor)
+
+
+def _calls_from_inside(model: DistributedDataParallel, rank: int) -> None:
+    inner = model.module.layers[1]
+    forward, backward = inner.register_forward_hook, inner.register_full_backward_hook
+    for register, call in (
+        (forward, model.broadcast_params),
+        (backward, model.broadcast_params),
+        (backward, lambda: model.scale_gradients(2)),
+    ):
+        handle = register(lambda *_, call=call: call())
+        with pytest.raises(RuntimeError, match=r"expected .* from inside"):
+            model(_batch(0, rank)).square().mean().backward()
+        handle.remove()
+
+
 def _accumulate(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     expected = _net()
@@ -253,9 +273,10 @@ def _accumulate(rank: int, world_size: int) -> dict[str, Any]:
         with pytest.raises(RuntimeError, match="accumulated under no_sync"):
             optimizer.step()
         model.start_grad_sync()
+        _wrong_factors(model)
         model.finish_grad_sync()
         found[name] = close(_grads(model))
-        model.scale_gradients(torch.tensor(0.25))
+        model.scale_gradients(torch.tensor([[0.25]]))
         found[f"{name}, scaled"] = close(_grads(model), 0.25)
         model.zero_grad_buffer()
         found[f"{name}, cleared"] = all(p.grad is None for p in model.parameters())
@@ -269,6 +290,7 @@ def _accumulate(rank: int, world_size: int) -> dict[str, Any]:
         found[f"{name}, again"] = close(_grads(model))
         optimizer.step()
 
+    _calls_from_inside(model, rank)
     per_token = DistributedDataParallel(_net(), _config(calculate_per_token_loss=True))
     for step in range(2):
         per_token(_batch(step, rank)).square().mean().backward()
@@ -538,7 +560,10 @@ def _core(rank: int, world_size: int, folder: str) -> dict[str, bool]:
         torch.equal(value.full_tensor(), expected[key])
         for key, value in models[1].state_dict().items()
     )
-    found["summary"] = len(ss.summary(models[0].module).units) == LAYERS // 2
+    found["summary"] = len(ss.summary(models[0]).units) == LAYERS // 2
+    found["norm"] = torch.equal(
+        ss.clip_grad_norm_(models[0], 1e9), ss.clip_grad_norm_(models[0].module, 1e9)
+    )
     return found
 
 
@@ -631,6 +656,7 @@ def test_base_passes_all_on_to_its_module():
     base.start_grad_sync()
     base.finish_grad_sync()
     before = base.module.layers[0].weight.grad.clone()
+    _wrong_factors(base)
     base.scale_gradients(torch.tensor(0.5))
     assert torch.equal(base.module.layers[0].weight.grad, before / 2) and before.any()
     base.zero_grad_buffer()
@@ -665,6 +691,12 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     note("groups", _net(), object())
     groups = ProcessGroupCollection(dp_cp=dist.group.WORLD)
     note("other instances", _net(), groups, num_distributed_optimizer_instances=2, **zero1)
+    note("containers", nn.ModuleList([_net()]))
+    for name in ("check_for_nan_in_grad", "check_for_large_grads"):
+        note(name, _net(), **{name: rank == 1})  # or one would wait for the other in a check
+    marked = _net()
+    marked.layers[0].weight.shared_embedding = rank == 1
+    note("marks", marked)  # or the buckets would differ
     fine = {"param_name_patterns_for_fp32_local_accumulation": ("layers.?.weight", "all")}
     model = DistributedDataParallel(_net(), _config(**fine), groups)
     with pytest.raises(TypeError, match="config: expected a DistributedDataParallelConfig"):
@@ -684,4 +716,9 @@ def test_what_cannot_be_is_refused():
     assert "'router.*', which matches none of" in first["pattern"]
     assert "expected a ProcessGroupCollection or None, got object" in first["groups"]
     assert "expected 1, as process_groups have, got 2" in first["other instances"]
+    assert "expected a model with a forward, got ModuleList" in first["containers"]
+    for name in ("check_for_nan_in_grad", "check_for_large_grads"):
+        assert f"rank 1: {name} is True, on rank 0 False" in first[name]
+    assert "rank 1: 'layers.0.weight'" in first["marks"]
+    assert "torch.float32, shared embedding" in first["marks"]
     assert first["unchanged"] == "True"

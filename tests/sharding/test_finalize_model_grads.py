@@ -216,6 +216,8 @@ def _refusals(rank, pairs):
             AttributeError, chunk, 4, ProcessGroupCollection(tp=pairs, dp_cp=pairs)
         ),
         "tokens": refusal(TypeError, chunk, 4.0, ProcessGroupCollection(tp=pairs)),
+        "a text": refusal(TypeError, chunk, "4", ProcessGroupCollection(tp=pairs)),
+        "negative": refusal(ValueError, chunk, -4, ProcessGroupCollection(tp=pairs)),
         "many tokens": refusal(
             ValueError, chunk, torch.tensor([1, 2]), ProcessGroupCollection(tp=pairs)
         ),
@@ -258,6 +260,8 @@ def test_each_step_gives_what_its_definition_says():
             "unset": ("tp:",),
             "unset for tokens": ("pp:",),
             "tokens": ("num_tokens: expected an integer, got 4.0",),
+            "a text": ("num_tokens: expected an integer, got '4'",),
+            "negative": ("num_tokens: expected at least 0, got -4",),
             "many tokens": ("one number", "(2,)"),
             "rate": ("expert_bias_update_rate", "-1.0"),
             "shape": ("'b.weight' of shape (2,)", "rank 0", "'b.weight' of shape (3,)", "rank 2"),
@@ -306,6 +310,23 @@ def _trained(rank, mesh, zero, extra, units):
     return DataParallelBase(model), of_all
 
 
+def _own_groups(rank, mesh, groups):
+    """A model knows its own groups: 9 + 10 and 11 + 12 tokens, of stages that sum the norm."""
+    whole = {"embd": groups.embd, "tp": groups.tp, "dp_cp": mesh["dp"].get_group()}
+    told = ProcessGroupCollection(**whole, pp=dist.new_subgroups(1)[0])
+    model, inputs = nn.LayerNorm(3), torch.arange(3.0) * (rank + 1)
+    model.bias.sequence_parallel = True
+    config = ss.DistributedDataParallelConfig(calculate_per_token_loss=True)
+    own_groups = ss.DistributedDataParallel(model, config, told)
+    (own_groups(inputs).sum() * 2**rank).backward()
+    finalize_model_grads(own_groups, 9 + rank)
+    count = torch.tensor(1 / (19 if rank < 2 else 23))
+    assert model.bias.grad.full_tensor().eq(15 * count).all()
+    means = ss.DistributedDataParallel(nn.LayerNorm(3), None, told)
+    with pytest.raises(ValueError, match="averages gradients over the ranks, got 9, by which"):
+        finalize_model_grads(means, 9)
+
+
 def _sharded(rank, world_size):
     """Stages of 2 data-parallel ranks: 0, 1 and 2, 3."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -327,6 +348,7 @@ def _sharded(rank, world_size):
     own = of_all[rank // 2 * 2 : rank // 2 * 2 + 2].sum(0) * 0.5
     tied = chunk.module.get_submodule(chunk.module.tied).weight
     assert torch.equal(tied.grad.full_tensor().view(-1), own[3:])
+    _own_groups(rank, mesh, groups)
     # What waits for its exchange has no values yet.
     with ss.no_sync(chunk.module):
         chunk.module(torch.ones(1, 3)).backward()

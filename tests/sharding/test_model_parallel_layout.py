@@ -427,6 +427,11 @@ GRIDS: dict[str, tuple[Any, str]] = {
         lambda: RankGrid((2, 4), ("a", "b")).view((4, 2), ("b", "c"), ("b",)),
         "along 'b', (0, 2, 4, 6) and so on, got (0, 1, 2, 3) and so on from b 4 x c 2 = 8",
     ),
+    "names": (lambda: RankGrid((2, 2), (1, 2)), "a word of its own for each size of (2, 2)"),
+    "rank beyond": (lambda: RankGrid((2,), ("a",), 3).group_of(5, "a"), "expected one of 3 to 4"),
+    "rank before": (lambda: RankGrid((2,), ("a",), 3).coordinate(0, "a"), "one of 3 to 4, got 0"),
+    "coordinate": (lambda: RankGrid((2,), ("a",)).coordinate(0, "b"), "one of ('a',), got 'b'"),
+    "rank of a layout": (lambda: layout(4).group_of("dp", 4), "expected one of 0 to 3, got 4"),
     "no job": (lambda: RankGrid((2,), ("a",)).create_pg("a"), "got no process group; call"),
 }
 

@@ -62,8 +62,9 @@ def test_without_pyyaml(tmp_path: Path) -> None:
         ({"tp": {"is_high_priority_stream": 1}}, "expected True or False, got 1"),
         ({"tp": ["min_ctas"]}, "expected a mapping of options of tp, got ['min_ctas']; write"),
         ([1], "expected a mapping of groups, got [1]"),
+        ({"ep_dp": {}, "expt_dp": {"min_ctas": 1}}, "each group once, got expt_dp by two names"),
     ],
-    ids=["group", "all of them", "cluster", "flag", "list of options", "list of groups"],
+    ids=["group", "all of them", "cluster", "flag", "list of options", "list of groups", "twice"],
 )
 def test_refused(source: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:

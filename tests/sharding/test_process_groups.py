@@ -223,6 +223,7 @@ def _globals(rank: int) -> None:
         assert "call parallel_state.initialize_model_parallel first" in _refusal(call)
     assert not state.is_initialized()
     assert state.get_embedding_group(check_initialized=False) is None
+    _wrong_arguments()
     made = state.initialize_model_parallel(2, 2, 2, distributed_timeout_minutes=1)
     assert state.get_process_groups() is made and state.model_parallel_is_initialized()
     column, stage = rank % 2, rank // 2
@@ -308,10 +309,27 @@ def _globals(rank: int) -> None:
     own.destroy()
 
 
+def _wrong_arguments() -> None:
+    with pytest.raises(TypeError, match="check_initialized"):  # not the sizes of the whole job
+        state.get_tensor_model_parallel_world_size(check_initialized=False)
+    with pytest.raises(TypeError, match="groups: expected a ProcessGroupCollection, got int"):
+        state.set_process_groups(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="rank_offset: expected a whole number, got '1'"):
+        state.initialize_model_parallel(rank_offset="1")
+    with pytest.raises(ValueError, match="rank_offset: expected one of the job's 4 ranks, got 9"):
+        state.initialize_model_parallel(rank_offset=9)
+    only = initialize_model_parallel(groups="dp_cp")
+    assert list(only.groups) == ["dp_cp"]
+    only.destroy()
+
+
 def _virtual_parts() -> None:
     assert state.get_virtual_pipeline_model_parallel_world_size() == 2
     assert state.get_virtual_pipeline_model_parallel_rank() == 0
+    first, last = state.is_pipeline_first_stage, state.is_pipeline_last_stage
+    assert (first(False), last(False)) == (first(), False)  # of the part that runs
     state.set_virtual_pipeline_model_parallel_rank(1)
+    assert (first(False), last(False)) == (False, last())
     assert state.get_virtual_pipeline_model_parallel_rank() == 1
     with pytest.raises(ValueError, match=r"expected one below .*size 2, got 2"):
         state.set_virtual_pipeline_model_parallel_rank(2)
