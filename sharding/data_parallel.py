@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .arguments import kind_of
-from .data_parallel_base import DataParallelBase
+from .data_parallel_base import DataParallelBase, one_factor
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
 from .entries import gathered
 from .exchange_sums import exchange_sums
@@ -136,7 +136,9 @@ class DistributedDataParallel(DataParallelBase):
 
         Raises:
             RuntimeError: some were not exchanged yet.
+            TypeError, ValueError: another factor.
         """
+        factor = one_factor(factor)
         self._runtime.check_reduced("scale_gradients")
         grads = [run.param.grad for run in self._runs() if run.param.grad is not None]
         if grads:

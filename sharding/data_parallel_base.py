@@ -11,7 +11,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..kernels.checks import check_number
 from .arguments import require_module
+
+
+def one_factor(factor: float | Tensor) -> float | Tensor:
+    """A number, or a tensor of one element as one of no dimension.
+
+    Raises:
+        TypeError: neither.
+        ValueError: a tensor of more or fewer elements.
+    """
+    if not isinstance(factor, Tensor):
+        return check_number("factor", factor)
+    if factor.numel() != 1:
+        raise ValueError(
+            f"factor: expected a number or a tensor of one element, got shape "
+            f"{tuple(factor.shape)}; scale parts of gradients one by one"
+        )
+    return factor.detach().view(())
 
 
 class DataParallelBase(nn.Module):
@@ -44,7 +62,12 @@ class DataParallelBase(nn.Module):
         """Wait until all gradients are exchanged."""
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by `factor`, a number or a tensor of one element."""
+        """Multiply all gradients by `factor`, a number or a tensor of one element.
+
+        Raises:
+            TypeError, ValueError: another factor.
+        """
+        factor = one_factor(factor)
         for param in self.parameters():
             if param.grad is not None:
                 param.grad.mul_(factor)

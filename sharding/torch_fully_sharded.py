@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .arguments import require_forward, require_module
+from .arguments import kind_of, require_forward, require_module
+from .bits import once_in_memory
 from .build import refuse_assignment
-from .data_parallel_base import DataParallelBase
+from .collectives import Pending
+from .data_parallel_base import DataParallelBase, one_factor
 from .data_parallel_groups import device_of
 from .fully_shard import is_sharded
 from .messages import listed
@@ -78,8 +80,10 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         Raises:
             TypeError: an argument of the wrong type.
             ValueError: process_groups and mesh at once; a module that is sharded already; a unit
-                without a forward; parameters that are shared by two units.
+                without a forward; parameters that are shared by two units, or that FSDP2 cannot
+                shard: without a dimension, trainable and empty, or not contiguous.
             RuntimeError: no process group.
+            CommunicationError: a rank is gone.
         """
         require_module(module)
         require_forward(module)
@@ -88,6 +92,8 @@ class TorchFullyShardedDataParallel(DataParallelBase):
                 "module: expected plain parameters, got some that are sharded already; pass the "
                 "model as it was before fully_shard"
             )
+        _require_kinds(config, mesh)
+        _require_shardable(module)
         units = _units_in(module, fsdp_unit_modules)
         _require_apart(module, units)
         super().__init__(module)
@@ -143,7 +149,9 @@ class TorchFullyShardedDataParallel(DataParallelBase):
 
         Raises:
             RuntimeError: some gradients wait for their exchange under `no_sync`.
+            TypeError, ValueError: another factor.
         """
+        factor = one_factor(factor)
         self._require_exchanged("scale_gradients")
         for param in self._params_at_rest():
             if param.grad is not None:
@@ -163,19 +171,24 @@ class TorchFullyShardedDataParallel(DataParallelBase):
     def broadcast_params(self) -> None:
         """Give parameters and buffers the first rank's values, those that are sharded along the
         axes where they are replicated. On the meta device there are none.
+
+        Raises:
+            CommunicationError: a rank is gone.
         """
         kind = self._mesh.device_type
         tensors: list[Any] = [*self._params_at_rest(), *self.module.buffers()]
         for tensor in tensors:
             if tensor.is_meta:
                 continue
-            local = _local(tensor)
-            # As bytes: gloo refuses some dtypes.
-            staged = local.detach().to(kind).reshape(-1).view(torch.uint8).clone()
+            once = once_in_memory(_local(tensor))
+            # As bytes of memory in one piece: gloo refuses some dtypes.
+            staged = once.to(kind).contiguous().view(-1).view(torch.uint8).clone()
             for axis in range(self._mesh.ndim):
                 if not is_dtensor(tensor) or tensor.placements[axis].is_replicate():
-                    dist.broadcast(staged, group=self._mesh.get_group(axis), group_src=0)
-            local.copy_(staged.view(local.dtype).view(local.shape))
+                    group = self._mesh.get_group(axis)
+                    work = dist.broadcast(staged, group=group, group_src=0, async_op=True)
+                    Pending(work, "broadcast of the first rank's values", group).wait()
+            once.copy_(staged.view(once.dtype).view(once.shape))
 
     @property
     def _root(self) -> FSDPModule:
@@ -239,22 +252,79 @@ def _units_in(module: nn.Module, given: Iterable[UnitClass] | None) -> list[nn.M
 
 
 def _require_apart(module: nn.Module, units: list[nn.Module]) -> None:
-    """Refuse a parameter of two units: each would get a copy, trained apart.
+    """Refuse a parameter of two units, which may share the module that has it: FSDP2 gathers it for
+    one of them alone, or each would get a copy, trained apart.
 
     Raises:
         ValueError: there is one.
     """
-    owners = {part: unit for unit in (module, *reversed(units)) for part in unit.modules()}
-    seen: dict[nn.Parameter, nn.Module] = {}
-    for part, owner in owners.items():
-        for param in part._parameters.values():
-            if param is not None and seen.setdefault(param, owner) is not owner:
-                named = module.named_parameters(remove_duplicate=False)
-                raise ValueError(
-                    "fsdp_unit_modules: expected every parameter in one unit, got one of two under "
-                    f"the names {[name for name, other in named if other is param]}; leave out the "
-                    "class that parts them"
-                )
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for unit in (module, *units):
+        for part in _own_parts(unit, {*units}):
+            for param in part._parameters.values():
+                if param is not None and owners.setdefault(param, unit) is not unit:
+                    named = module.named_parameters(remove_duplicate=False)
+                    raise ValueError(
+                        "fsdp_unit_modules: expected every parameter in one unit, got one of two "
+                        f"under the names {[name for name, other in named if other is param]}; "
+                        "leave out the class that parts them"
+                    )
+
+
+def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """`unit` and what is in it, but for other units."""
+    seen = {unit}
+    left = [unit]
+    while left:
+        part = left.pop()
+        yield part
+        inside = {child for child in part.children() if child not in units} - seen
+        seen |= inside
+        left += inside
+
+
+def _require_shardable(module: nn.Module) -> None:
+    """Refuse parameters that FSDP2 cannot shard, or of which it cannot exchange the gradients: it
+    would say so when others are sharded.
+
+    Raises:
+        ValueError: there are some.
+    """
+    wrong = []
+    for name, param in module.named_parameters():
+        if not param.dim():
+            wrong.append(f"'{name}' has no dimension: give it one, of one element")
+        elif not param.numel() and param.requires_grad:
+            wrong.append(f"'{name}' is empty: freeze it")
+        elif not param.is_contiguous():
+            wrong.append(f"'{name}' is not contiguous: make it of .contiguous()")
+    if wrong:
+        raise ValueError(
+            f"module: expected parameters that FSDP2 can shard, got others: {'; '.join(wrong)}; "
+            "or use DistributedDataParallel, which takes them"
+        )
+
+
+def _require_kinds(config: object, mesh: object) -> None:
+    """Refuse what is something else, or another package's of that name.
+
+    Raises:
+        TypeError: it is.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = getattr(config, "mp_policy", None)
+    for name, value, kind in (
+        ("config", config, TorchFullyShardedDataParallelConfig),
+        ("mp_policy", policy, MixedPrecisionPolicy),
+        ("mesh", mesh, DeviceMesh),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{name}: expected a {kind.__name__} of {kind.__module__.partition('.')[0]}, got "
+                f"{kind_of(value)} of {type(value).__module__.partition('.')[0]}; pass such a one, "
+                "or leave it out"
+            )
 
 
 def _mesh_of(groups: HasDataParallelGroup | None, mesh: DeviceMesh | None) -> DeviceMesh:
