@@ -90,6 +90,7 @@ class DistributedDataParallel(DataParallelBase):
             ),
             elementwise=False,
         )
+        self.averages_gradients = not config.calculate_per_token_loss
         runtime.sync = config.overlap_grad_reduce
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             runtime.after_exchanges = GradientChecks(

@@ -37,6 +37,9 @@ class DataParallelBase(nn.Module):
     to exchange. Derived classes replace what has something to do.
     """
 
+    averages_gradients = False
+    """Whether the exchange divides by the number of ranks: their losses are means then."""
+
     def __init__(self, module: nn.Module) -> None:
         """module: the whole model; stays reachable as `.module`.
 

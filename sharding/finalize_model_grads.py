@@ -48,19 +48,21 @@ def finalize_model_grads(
     model: what this rank holds, a chunk for each stage of a virtual pipeline. num_tokens: how many
     tokens this rank's batch had, an integer or one in a tensor; it counts on the last pipeline
     stage alone. Not None divides gradients by the number of all data-parallel ranks, at least 1:
-    the loss is then a sum over tokens, and `DistributedDataParallel` does not average. Give it on
-    all ranks or none. process_groups: a `ProcessGroupCollection`, of which only what the model's
-    parameters need is asked for; None is that of the chunks, and without one all ranks are
-    data-parallel and nothing else. expert_bias_update_rate: what is added to the bias of an expert
-    with fewer tokens than the average, and taken from one with more.
+    the loss is then a sum over tokens, and the chunks' configs have `calculate_per_token_loss`, so
+    that their exchange does not average. Give it on all ranks or none. process_groups: a
+    `ProcessGroupCollection`, of which only what the model's parameters need is asked for; None is
+    that of the chunks, and without one all ranks are data-parallel and nothing else.
+    expert_bias_update_rate: what is added to the bias of an expert with fewer tokens than the
+    average, and taken from one with more.
 
     Ranks of a group that share parameters must all mark them: one that others wait for is told
     when the group's time limit ends.
 
     Raises:
         TypeError: the model is no `DataParallelBase`, num_tokens no integer, process_groups none.
-        ValueError: no chunks; several counts; a negative rate; ranks of a group that share other
-            parameters or, such as stages that cut a tied embedding differently, other parts.
+        ValueError: no chunks; several counts, or one for chunks that average; a negative rate;
+            ranks of a group that share other parameters or, such as stages that cut a tied
+            embedding differently, other parts.
         AttributeError: a group that is needed is unset.
         RuntimeError: gradients were accumulated under `no_sync` and not exchanged.
         CommunicationError: a rank is gone.
@@ -78,7 +80,7 @@ def finalize_model_grads(
     replicas = find_replicas(chunks, process_groups)
     routers = _routers_of(chunks)
     across = _group(process_groups, "tp_dp_cp") if routers else None
-    count = None if num_tokens is None else _count(num_tokens, chunks[0])
+    count = None if num_tokens is None else _count(num_tokens, chunks)
     pipeline = _group(process_groups, "pp") if count is not None else None
     data_parallel = _group(process_groups, "dp_cp") if count is not None else None
 
@@ -188,9 +190,15 @@ def scale_by_tokens(
         chunk.scale_gradients(factor)
 
 
-def _count(num_tokens: int | Tensor, chunk: DataParallelBase) -> Tensor:
+def _count(num_tokens: int | Tensor, chunks: Sequence[DataParallelBase]) -> Tensor:
     """A copy, where the gradients are."""
-    device = next((param.device for param in chunk.parameters()), None)
+    if any(chunk.averages_gradients for chunk in chunks):
+        raise ValueError(
+            "num_tokens: expected none for a model whose exchange averages, since dividing by the "
+            "tokens of all ranks too would divide by their number twice, got one; make the model "
+            "with a config of calculate_per_token_loss=True, or leave num_tokens out"
+        )
+    device = next((param.device for param in chunks[0].parameters()), None)
     told = torch.as_tensor(num_tokens)
     if told.is_floating_point() or told.is_complex() or told.dtype == torch.bool:
         raise TypeError(

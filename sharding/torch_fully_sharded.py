@@ -4,8 +4,8 @@
     the root    what lies in no unit
     an element  sharded along the mesh's last axis, replicated along the one before it, if any
 
-FSDP2 gathers, exchanges and averages by itself, in the backend's order of sums. What is added here
-is what it leaves to its caller.
+FSDP2 gathers, exchanges and averages, or sums, by itself, in the backend's order of sums. What is
+added here is what it leaves to its caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .arguments import kind_of, require_forward, require_module
+from .arguments import kind_of, require_flag, require_forward, require_module
 from .bits import once_in_memory
 from .build import refuse_assignment
 from .collectives import Pending
@@ -47,11 +47,19 @@ class HasDataParallelGroup(Protocol):
 @dataclass(frozen=True, slots=True)
 class TorchFullyShardedDataParallelConfig:
     """Arguments of `torch.distributed.fsdp.fully_shard`, which explains them. mp_policy: torch's
-    own; None: gradients and parameters travel in the parameters' dtype.
+    own; None: gradients and parameters travel in the parameters' dtype. And one of ours:
+    calculate_per_token_loss: gradients are sums; `finalize_model_grads` divides by the tokens.
+
+    Raises:
+        TypeError: a calculate_per_token_loss that is no bool.
     """
 
     reshard_after_forward: bool | int = True
     mp_policy: MixedPrecisionPolicy | None = None
+    calculate_per_token_loss: bool = False
+
+    def __post_init__(self) -> None:
+        require_flag("calculate_per_token_loss", self.calculate_per_token_loss)
 
 
 class TorchFullyShardedDataParallel(DataParallelBase):
@@ -104,6 +112,7 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         attributes = {name: dict(vars(param)) for name, param in module.named_parameters()}
         for part in (*units, module):
             self._shard(part)
+        self._choose_sums()
         for name, kept in attributes.items():
             vars(module.get_parameter(name)).update(kept)
         for part in (*units, module):
@@ -121,6 +130,12 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             reshard_after_forward=self.config.reshard_after_forward,
             mp_policy=self.config.mp_policy or MixedPrecisionPolicy(),
         )
+
+    def _choose_sums(self) -> None:
+        self.averages_gradients = not self.config.calculate_per_token_loss
+        for part in self._sharded_modules() if not self.averages_gradients else ():
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

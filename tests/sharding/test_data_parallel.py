@@ -268,6 +268,8 @@ def _accumulate(rank: int, world_size: int) -> dict[str, Any]:
         model.finish_grad_sync()
         found[f"{name}, again"] = close(_grads(model))
         optimizer.step()
+        with pytest.raises(ValueError, match=r"num_tokens: .* divide by their number twice"):
+            ss.finalize_model_grads(model, 3)
 
     per_token = DistributedDataParallel(_net(), _config(calculate_per_token_loss=True))
     for step in range(2):

@@ -152,6 +152,15 @@ def _owed(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
     model.finish_grad_sync()
     for got, wanted in zip(_grads(model), expected, strict=True):
         assert torch.equal(got, wanted)
+    # By the tokens of all ranks, which have other numbers of them; averages would be halved.
+    with pytest.raises(ValueError, match=r"num_tokens: expected none .* calculate_per_token_loss"):
+        ss.finalize_model_grads(model, 3)
+    config = TorchFullyShardedDataParallelConfig(mp_policy=policy, calculate_per_token_loss=True)
+    summed = _adapter(config=config)
+    _loss(summed, _data(1, rank)).backward()
+    ss.finalize_model_grads(summed, torch.tensor(3 + rank))
+    for got, wanted in zip(_grads(summed), expected, strict=True):
+        torch.testing.assert_close(got, wanted * (world_size / 7))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
