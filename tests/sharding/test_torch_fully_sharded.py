@@ -152,6 +152,7 @@ def _owed(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
     model.finish_grad_sync()
     for got, wanted in zip(_grads(model), expected, strict=True):
         assert torch.equal(got, wanted)
+    _evaluated(rank)
     # By the tokens of all ranks, which have other numbers of them; averages would be halved.
     with pytest.raises(ValueError, match=r"num_tokens: expected none .* calculate_per_token_loss"):
         ss.finalize_model_grads(model, 3)
@@ -161,6 +162,29 @@ def _owed(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
     ss.finalize_model_grads(summed, torch.tensor(3 + rank))
     for got, wanted in zip(_grads(summed), expected, strict=True):
         torch.testing.assert_close(got, wanted * (world_size / 7))
+
+
+def _evaluated(rank: int) -> None:
+    """A forward without gradients leaves gathered parameters, which have none, in their place."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+    module = Model()
+    module.last.weight.sequence_parallel = True
+    config = TorchFullyShardedDataParallelConfig(reshard_after_forward=False)
+    model = TorchFullyShardedDataParallel(module, config, mesh=mesh["dp"])
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(_data(0, 0))
+        assert not isinstance(module.last.weight, DTensor)
+
+    _loss(model, _data(1, rank)).backward()
+    total = module.last.weight.grad.full_tensor()
+    torch.distributed.all_reduce(total)
+    evaluate()
+    ss.finalize_model_grads(model, None, ss.ProcessGroupCollection(tp=mesh["tp"].get_group()))
+    torch.testing.assert_close(module.last.weight.grad.full_tensor(), total)
+    evaluate()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
