@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 
@@ -43,6 +44,20 @@ def require_forward(module: nn.Module) -> None:
             f"module: expected a model with a forward, got {kind_of(module)}, which is never "
             "called; pass the module whose forward uses it, or shard each of its parts by itself"
         )
+
+
+def require_member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """`group`, or that of all ranks for None, if this rank is in it.
+
+    Raises:
+        ValueError: it is not, or there is none.
+    """
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0 or group is None:
+        raise ValueError(
+            "group: expected one that this rank is in, got one without it; call it on its own ranks"
+        )
+    return group
 
 
 def require_flag(name: str, value: object, expected: str = "True or False") -> None:

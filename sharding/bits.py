@@ -1,4 +1,4 @@
-"""Tensors compared by their bits: as numbers, NaN would differ from itself and -0 equal 0."""
+"""Tensors by their bits: compared as numbers, NaN would differ from itself and -0 equal 0."""
 
 from __future__ import annotations
 
@@ -23,3 +23,14 @@ def with_changes(main: Tensor, written: Tensor, before: Tensor | None = None) ->
             return written
         before = main.to(written.dtype)
     return torch.where(differing(written, before), written.to(main.dtype), main)
+
+
+def once_in_memory(tensor: Tensor) -> Tensor:
+    """The view of `tensor`, detached, with each element of its memory once, so that it may be
+    written: along what is expanded there is one. Steps along single elements, whatever they were,
+    are 1, as seeing memory as bytes wants.
+    """
+    pairs = [*zip(tensor.shape, tensor.stride(), strict=True)]
+    sizes = [min(size, 1) if step == 0 else size for size, step in pairs]
+    steps = [step if size > 1 else 1 for size, (_, step) in zip(sizes, pairs, strict=True)]
+    return tensor.detach().as_strided(sizes, steps)

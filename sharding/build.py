@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..buffers import BufferPool, Placement, flat_layout
+from .bits import once_in_memory
 from .collectives import Collectives
 from .expert_ranks import ModelRanks, is_expert
 from .hooks import Entry, install_hooks, install_root_hooks
@@ -322,10 +323,7 @@ def _first_ranks(tensor: Tensor, what: str, collectives: Collectives) -> Tensor:
     """`tensor` with rank 0's values, of any dtype, strides and layout."""
     if tensor.layout is not torch.strided:
         return collectives.gather_objects(tensor)[0].to(tensor.device)
-    # What is expanded has each element once in memory.
-    once = tensor.detach()[
-        tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
-    ]
+    once = once_in_memory(tensor)
     whole = once.contiguous()
     if whole.numel():
         # Bytes in one piece: gloo refuses some dtypes, and leaves memory with gaps as it was.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .arguments import require_forward
-from .data_parallel_base import DataParallelBase, config_or_default, require_factor
+from .data_parallel_base import DataParallelBase, config_or_default, one_factor
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
 from .data_parallel_groups import device_of, held_device_type, initialize_from_environment
 from .entries import gathered
@@ -76,7 +76,7 @@ class DistributedDataParallel(DataParallelBase):
         super().__init__(module, process_groups)
         require_forward(module)
         self.config = config = config_or_default(config, DistributedDataParallelConfig)
-        self.averages = not config.calculate_per_token_loss
+        self.averages_gradients = not config.calculate_per_token_loss
         _check_patterns(module, config)
         device_type = held_device_type(module)
         mesh = _mesh(config, process_groups, device_type)
@@ -141,7 +141,7 @@ class DistributedDataParallel(DataParallelBase):
             RuntimeError: some were not exchanged yet, or a backward runs.
             TypeError, ValueError: it is no such factor.
         """
-        factor = require_factor(factor)
+        factor = one_factor(factor)
         if self._runtime.runs_backward:
             raise RuntimeError(
                 "scale_gradients: expected no backward to run, got a call from inside one, where "

@@ -6,12 +6,12 @@ The names are those of Megatron-Core's base class, so that a loop written for it
 from __future__ import annotations
 
 import contextlib
-import numbers
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ..kernels.checks import check_number
 from .arguments import kind_of, require_module
 from .process_groups import ProcessGroupCollection, require_groups
 
@@ -33,26 +33,21 @@ def config_or_default(config: Config | None, kind: type[Config]) -> Config:
     return found
 
 
-def require_factor(factor: object) -> float | Tensor:
-    """One number, as a tensor [] where it is in a tensor: it may be on a GPU.
+def one_factor(factor: float | Tensor) -> float | Tensor:
+    """A number, or a tensor of one element as one of no dimension.
 
     Raises:
-        TypeError: it is neither a real number nor a tensor.
-        ValueError: a tensor of several elements, or of none.
+        TypeError: neither.
+        ValueError: a tensor of more or fewer elements.
     """
-    if isinstance(factor, Tensor):
-        if factor.numel() != 1:
-            raise ValueError(
-                f"factor: expected one number, got a tensor of shape {tuple(factor.shape)}; pass "
-                "one for all gradients"
-            )
-        return factor.detach().reshape(())
-    if not isinstance(factor, numbers.Real):
-        raise TypeError(
-            f"factor: expected a number or a tensor of one element, got {kind_of(factor)}; pass "
-            "what all gradients are to be multiplied by"
+    if not isinstance(factor, Tensor):
+        return check_number("factor", factor)
+    if factor.numel() != 1:
+        raise ValueError(
+            f"factor: expected a number or a tensor of one element, got shape "
+            f"{tuple(factor.shape)}; scale parts of gradients one by one"
         )
-    return float(factor)
+    return factor.detach().view(())
 
 
 class DataParallelBase(nn.Module):
@@ -60,10 +55,10 @@ class DataParallelBase(nn.Module):
     to exchange. Derived classes replace what has something to do.
 
     process_groups: the collection around this rank, for `finalize_model_grads`; None: all ranks
-    are data-parallel. averages: whether the exchange divides sums of gradients by the ranks.
+    are data-parallel. averages_gradients: whether the exchange divides sums by the ranks.
     """
 
-    averages = False
+    averages_gradients = False
 
     def __init__(
         self, module: nn.Module, process_groups: ProcessGroupCollection | None = None
@@ -94,8 +89,12 @@ class DataParallelBase(nn.Module):
         """Wait until all gradients are exchanged."""
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by `factor`, a number or a tensor of one element."""
-        factor = require_factor(factor)
+        """Multiply all gradients by `factor`, a number or a tensor of one element.
+
+        Raises:
+            TypeError, ValueError: another factor.
+        """
+        factor = one_factor(factor)
         for param in self.parameters():
             if param.grad is not None:
                 param.grad.mul_(factor)

@@ -46,11 +46,12 @@ def finalize_model_grads(
     model: what this rank holds, a chunk for each stage of a virtual pipeline. num_tokens: how many
     tokens this rank's batch had, an integer or one in a tensor; it counts on the last pipeline
     stage alone. Not None divides gradients by the number of all data-parallel ranks, at least 1:
-    the loss is then a sum over tokens, and `DistributedDataParallel` does not average. Give it on
-    all ranks or none. process_groups: a `ProcessGroupCollection`, of which only what the model's
-    parameters need is asked for; None is that of the chunks, and without one all ranks are
-    data-parallel and nothing else. expert_bias_update_rate: what is added to the bias of an expert
-    with fewer tokens than the average, and taken from one with more.
+    the loss is then a sum over tokens, and the chunks' configs have `calculate_per_token_loss`, so
+    that their exchange does not average. Give it on all ranks or none. process_groups: a
+    `ProcessGroupCollection`, of which only what the model's parameters need is asked for; None is
+    that of the chunks, and without one all ranks are data-parallel and nothing else.
+    expert_bias_update_rate: what is added to the bias of an expert with fewer tokens than the
+    average, and taken from one with more.
 
     Ranks of a group that share parameters must all mark them: one that others wait for is told
     when the group's time limit ends.
@@ -185,7 +186,7 @@ def scale_by_tokens(
 
 def _count(num_tokens: int | Tensor, chunks: Sequence[DataParallelBase]) -> Tensor:
     """A copy, where the gradients are."""
-    if any(chunk.averages for chunk in chunks):
+    if any(chunk.averages_gradients for chunk in chunks):
         raise ValueError(
             "num_tokens: expected None for a model that averages gradients over the ranks, got "
             f"{num_tokens!r}, by which they would be divided as well; pass "

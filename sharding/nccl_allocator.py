@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .arguments import kind_of, require_flag
+
 
 def nccl_mem_pool(*groups: dist.ProcessGroup, symm: bool = False) -> NcclMemPool:
     """An empty pool for collectives of `groups`, on the current GPU.
@@ -25,6 +27,7 @@ def nccl_mem_pool(*groups: dist.ProcessGroup, symm: bool = False) -> NcclMemPool
     of a group allocate the same sizes in the same order then, and enter and close together.
 
     Raises:
+        TypeError: no process group, or one without this rank; a `symm` that is no bool.
         RuntimeError: there is no GPU, or a group's NCCL has no allocator.
         ValueError: no group, or one that does not communicate by NCCL.
     """
@@ -38,6 +41,7 @@ def nccl_mem_pool(*groups: dist.ProcessGroup, symm: bool = False) -> NcclMemPool
             "nccl_mem_pool: expected the process groups whose collectives use its memory, got "
             "none; pass at least one"
         )
+    require_flag("symm", symm)
     device = torch.device("cuda", torch.cuda.current_device())
     # Names of one communicator, such as dp and dp_cp without cp, register it once.
     backends = {id(backend): backend for backend in (_nccl_of(group, device) for group in groups)}
@@ -105,9 +109,11 @@ class NcclMemPool:
             self._registrations.callback(backend.deregister_mem_pool, self.pool)
             try:
                 backend.register_mem_pool(self.pool, **options)
-            except (RuntimeError, TypeError) as error:
+            except BaseException as error:
                 with contextlib.suppress(RuntimeError):
                     self.close()
+                if not isinstance(error, (RuntimeError, TypeError)):
+                    raise
                 raise RuntimeError(_refusal(backend, self._symm, error)) from error
 
 
@@ -124,9 +130,15 @@ def _nccl_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The NCCL backend of `group`.
 
     Raises:
+        TypeError: it is no process group of this rank.
         ValueError: it has another one.
         RuntimeError: it cannot allocate.
     """
+    if not hasattr(group, "_get_backend"):
+        raise TypeError(
+            f"nccl_mem_pool: expected process groups that this rank is in, got {kind_of(group)}; "
+            "pass them one by one, after init_process_group"
+        )
     try:
         backend: Any = group._get_backend(device)
     except RuntimeError:  # none for this kind of device

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels.aliasing import PLAIN_TYPES, check_apart
 from ..kernels.checks import SOURCE_DTYPES, check_contiguous, check_device, check_dtype
-from .arguments import kind_of, require_flag
+from .arguments import kind_of, require_flag, require_member
 from .collectives import Channel, Pending, Traffic
 from .data_parallel_groups import Axis
 from .lanes import DONE, Event, Lane, make_lane
@@ -120,13 +120,9 @@ def reduce_scatter_with_fp32_accumulation(
 
 def _channel(group: dist.ProcessGroup | None, device: torch.device) -> Channel:
     """Between the ranks of `group`, for tensors on `device`."""
-    group = dist.group.WORLD if group is None else group
-    rank = dist.get_rank(group)
-    if rank < 0 or group is None:
-        raise ValueError(
-            "group: expected one that this rank is in, got one without it; call it on its own ranks"
-        )
-    axis = Axis("group", dist.get_process_group_ranks(group), rank, group, group)
+    group = require_member(group)
+    ranks = dist.get_process_group_ranks(group)
+    axis = Axis("group", ranks, dist.get_rank(group), group, group)
     return Channel(axis, device, Traffic(), Uses())
 
 

@@ -117,7 +117,9 @@ def find_replicas(
     """
     found: dict[str, dict[object, list[tuple[str, nn.Parameter]]]] = {}
     for number, chunk in enumerate(chunks):
-        for name, param in chunk.module.named_parameters():
+        # The chunk's own, which are those that have the gradients.
+        for full, param in chunk.named_parameters():
+            name = full.removeprefix("module.")
             for kind in KINDS if param.requires_grad else ():
                 if kind.includes(name, param):
                     key = name if kind.is_in_all_chunks else (number, name)

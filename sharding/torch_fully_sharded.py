@@ -4,8 +4,8 @@
     the root    what lies in no unit
     an element  sharded along the mesh's last axis, replicated along the one before it, if any
 
-FSDP2 gathers, exchanges and averages by itself, in the backend's order of sums. What is added here
-is what it leaves to its caller.
+FSDP2 gathers, exchanges and averages, or sums, by itself, in the backend's order of sums. What is
+added here is what it leaves to its caller.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .arguments import require_forward
+from .arguments import kind_of, require_flag, require_forward
+from .bits import once_in_memory
 from .build import refuse_assignment
-from .data_parallel_base import DataParallelBase, config_or_default, require_factor
+from .collectives import Pending
+from .data_parallel_base import DataParallelBase, config_or_default, one_factor
 from .data_parallel_groups import device_of, held_device_type
+from .fsdp2_units import require_apart, require_shardable, units_in
 from .fully_shard import is_sharded
 from .messages import listed
 from .modules.partition import is_dtensor
-from .modules.unit_classes import UnitClass, resolve_unit_classes
+from .modules.unit_classes import UnitClass
 from .process_groups import ProcessGroupCollection
 
 # Two seconds of import, which only who shards by FSDP2 needs.
@@ -38,11 +41,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class TorchFullyShardedDataParallelConfig:
     """Arguments of `torch.distributed.fsdp.fully_shard`, which explains them. mp_policy: torch's
-    own; None: gradients and parameters travel in the parameters' dtype.
+    own; None: gradients and parameters travel in the parameters' dtype. And one of ours:
+    calculate_per_token_loss: gradients are sums; `finalize_model_grads` divides by the tokens.
+
+    Raises:
+        TypeError: a calculate_per_token_loss that is no bool.
     """
 
     reshard_after_forward: bool | int = True
     mp_policy: MixedPrecisionPolicy | None = None
+    calculate_per_token_loss: bool = False
+
+    def __post_init__(self) -> None:
+        require_flag("calculate_per_token_loss", self.calculate_per_token_loss)
 
 
 class TorchFullyShardedDataParallel(DataParallelBase):
@@ -71,8 +82,10 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         Raises:
             TypeError: an argument of the wrong type.
             ValueError: process_groups and mesh at once; a module that is sharded already; a unit
-                without a forward; parameters that are shared by two units.
+                without a forward; parameters that are shared by two units, or that FSDP2 cannot
+                shard: without a dimension, trainable and empty, or not contiguous.
             RuntimeError: no process group.
+            CommunicationError: a rank is gone.
         """
         super().__init__(module, process_groups)
         require_forward(module)
@@ -81,15 +94,18 @@ class TorchFullyShardedDataParallel(DataParallelBase):
                 "module: expected plain parameters, got some that are sharded already; pass the "
                 "model as it was before fully_shard"
             )
-        units = _units_in(module, fsdp_unit_modules)
-        _require_apart(module, units)
         self.config = config_or_default(config, TorchFullyShardedDataParallelConfig)
+        _require_kinds(self.config.mp_policy, mesh)
+        require_shardable(module)
+        units = units_in(module, fsdp_unit_modules)
+        require_apart(module, units)
         self._mesh = _mesh_of(process_groups, mesh, held_device_type(module))
         self._syncs = True
         self.broadcast_params()
         attributes = {name: dict(vars(param)) for name, param in module.named_parameters()}
         for part in (*units, module):
             self._shard(part)
+        self._choose_sums()
         for name, kept in attributes.items():
             vars(module.get_parameter(name)).update(kept)
         for part in (*units, module):
@@ -108,6 +124,12 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             mp_policy=self.config.mp_policy or MixedPrecisionPolicy(),
         )
 
+    def _choose_sums(self) -> None:
+        self.averages_gradients = not self.config.calculate_per_token_loss
+        for part in self._sharded_modules() if not self.averages_gradients else ():
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside add to this rank's own, whole gradients; the next one outside exchanges
@@ -120,6 +142,15 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         finally:
             self._syncs = before
             self._root.set_requires_gradient_sync(before)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that an optimizer takes, sharded: a forward without gradients may have left
+        gathered ones in their place. `parameters()` gives them too.
+        """
+        self._params_at_rest()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def finish_grad_sync(self) -> None:
         """See that every gradient was exchanged, which the backward has done.
@@ -135,9 +166,10 @@ class TorchFullyShardedDataParallel(DataParallelBase):
 
         Raises:
             RuntimeError: some gradients wait for their exchange under `no_sync`.
+            TypeError, ValueError: another factor.
         """
+        factor = one_factor(factor)
         self._require_exchanged("scale_gradients")
-        factor = require_factor(factor)
         for param in self._params_at_rest():
             if param.grad is not None:
                 _local(param.grad).mul_(factor)
@@ -156,19 +188,24 @@ class TorchFullyShardedDataParallel(DataParallelBase):
     def broadcast_params(self) -> None:
         """Give parameters and buffers the first rank's values, those that are sharded along the
         axes where they are replicated. On the meta device there are none.
+
+        Raises:
+            CommunicationError: a rank is gone.
         """
         kind = self._mesh.device_type
         tensors: list[Any] = [*self._params_at_rest(), *self.module.buffers()]
         for tensor in tensors:
             if tensor.is_meta:
                 continue
-            local = _local(tensor)
-            # As bytes: gloo refuses some dtypes.
-            staged = local.detach().to(kind).reshape(-1).view(torch.uint8).clone()
+            once = once_in_memory(_local(tensor))
+            # As bytes of memory in one piece: gloo refuses some dtypes.
+            staged = once.to(kind).contiguous().view(-1).view(torch.uint8).clone()
             for axis in range(self._mesh.ndim):
                 if not is_dtensor(tensor) or tensor.placements[axis].is_replicate():
-                    dist.broadcast(staged, group=self._mesh.get_group(axis), group_src=0)
-            local.copy_(staged.view(local.dtype).view(local.shape))
+                    group = self._mesh.get_group(axis)
+                    work = dist.broadcast(staged, group=group, group_src=0, async_op=True)
+                    Pending(work, "broadcast of the first rank's values", group).wait()
+            once.copy_(staged.view(once.dtype).view(once.shape))
 
     @property
     def _root(self) -> FSDPModule:
@@ -213,41 +250,24 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
-def _units_in(module: nn.Module, given: Iterable[UnitClass] | None) -> list[nn.Module]:
-    """The units below `module`, those inside others first, as FSDP2 wants them.
+def _require_kinds(policy: object, mesh: object) -> None:
+    """Refuse what is something else, or another package's of that name.
 
     Raises:
-        ValueError: one has no forward.
+        TypeError: it is.
     """
-    declared = [kind for part in module.modules() for kind in getattr(part, "_fsdp_modules", ())]
-    classes = {
-        *resolve_unit_classes(given, module),
-        *resolve_unit_classes(declared, module),
-    }
-    found = [part for part in module.modules() if isinstance(part, tuple(classes))]
-    units = [part for part in reversed(found) if part is not module]
-    for unit in units:
-        require_forward(unit)
-    return units
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-
-def _require_apart(module: nn.Module, units: list[nn.Module]) -> None:
-    """Refuse a parameter of two units: each would get a copy, trained apart.
-
-    Raises:
-        ValueError: there is one.
-    """
-    owners = {part: unit for unit in (module, *reversed(units)) for part in unit.modules()}
-    seen: dict[nn.Parameter, nn.Module] = {}
-    for part, owner in owners.items():
-        for param in part._parameters.values():
-            if param is not None and seen.setdefault(param, owner) is not owner:
-                named = module.named_parameters(remove_duplicate=False)
-                raise ValueError(
-                    "fsdp_unit_modules: expected every parameter in one unit, got one of two under "
-                    f"the names {[name for name, other in named if other is param]}; leave out the "
-                    "class that parts them"
-                )
+    for name, value, kind in (
+        ("mp_policy", policy, MixedPrecisionPolicy),
+        ("mesh", mesh, DeviceMesh),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{name}: expected a {kind.__name__} of {kind.__module__.partition('.')[0]}, got "
+                f"{kind_of(value)} of {type(value).__module__.partition('.')[0]}; pass such a one, "
+                "or leave it out"
+            )
 
 
 def _mesh_of(

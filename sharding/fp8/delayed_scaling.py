@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...kernels import update_fp8_scales_
+from ...kernels.checks import check_choice, check_integer
+from ...kernels.fp8.reference import ELEMENTS
+from ..arguments import kind_of, require_member
 from ..collectives import Pending
 from .recipes import History
 
@@ -28,7 +31,11 @@ class DelayedScaling(nn.Module):
 
     amax_history: FP32 [num_tensors, length], [:, 0] being the step that runs. scales: FP32
     [num_tensors]; 0 while a tensor has no history, when `scales_for` takes the scale that its
-    present amax would give: no step is cast with a scale that nothing was measured for.
+    present amax would give: no step is cast with a scale that nothing was measured for. In `eval`
+    nothing is noted: what is only looked at changes no training.
+
+    Raises:
+        TypeError, ValueError: arguments that are no such.
     """
 
     amax_history: Tensor
@@ -43,6 +50,12 @@ class DelayedScaling(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(history, History):
+            raise TypeError(
+                f"history: expected a History, got {kind_of(history)}; pass recipe.history"
+            )
+        check_integer("num_tensors", num_tensors, 0)
+        check_choice("element", element, ELEMENTS)
         self.history, self.element = history, element
         shape = num_tensors, history.length
         self.register_buffer("amax_history", torch.empty(shape, dtype=torch.float32, device=device))
@@ -56,11 +69,13 @@ class DelayedScaling(nn.Module):
 
     def scales_for(self, first: int, amaxes: Tensor) -> Tensor:
         """FP32 [n]: what tensors `first` and on are multiplied by in this step; amaxes: FP32 [n],
-        theirs, noted for the next ones. NaN where one is not finite, so that codes show it.
+        theirs, noted for the next ones in training. NaN where one is not finite, so that codes show
+        it.
         """
         mine = slice(first, first + len(amaxes))
         present = torch.maximum(self.amax_history[mine, 0], amaxes)
-        self.amax_history[mine, 0] = present
+        if self.training:
+            self.amax_history[mine, 0] = present
         starting = torch.ones_like(amaxes)
         self._advance(present.view(-1, 1).clone(), starting)
         scales = torch.where(self.scales[mine] > 0, self.scales[mine], starting)
@@ -95,6 +110,7 @@ def update_scales(
     a group.
 
     Raises:
+        ValueError: a group without this rank.
         CommunicationError: it failed.
     """
     if isinstance(states, nn.Module):
@@ -112,7 +128,7 @@ def max_over_ranks(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) ->
 
     As integers their bits have the same order, and a NaN, which backends lose, is above infinity.
     """
-    if group is None or group.size() == 1 or not any(one.numel() for one in amaxes):
+    if group is None or require_member(group).size() == 1 or not any(one.numel() for one in amaxes):
         return amaxes
     flat = torch.cat([one.reshape(-1) for one in amaxes])
     bits = flat.view(torch.int32) & _MAGNITUDE

@@ -24,13 +24,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...kernels import swizzle_scales
-from ..arguments import require_module
+from ...kernels.checks import check_integer
+from ..arguments import kind_of, require_module
 from .delayed_scaling import DelayedScaling
 from .quantized import QuantizedTensor, block_amaxes, codec_function, quantize
-from .recipes import Blocks, Recipe
+from .recipes import Blocks, Recipe, require_recipe
 
 
 class Float8Linear(nn.Linear):
@@ -40,7 +42,10 @@ class Float8Linear(nn.Linear):
     state in `operand_scaling` (of input and weight) and `gradient_scaling`: call `update_scales`
     once a step.
 
+    What is multiplied is rounded, so a gradient has none of its own: a second backward raises.
+
     Raises:
+        TypeError: no recipe, or features that are no integers.
         ValueError: features that are no such multiples.
     """
 
@@ -54,8 +59,9 @@ class Float8Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        require_recipe(recipe)
         for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if value % recipe.align_numel:
+            if check_integer(name, value, 1) % recipe.align_numel:
                 raise ValueError(
                     f"{name}: expected a multiple of {recipe.align_numel} for {recipe.name}, got "
                     f"{value}; leave this layer an nn.Linear"
@@ -73,13 +79,24 @@ class Float8Linear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: Recipe) -> Float8Linear:
-        """One with the parameters of `linear`, the same objects."""
+        """One with the parameters, hooks and other attributes of `linear`, the same objects.
+
+        Raises:
+            ValueError: features that are no such multiples, parameters that are sharded already.
+        """
+        if hasattr(linear.weight, "full_tensor"):
+            raise ValueError(
+                f"linear: expected plain parameters, got a {kind_of(linear.weight)}; quantise the "
+                "layers of a model before it is sharded"
+            )
         sizes = linear.in_features, linear.out_features
         new = cls(*sizes, bias=False, recipe=recipe, device="meta")
         new.weight, new.bias = linear.weight, linear.bias
         for state in new.children():
             assert isinstance(state, DelayedScaling)
             state.to_empty(device=linear.weight.device).reset_parameters()
+        kept = ("_parameters", "_buffers", "_modules")
+        vars(new).update({name: vars(linear)[name] for name in vars(linear) if name not in kept})
         return new.train(linear.training)
 
     def forward(self, input: Tensor, weight: QuantizedTensor | None = None) -> Tensor:
@@ -101,7 +118,7 @@ class Float8Linear(nn.Linear):
                 "shape, recipe.weight)"
             )
         found: Tensor = _Linear.apply(input, self.weight, weight, self)
-        return found if self.bias is None else found + self.bias
+        return found if self.bias is None else found + self.bias.to(found.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -119,9 +136,10 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         ctx.shape = x.shape
         out = product(operand, made, x.dtype)
-        return out[: x.shape[:-1].numel()].view(*x.shape[:-1], -1)
+        return out[: x.shape[:-1].numel()].view(*x.shape[:-1], out.shape[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight = ctx.saved_tensors
         recipe, (operand, made) = ctx.layer.recipe, ctx.operands
@@ -141,26 +159,45 @@ class _Linear(torch.autograd.Function):
 
 def quantize_linears(layers: Sequence[nn.Module], recipe: Recipe) -> list[str]:
     """Put a `Float8Linear` in the place of every `nn.Linear` inside each of `layers`, the blocks of
-    a model in their order, but for those that the recipe leaves in BF16; parameters stay the same
-    objects. Returns the names of those replaced, "<layer>.<name>".
+    a model in their order, but for those that the recipe leaves in BF16; parameters, hooks and what
+    was set on it stay the same objects, and one of several places is one again. Returns the names
+    of those replaced, "<layer>.<name>".
 
     Raises:
-        TypeError: a layer that is no module.
-        ValueError: a layer whose sizes do not fit; nothing is replaced then.
+        TypeError: no recipe, no list of layers, a layer that is no module.
+        ValueError: a layer whose sizes do not fit, that is an `nn.Linear` itself, or is sharded
+            already; nothing is replaced then.
     """
-    places = []
-    for index, layer in enumerate(layers):
-        require_module(layer)
+    require_recipe(recipe)
+    places: list[tuple[str, nn.Module, str, nn.Linear]] = []
+    for index, layer in enumerate(_listed(layers)):
         if not recipe.quantizes_layer(index, len(layers)):
             continue
         for prefix, parent in layer.named_modules():
-            for name, child in parent.named_children():
+            for name, child in parent._modules.items():
                 if type(child) is nn.Linear:
                     full = ".".join(part for part in (str(index), prefix, name) if part)
-                    places.append((full, parent, name, Float8Linear.of(child, recipe)))
-    for _, parent, name, made in places:
-        setattr(parent, name, made)
-    return [full for full, _, _, _ in places]
+                    places.append((full, parent, name, child))
+    made = {child: Float8Linear.of(child, recipe) for _, _, _, child in places}
+    for _, parent, name, child in places:
+        setattr(parent, name, made[child])
+    return list(dict.fromkeys(full for full, _, _, _ in places))
+
+
+def _listed(layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """`layers`, if they are modules with places inside them."""
+    if not isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
+        raise TypeError(
+            f"layers: expected a list of modules, got {kind_of(layers)}; pass the model's blocks"
+        )
+    for index, layer in enumerate(layers):
+        require_module(layer)
+        if isinstance(layer, nn.Linear):
+            raise ValueError(
+                f"layers: expected blocks, inside which linear layers are replaced, got a "
+                f"{kind_of(layer)} itself as number {index}; pass [the module that it lies in]"
+            )
+    return layers
 
 
 def product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:

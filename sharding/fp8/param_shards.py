@@ -29,6 +29,7 @@ from torch import Tensor
 from ...kernels import ALIGN_NUMEL
 from ...kernels.arguments import check_source
 from ...kernels.checks import check_device, check_integer, check_one_a_tensor, check_vector
+from ..arguments import kind_of, require_member
 from .delayed_scaling import DelayedScaling, max_over_ranks
 from .quantized import (
     QuantizedTensor,
@@ -95,6 +96,8 @@ def quantize_param_shard(
         if not is_transformer_engine_tensor(row[0])
     ]
     _check_scaling(scaling, ours)
+    if group is not None:
+        require_member(group)
     if theirs:
         _transformer_engine_function()(*map(list, zip(*theirs, strict=True)), group)
     if ours:
@@ -152,6 +155,10 @@ def may_straddle(shape: torch.Size, blocks: Blocks, align_numel: int) -> bool:
 def _check_scaling(scaling: DelayedScaling | None, stretches: Sequence[_Stretch]) -> None:
     if scaling is None:
         return
+    if not isinstance(scaling, DelayedScaling):
+        raise TypeError(
+            f"scaling: expected a DelayedScaling, got {kind_of(scaling)}; pass the state of one"
+        )
     expected = len(scaling.scales)
     fitting = [
         one

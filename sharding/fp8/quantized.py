@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels import cast, cast_back, quantize_fp8
+from ...kernels import BlockFormat, cast, cast_back, quantize_fp8
+from ...kernels.arguments import check_source
+from ...kernels.checks import check_like, check_result_dtype
 from ...kernels.formats.table import named
 from .recipes import Blocks
 
@@ -36,7 +38,10 @@ class QuantizedTensor:
     codes: of the elements' dtype and the tensor's shape, or uint8 [..., columns / 2] of e2m1, the
     even element in the low nibble. scales: as the kernels have them; with one block, [] FP32, what
     codes are multiplied by; with tiles [ceil(rows / 128), ceil(columns / 128)]; else [...,
-    ceil(columns / width)]. amax: FP32 [], of NVFP4 alone.
+    ceil(columns / width)]. amax: FP32 [], of NVFP4 alone. All contiguous.
+
+    Raises:
+        TypeError, ValueError: memory that is not as said.
     """
 
     blocks: Blocks
@@ -44,6 +49,18 @@ class QuantizedTensor:
     codes: Tensor
     scales: Tensor
     amax: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", torch.Size(self.shape))
+        form = self.blocks.form
+        wanted = {
+            "codes": (self.codes, _packed(self.shape, form), form.element.dtype),
+            "scales": (self.scales, scale_shape(self.shape, self.blocks), form.scale_dtype),
+        }
+        if form.tensor_scale:
+            wanted["amax"] = self.amax, (), torch.float32  # type: ignore[assignment]
+        for name, (memory, shape, dtype) in wanted.items():
+            check_like(name, memory, shape, dtype, self.codes.device)
 
     @classmethod
     def empty(
@@ -55,20 +72,19 @@ class QuantizedTensor:
             ValueError: rows of an odd number of elements, of which e2m1 has two a byte.
         """
         form, shape = blocks.form, torch.Size(shape)
-        a_byte = form.element.codes_per_byte
-        if a_byte > 1 and (not shape or shape[-1] % a_byte):
-            raise ValueError(
-                f"shape: expected rows of a multiple of {a_byte} elements for {form.name}, got "
-                f"{tuple(shape)}; pad the last dimension"
-            )
-        packed = shape if a_byte == 1 else (*shape[:-1], shape[-1] // a_byte)
+        packed = _packed(shape, form)
         codes = torch.empty(packed, dtype=form.element.dtype, device=device)
         scales = torch.empty(scale_shape(shape, blocks), dtype=form.scale_dtype, device=device)
         amax = torch.empty((), device=device) if form.tensor_scale else None
         return cls(blocks, shape, codes, scales, amax)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values [shape], code times scale in FP32, rounded once to FP32, BF16 or FP16."""
+        """The values [shape], code times scale in FP32, rounded once to FP32, BF16 or FP16.
+
+        Raises:
+            ValueError: another dtype.
+        """
+        check_result_dtype(dtype)
         values = cast_back(self.codes, self.blocks.form.element.name)
         if self.blocks.width is None:
             return (values * self.scales).to(dtype)
@@ -95,6 +111,23 @@ class QuantizedTensor:
         scales = self.scales.t().contiguous() if self.scales.dim() else self.scales
         shape = torch.Size(reversed(self.shape))
         return QuantizedTensor(self.blocks, shape, self.codes.t().contiguous(), scales)
+
+
+def _packed(shape: torch.Size, form: BlockFormat) -> tuple[int, ...]:
+    """The shape of the codes of a tensor of `shape`.
+
+    Raises:
+        ValueError: rows that are no whole number of bytes.
+    """
+    a_byte = form.element.codes_per_byte
+    if a_byte == 1:
+        return shape
+    if not shape or shape[-1] % a_byte:
+        raise ValueError(
+            f"shape: expected rows of a multiple of {a_byte} elements for {form.name}, got "
+            f"{tuple(shape)}; pad the last dimension"
+        )
+    return (*shape[:-1], shape[-1] // a_byte)
 
 
 def matrix_of(shape: torch.Size) -> tuple[int, int]:
@@ -183,7 +216,17 @@ def fill_stretch(
 
 
 def quantize(x: Tensor, blocks: Blocks, *, scale: Tensor | None = None) -> QuantizedTensor:
-    """`x` [any shape], FP32, BF16 or FP16, contiguous. scale: see `fill_stretch`."""
+    """`x` [any shape], FP32, BF16 or FP16, contiguous. scale: see `fill_stretch`.
+
+    Raises:
+        TypeError, ValueError: an `x` that is no such tensor, a scale where there are several.
+    """
+    check_source("x", x)
+    if scale is not None and blocks.width is not None:
+        raise ValueError(
+            f"scale: expected none for blocks of {blocks.height} x {blocks.width}, which have one "
+            "each, got one; leave it out"
+        )
     target = QuantizedTensor.empty(tuple(x.shape), blocks, x.device)
     elements = x.detach().view(-1)
     fill_stretch(target, elements, 0, block_amaxes(elements, 0, x.shape, blocks), scale=scale)

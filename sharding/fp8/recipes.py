@@ -24,6 +24,7 @@ from ...kernels.checks import check_choice, check_flag, check_integer
 from ...kernels.formats.table import ScaleRule, rule_of
 from ...kernels.fp8.op import ALGORITHMS, MAX_HISTORY, MAX_MARGIN
 from ...kernels.fp8.reference import ELEMENTS
+from ..arguments import kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,10 @@ class History:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How linear layers are quantised: `recipe_for` has those with a name. Of a stack of layers the
-    first and the last few may stay in BF16.
+    first and the last few may stay in BF16. A history is of operands that are one block each.
 
     Raises:
-        TypeError, ValueError: numbers of layers that are no such.
+        TypeError, ValueError: blocks, a history or numbers that are no such, or do not fit.
     """
 
     name: str
@@ -83,6 +84,30 @@ class Recipe:
     layers_at_end_in_bf16: int = 0
 
     def __post_init__(self) -> None:
+        for role in ("weight", "activation", "gradient"):
+            blocks = getattr(self, role)
+            if not isinstance(blocks, Blocks):
+                raise TypeError(
+                    f"{role}: expected Blocks, got {kind_of(blocks)}; take those of a recipe of "
+                    "recipe_for"
+                )
+            if self.history is not None and blocks.width is not None:
+                raise ValueError(
+                    f"history: expected none beside {role}s in blocks of {blocks.height} x "
+                    f"{blocks.width}, whose scales come from what they hold; leave it out, or take "
+                    "the blocks of recipe_for('delayed')"
+                )
+        if self.history is not None and self.weight.form.element != self.activation.form.element:
+            raise ValueError(
+                f"history: expected one element of weights and activations, which share a state, "
+                f"got {self.weight.form.element.name} and {self.activation.form.element.name}; "
+                "take the same blocks for both"
+            )
+        if not isinstance(self.history, History | None):
+            raise TypeError(
+                f"history: expected a History or None, got {kind_of(self.history)}; pass History()"
+            )
+        check_integer("align_numel", self.align_numel, 1)
         check_integer("layers_at_start_in_bf16", self.layers_at_start_in_bf16, 0)
         check_integer("layers_at_end_in_bf16", self.layers_at_end_in_bf16, 0)
 
@@ -93,6 +118,19 @@ class Recipe:
         check_integer("num_layers", num_layers, 1)
         check_integer("layer", layer, 0, num_layers - 1)
         return self.layers_at_start_in_bf16 <= layer < num_layers - self.layers_at_end_in_bf16
+
+
+def require_recipe(recipe: object) -> Recipe:
+    """`recipe`, if it is one.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe: expected a Recipe, got {kind_of(recipe)}; make one with recipe_for(name)"
+        )
+    return recipe
 
 
 def _one_block(element: str, power_of_2: bool) -> Blocks:

@@ -23,6 +23,8 @@ class Start(nn.Module):
         self.register_buffer("transposed", torch.randn(2, 3).t())
         self.register_buffer("gaps", torch.randn(4, 6)[::2, ::3])
         self.register_buffer("expanded", torch.randn(3).expand(2, 3))
+        self.register_buffer("repeated", torch.randn(1).expand(4))
+        self.register_buffer("lone", torch.randn(6)[::6])
         self.register_buffer("fp8", torch.randn(9).to(torch.float8_e4m3fn))
         self.register_buffer("complex", torch.randn(9, dtype=torch.complex64))
         self.register_buffer("short", torch.randint(999, (9,), dtype=torch.int16))
@@ -53,7 +55,8 @@ def same(first: Tensor, second: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    whole = tensor.clone(memory_format=torch.contiguous_format)
+    return whole.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def starts(rank: int, world_size: int) -> None:

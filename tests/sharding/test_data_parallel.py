@@ -245,6 +245,12 @@ def _calls_from_inside(model: DistributedDataParallel, rank: int) -> None:
         handle.remove()
 
 
+def _refuses_tokens(model: DistributedDataParallel) -> bool:
+    with pytest.raises(ValueError, match="averages gradients over the ranks, got 3"):
+        ss.finalize_model_grads(model, 3)
+    return True
+
+
 def _accumulate(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     expected = _net()
@@ -289,6 +295,7 @@ def _accumulate(rank: int, world_size: int) -> dict[str, Any]:
         model.finish_grad_sync()
         found[f"{name}, again"] = close(_grads(model))
         optimizer.step()
+        found[f"{name}, divided twice"] = _refuses_tokens(model)
 
     _calls_from_inside(model, rank)
     per_token = DistributedDataParallel(_net(), _config(calculate_per_token_loss=True))

@@ -148,6 +148,19 @@ def test_a_registration_that_fails_leaves_none(
     assert ("register", "tp", "pool 1") not in log
 
 
+def test_an_interrupted_registration_leaves_none(log: Log) -> None:
+    class Interrupted(Backend):
+        def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+            super().register_mem_pool(pool, symm)
+            raise KeyboardInterrupt
+
+    backends = [Backend("dp", log), Interrupted("ep", log)]
+    pool = nccl_mem_pool(*map(Group, backends))
+    with pytest.raises(KeyboardInterrupt), pool:
+        pass
+    assert not any(backend.noted for backend in backends)
+
+
 def test_all_registrations_end_where_one_cannot(log: Log) -> None:
     backends = [Backend("dp", log), Backend("ep", log, "deregister"), Backend("tp", log)]
     pool = nccl_mem_pool(*map(Group, backends))
@@ -161,6 +174,11 @@ def test_all_registrations_end_where_one_cannot(log: Log) -> None:
 def test_refuses_what_nccl_cannot_do(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="pass at least one"):
         nccl_mem_pool()
+    for what in (None, dist.GroupMember.NON_GROUP_MEMBER, [Group(Backend("dp", log))], "dp", True):
+        with pytest.raises(TypeError, match=r"process groups that this rank is in.*one by one"):
+            nccl_mem_pool(what)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="symm: expected True or False, got 'no'"):
+        nccl_mem_pool(Group(Backend("dp", log)), symm="no")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"allocator \(2.19\), got not supported.*update it"):
         nccl_mem_pool(Group(Backend("dp", log, "allocator")))
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")

@@ -55,6 +55,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Outer() for _ in range(2))
         self.last = nn.Linear(5, 7)
         self.register_buffer("count", torch.tensor(seed))
+        self.register_buffer("repeated", torch.tensor([1.0 + seed]).expand(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -96,6 +97,7 @@ def _trains_as_a_plain_model(rank: int, world_size: int) -> None:
         *(f"layers.{number}{inner}" for number in range(2) for inner in ("", ".inner")),
     ]
     assert int(module.count) == 0
+    assert module.repeated.tolist() == [1.0] * 3
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for step in range(3):
@@ -107,7 +109,7 @@ def _trains_as_a_plain_model(rank: int, world_size: int) -> None:
         model.start_grad_sync()
         model.finish_grad_sync()
         model.scale_gradients(0.5)
-        model.scale_gradients(torch.tensor(0.5))
+        model.scale_gradients(torch.tensor([0.5]))
         for param in plain.parameters():
             param.grad *= 0.25
         _close(_grads(model), _grads(plain))
@@ -151,6 +153,39 @@ def _owed(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
     model.finish_grad_sync()
     for got, wanted in zip(_grads(model), expected, strict=True):
         assert torch.equal(got, wanted)
+    _evaluated(rank)
+    # By the tokens of all ranks, which have other numbers of them; averages would be halved.
+    with pytest.raises(ValueError, match=r"num_tokens: expected none .* calculate_per_token_loss"):
+        ss.finalize_model_grads(model, 3)
+    config = TorchFullyShardedDataParallelConfig(mp_policy=policy, calculate_per_token_loss=True)
+    summed = _adapter(config=config)
+    _loss(summed, _data(1, rank)).backward()
+    ss.finalize_model_grads(summed, torch.tensor(3 + rank))
+    for got, wanted in zip(_grads(summed), expected, strict=True):
+        torch.testing.assert_close(got, wanted * (world_size / 7))
+
+
+def _evaluated(rank: int) -> None:
+    """A forward without gradients leaves gathered parameters, which have none, in their place."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+    module = Model()
+    module.last.weight.sequence_parallel = True
+    config = TorchFullyShardedDataParallelConfig(reshard_after_forward=False)
+    model = TorchFullyShardedDataParallel(module, config, mesh=mesh["dp"])
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(_data(0, 0))
+        assert not isinstance(module.last.weight, DTensor)
+
+    _loss(model, _data(1, rank)).backward()
+    total = module.last.weight.grad.full_tensor()
+    torch.distributed.all_reduce(total)
+    evaluate()
+    ss.finalize_model_grads(model, None, ss.ProcessGroupCollection(tp=mesh["tp"].get_group()))
+    torch.testing.assert_close(module.last.weight.grad.full_tensor(), total)
+    evaluate()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -242,6 +277,38 @@ def _refuses(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"layers.0.inner.weight', 'layers.1.inner.weight'.*leave"):
         TorchFullyShardedDataParallel(tied, fsdp_unit_modules=[Inner])
     assert dict(tied.named_parameters(remove_duplicate=False)) == before
+    shared, named = Model(), Model()
+    shared.layers[1].norm = shared.layers[0].norm
+    named.norm = named.layers[0].norm  # FSDP2 does not gather it for the root
+    for model, names in ((shared, "layers.0.norm.weight', 'layers.1.norm"), (named, "norm.weight")):
+        with pytest.raises(ValueError, match=f"{names}.*leave out the class"):
+            TorchFullyShardedDataParallel(model, fsdp_unit_modules=[Outer])
+    odd = Model()
+    odd.scale = nn.Parameter(torch.tensor(1.0))
+    odd.layers[0].nothing = nn.Parameter(torch.zeros(0, 2))
+    odd.last.weight = nn.Parameter(torch.randn(5, 7).t())
+    odd.frozen = nn.Parameter(torch.zeros(0), requires_grad=False)
+    before = dict(odd.named_parameters())
+    with pytest.raises(
+        ValueError,
+        match=r"got others: 'scale' has no .* 'layers.0.nothing' is .* 'last.weight' is not cont",
+    ) as caught:
+        TorchFullyShardedDataParallel(odd, fsdp_unit_modules=[Outer])
+    assert "frozen" not in str(caught.value)
+    for options, words in (
+        ({"config": {"reshard_after_forward": False}}, "config: expected a Torch.* got dict"),
+        (
+            {"config": TorchFullyShardedDataParallelConfig(mp_policy=ss.MixedPrecisionPolicy())},
+            "mp_policy: expected a MixedPrecisionPolicy of torch, got .* of sidestream",
+        ),
+        ({"mesh": torch.distributed.group.WORLD}, "mesh: expected a DeviceMesh .* ProcessGroup"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            TorchFullyShardedDataParallel(odd, **options)
+    assert all(param is before[name] for name, param in odd.named_parameters())
+    for factor, kind in ((torch.ones(3), ValueError), ("2", TypeError)):
+        with pytest.raises(kind, match="factor: expected a number"):
+            _adapter().scale_gradients(factor)
     with pytest.raises(ValueError, match="model with a forward"):
         TorchFullyShardedDataParallel(Model(), fsdp_unit_modules=[nn.ModuleList])
     with pytest.raises(ValueError, match="match no module"):

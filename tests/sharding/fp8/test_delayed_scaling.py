@@ -68,6 +68,25 @@ def test_microbatches_of_a_step_are_one():
     assert step(state, 1.0) == [32.0]
 
 
+def test_what_is_only_evaluated_is_not_noted():
+    state = DelayedScaling(History(length=4), 1)
+    assert state.eval().scales_for(0, torch.tensor([1.0])).tolist() == [448.0]
+    assert not state.amax_history.any()
+    assert step(state.train(), 7.0) == [64.0]
+    assert state.eval().scales_for(0, torch.tensor([700.0])).tolist() == [64.0]
+    assert step(state, 7.0) == [64.0]
+    assert step(state, 7.0) == [64.0]
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match="history: expected a History, got str"):
+        DelayedScaling("delayed", 1)
+    with pytest.raises(ValueError, match="num_tensors: expected 0 or more, got -1"):
+        DelayedScaling(History(), -1)
+    with pytest.raises(ValueError, match="element: expected one of e4m3, e5m2, got 'e2m1'"):
+        DelayedScaling(History(), 1, element="e2m1")
+
+
 def test_saved_loaded_and_moved():
     model = nn.Sequential(nn.Linear(2, 2), DelayedScaling(History(length=3), 2))
     step(model[1], 7.0, 1e-3)

@@ -208,6 +208,61 @@ def test_layers_of_a_model_but_the_first_and_the_last():
         quantize_linears([3], recipe)
 
 
+def test_a_layer_of_several_places_stays_one_with_its_hooks():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.ReLU()))
+    model.again = model[1].third = model[0]
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append("called"))
+    model[0].tag = "mine"
+    assert quantize_linears([model, model], recipe_for("delayed")) == [
+        *("0.0", "0.again", "0.1.third"),
+        *("1.0", "1.again", "1.1.third"),
+    ]
+    assert type(model[0]) is Float8Linear
+    assert model.again is model[1].third is model[0]
+    model[0](torch.randn(2, 32))
+    assert seen == ["called"]
+    assert model[0].tag == "mine"
+
+
+def test_refusals():
+    recipe = recipe_for("delayed")
+    for layers in ([nn.Linear(16, 16)], nn.Sequential(nn.ReLU(), nn.Linear(16, 16))):
+        with pytest.raises(ValueError, match="linear layers are replaced, got a Linear itself"):
+            quantize_linears(layers, recipe)
+    with pytest.raises(TypeError, match="layers: expected a list of modules, got Linear"):
+        quantize_linears(nn.Linear(16, 16), recipe)
+    for recipe in ("delayed", None):
+        with pytest.raises(TypeError, match="recipe: expected a Recipe"):
+            quantize_linears([nn.Sequential(nn.Linear(16, 16))], recipe)
+        with pytest.raises(TypeError, match="recipe: expected a Recipe"):
+            Float8Linear(16, 16, recipe=recipe)
+    with pytest.raises(ValueError, match="out_features: expected 1 or more, got -16"):
+        Float8Linear(16, -16, recipe=recipe_for("delayed"))
+
+
+@KINDS
+def test_no_tokens_and_inputs_narrower_than_the_parameters(name):
+    layer = layer_of(name)
+    (out, x_grad, weight_grad, bias_grad), _ = passed(layer, torch.randn(3, 0, 128))
+    assert (out.shape, x_grad.shape) == ((3, 0, 256), (3, 0, 128))
+    assert not weight_grad.any() and not bias_grad.any()
+    (out, x_grad, weight_grad, _), _ = passed(layer, torch.randn(3, 128, dtype=torch.bfloat16))
+    assert (out.dtype, x_grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert weight_grad.dtype == torch.float32
+    with pytest.raises(ValueError, match=r"expected torch\.float32, torch\.bfloat16"):
+        layer(torch.randn(3, 128).double())
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    """What would come back lacks the layer's own part of it."""
+    layer = layer_of("mxfp8")
+    x = torch.randn(4, 128, requires_grad=True)
+    [grad] = torch.autograd.grad(layer(x.tanh()).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
 def test_operands_of_scaled_mm_on_a_cpu():
     """Which has it for one scale a tensor: the second operand is the transposed one."""
     a = quantize(torch.randn(48, 64), recipe_for("tensorwise").gradient)
@@ -284,6 +339,8 @@ def sharded_losses(rank, world_size):
         ss.fully_shard_model(model, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=zero)
         optimizer = ss.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
         losses[zero] = []
+        with pytest.raises(ValueError, match=r"got a ShardedTensor; quantise .* before"):
+            Float8Linear.of(model[0][0], recipe_for("delayed"))
         for step in range(3):
             torch.manual_seed(10 * step + rank)
             x = torch.randn(8, 16)

@@ -143,6 +143,13 @@ def ranks_delay(rank, world_size):
             assert same(one.codes, expected.codes), step
             assert same(one.scales, expected.scales), step
         scales.append(state.scales.tolist())
+    if world_size > 1 and (others := dist.new_group([0])) and rank:
+        for call in (
+            lambda: update_scales(state, others),
+            lambda: quantize_param_shard(made, *shards(xs, spans), others),
+        ):
+            with pytest.raises(ValueError, match="group: expected one that this rank is in"):
+                call()
     return scales
 
 
@@ -177,6 +184,8 @@ def test_refusals():
     state = DelayedScaling(History(), 1)
     refused(ValueError, "its 1 tensors, .* got 1 parameters, 0", [target], [x], [0], scaling=state)
     refused(ValueError, "its 1 tensors", [one, one], [x, x], [0, 0], scaling=state)
+    with pytest.raises(TypeError, match="scaling: expected a DelayedScaling, got str"):
+        quantize_param_shard([one], [x], [0], None, scaling="delayed")
     wider = DelayedScaling(History(), 1, element="e5m2")
     refused(ValueError, "one block of e5m2", [one], [x], [0], scaling=wider)
     with pytest.raises(TypeError, match="model_params: expected QuantizedTensors or Transformer"):

@@ -71,6 +71,18 @@ def test_transposed_code_by_code():
         quantize(x, BLOCKS["mxfp8"]).transposed()
 
 
+@KINDS
+def test_what_is_no_source_or_no_result_is_refused(kind):
+    for x in (torch.ones(2, 64).double(), torch.ones(2, 64).int(), torch.ones(64, 2).t()):
+        with pytest.raises(ValueError, match=r"x: expected (torch.float32|a contiguous)"):
+            quantize(x, BLOCKS[kind])
+    if BLOCKS[kind].width is not None:
+        with pytest.raises(ValueError, match="scale: expected none for blocks of"):
+            quantize(torch.ones(2, 64), BLOCKS[kind], scale=torch.tensor(2.0))
+    with pytest.raises(ValueError, match=r"dtype: expected one of torch\.float32"):
+        quantize(torch.ones(2, 64), BLOCKS[kind]).dequantize(torch.int32)
+
+
 def test_rows_of_pairs():
     with pytest.raises(ValueError, match="rows of a multiple of 2 elements for nvfp4, got"):
         QuantizedTensor.empty((4, 7), BLOCKS["nvfp4"])
@@ -86,6 +98,23 @@ def test_codes_may_lie_in_a_buffer_of_others():
     assert same(codes, quantize(x, BLOCKS["mxfp8"]).codes)
     assert buffer[:128].eq(0).all()
     assert buffer[192:].eq(0).all()
+
+
+def test_memory_that_does_not_fit_is_refused():
+    blocks = BLOCKS["nvfp4"]
+    good = QuantizedTensor.empty((2, 32), blocks)
+    parts = {"codes": good.codes, "scales": good.scales, "amax": good.amax}
+    assert QuantizedTensor(blocks, (2, 32), **parts).shape == torch.Size((2, 32))
+    for name, memory, kind in (
+        ("codes", good.codes[:1], ValueError),
+        ("codes", torch.empty(2, 32, dtype=torch.uint8)[:, ::2], ValueError),
+        ("codes", torch.empty(2, 16), ValueError),
+        ("scales", good.scales.t(), ValueError),
+        ("scales", torch.empty(2, 2), ValueError),
+        ("amax", None, TypeError),
+    ):
+        with pytest.raises(kind, match=f"{name}: expected"):
+            QuantizedTensor(blocks, good.shape, **{**parts, name: memory})
 
 
 def double(name, module="transformer_engine.pytorch.tensor.of_some_version", *bases):

@@ -76,3 +76,15 @@ def test_a_recipe_of_ones_own():
     tiles, strips = (recipe_for(name).weight for name in ("blockwise", "mxfp8"))
     own = Recipe(name="own", weight=tiles, activation=strips, gradient=strips, align_numel=128)
     assert own.quantizes_layer(0, 1)
+    delayed = recipe_for("delayed")
+    for weight, activation, words in (
+        (tiles, tiles, "history: expected none beside weights in blocks of 128 x 128"),
+        (delayed.weight, strips, "history: expected none beside activations in blocks of 1 x 32"),
+        (delayed.gradient, delayed.weight, "one element of weights and .* got e5m2 and e4m3"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            dataclasses.replace(delayed, weight=weight, activation=activation)
+    with pytest.raises(TypeError, match="weight: expected Blocks, got Recipe"):
+        dataclasses.replace(delayed, weight=delayed)
+    with pytest.raises(TypeError, match="history: expected a History or None, got int"):
+        dataclasses.replace(delayed, history=4)
