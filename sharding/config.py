@@ -228,14 +228,14 @@ _RULES: tuple[tuple[Callable[[Any], object], str], ...] = (
 """What must not be, and what to say of it."""
 
 
-def checked_fields(config: Any) -> tuple[Any, list[str]]:
-    """What a configuration has in its fields, the default where a value is of a wrong type, and
-    what is wrong with those.
+def checked_fields(config: Any, kind: type) -> tuple[Any, list[str]]:
+    """What a configuration has in the fields of `kind`, the default where a value is of a wrong
+    type, and what is wrong with those. What a class derived from `kind` adds is its own matter.
     """
     found, values = [], {}
-    for field in dataclasses.fields(ModelParallelConfig):  # not those of a class derived from it
-        kind, _, optional = str(field.type).partition(" | ")
-        fits, expected = _TYPES.get(kind, (lambda _: True, ""))
+    for field in dataclasses.fields(kind):
+        annotation, _, optional = str(field.type).partition(" | ")
+        fits, expected = _TYPES.get(annotation, (lambda _: True, ""))
         value = getattr(config, field.name)
         right = fits(value) or (value is None and bool(optional))
         values[field.name] = value if right else field.default
@@ -249,7 +249,7 @@ def checked_fields(config: Any) -> tuple[Any, list[str]]:
 
 def _problems(config: ModelParallelConfig) -> list[str]:
     """Every rule that `config` breaks."""
-    checked, found = checked_fields(config)
+    checked, found = checked_fields(config, ModelParallelConfig)
     found += [text for is_broken, text in _RULES if is_broken(checked)]
     for name, allowed in dataclasses.asdict(checked.experimental).items():
         if getattr(checked, name) and not allowed:

@@ -132,7 +132,7 @@ _EXCLUDES = (
 
 
 def _problems(config: DistributedDataParallelConfig) -> Iterator[str]:
-    checked, problems = checked_fields(config)
+    checked, problems = checked_fields(config, DistributedDataParallelConfig)
     yield from problems
     given = [name for name in _SIZES if getattr(config, name) is not None]
     if len(given) > 1:

@@ -189,8 +189,8 @@ def _count(num_tokens: int | Tensor, chunks: Sequence[DataParallelBase]) -> Tens
     if any(chunk.averages_gradients for chunk in chunks):
         raise ValueError(
             "num_tokens: expected None for a model that averages gradients over the ranks, got "
-            f"{num_tokens!r}, by which they would be divided as well; pass "
-            "DistributedDataParallelConfig(calculate_per_token_loss=True), or leave it out"
+            f"{num_tokens!r}, by which they would be divided as well; make the "
+            "model with a config of calculate_per_token_loss=True, or leave it out"
         )
     device = next((param.device for param in chunks[0].parameters()), None)
     is_number = isinstance(num_tokens, numbers.Integral | Tensor)

@@ -155,7 +155,7 @@ def _owed(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
         assert torch.equal(got, wanted)
     _evaluated(rank)
     # By the tokens of all ranks, which have other numbers of them; averages would be halved.
-    with pytest.raises(ValueError, match=r"num_tokens: expected none .* calculate_per_token_loss"):
+    with pytest.raises(ValueError, match=r"num_tokens: expected None .* calculate_per_token_loss"):
         ss.finalize_model_grads(model, 3)
     config = TorchFullyShardedDataParallelConfig(mp_policy=policy, calculate_per_token_loss=True)
     summed = _adapter(config=config)
