@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def is_expert(tensor: Tensor) -> bool:
-    """Whether it is marked as an expert's, in Megatron's way: its attribute `allreduce` is False.
-    Nothing else says so.
+    """Whether it is marked as an expert's, in Megatron's way: its attribute `allreduce` counts as
+    false. Nothing else says so.
     """
-    return getattr(tensor, "allreduce", True) is False
+    return not getattr(tensor, "allreduce", True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ tp:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from .model_parallel_layout import group_kind
+from .model_parallel_layout import GROUP_KINDS
 
 Options = Mapping[str, Any]
 
@@ -50,20 +50,26 @@ def nccl_options(source: str | Path | Mapping[str, Options] | None) -> dict[str,
         ValueError: unknown groups or options, wrong values; all of them in one message.
     """
     table = _read(source) if isinstance(source, str | Path) else source
-    found, problems = {}, []
+    found, problems = dict[str, Options](), []
     for given, options in _mapping(table or {}, "groups").items():
         name = _MEGATRON_NAMES.get(given, given)
-        group_kind(name)
-        if name in found:
+        if name not in GROUP_KINDS:
+            problems.append(f"{given}: expected one of the groups {list(GROUP_KINDS)}")
+        elif name in found:
             problems.append(f"{given}: expected each group once, got {name} by two names")
-        found[name] = _mapping(options, f"options of {given}")
-        for option, value in found[name].items():
-            fits, expected = _OPTIONS.get(option, (lambda _: False, f"one of {list(_OPTIONS)}"))
-            if not fits(value):
-                problems.append(f"{given}.{option}: expected {expected}, got {value!r}")
+        else:
+            found[name] = _mapping(options, f"options of {given}")
+            problems += [f"{given}.{problem}" for problem in _problems(found[name])]
     if problems:
         raise ValueError(f"nccl_communicator_config_path: {'; '.join(problems)}; change these")
     return found
+
+
+def _problems(options: Options) -> Iterator[str]:
+    for option, value in options.items():
+        fits, expected = _OPTIONS.get(option, (lambda _: False, f"one of {list(_OPTIONS)}"))
+        if not fits(value):
+            yield f"{option}: expected {expected}, got {value!r}"
 
 
 def torch_options(options: Options | None, backend: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ class Layout:
 
 def marked(module: nn.Module) -> nn.Module:
     """`module` as an expert."""
-    for param in module.parameters():
-        param.allreduce = False
+    for param, mark in zip(module.parameters(), itertools.cycle([False, 0]), strict=False):
+        param.allreduce = mark  # as theirs: what counts as false
     return module
 
 

@@ -50,13 +50,13 @@ def test_without_pyyaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ({"data": {}}, "got 'data'; use that name"),
+        ({"data": {}}, "data: expected one of the groups ['tp', 'pp'"),
         (
-            {"tp": {"ctas": 1, "min_ctas": 0}, "pp": {"net_name": "tcp"}},
+            {"tp": {"ctas": 1, "min_ctas": 0}, "pp": {"net_name": "tcp"}, "data": {}},
             "nccl_communicator_config_path: tp.ctas: expected one of ['min_ctas', 'max_ctas', "
             "'cga_cluster_size', 'net_name', 'is_high_priority_stream'], got 1; tp.min_ctas: "
             "expected a count of thread blocks, got 0; pp.net_name: expected 'IB' or 'socket', "
-            "got 'tcp'; change these",
+            "got 'tcp'; data: expected one of the groups",
         ),
         ({"tp": {"cga_cluster_size": 9}}, "tp.cga_cluster_size: expected 0 to 8, got 9"),
         ({"tp": {"is_high_priority_stream": 1}}, "expected True or False, got 1"),
