@@ -15,6 +15,7 @@ SURFACE = (
     "exchange_sums",
     "expert_ranks",
     "finalize_model_grads",
+    "fsdp2_units",
     "fused_gradients",
     "gradient_checks",
     "model_parallel_layout",
