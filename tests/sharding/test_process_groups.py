@@ -314,7 +314,7 @@ def _wrong_arguments() -> None:
         state.get_tensor_model_parallel_world_size(check_initialized=False)
     with pytest.raises(TypeError, match="groups: expected a ProcessGroupCollection, got int"):
         state.set_process_groups(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="rank_offset: expected .* of at least 0, got '1'"):
+    with pytest.raises(TypeError, match=r"rank_offset: expected .* of at least 0, got '1'"):
         state.initialize_model_parallel(rank_offset="1")
     with pytest.raises(ValueError, match="rank_offset: expected one of the job's 4 ranks, got 9"):
         state.initialize_model_parallel(rank_offset=9)
