@@ -191,12 +191,15 @@ def _first_step(rank: int, world_size: int) -> dict[str, Any]:
     for name, options in {
         "shared": {},
         "counted": {"bucket_mib": None, "num_buckets": 2},
+        "frozen": {"bucket_mib": None, "num_buckets": 1},
         "elements": {"bucket_mib": None, "bucket_size": 3 * (WIDTH * WIDTH + WIDTH) - 1},
         "one": {"bucket_mib": None},
         "padded": {"pad_buckets_for_high_nccl_busbw": True},
         "no overlap": {"bucket_mib": None, "overlap_grad_reduce": False},
     }.items():
-        built = DistributedDataParallel(shared if name == "shared" else _net(), _config(**options))
+        net = shared if name == "shared" else _net()
+        net.layers[1:].requires_grad_(name != "frozen")
+        built = DistributedDataParallel(net, _config(**options))
         units = runtime_of(built.module).units
         found[name] = [(unit.spec.layout.numel, len(unit.spec.names)) for unit in units]
     return found
@@ -215,6 +218,7 @@ def test_first_step_overlaps_and_buckets_are_as_asked_for():
 
     assert [count for _, count in found["shared"]] == [1, 3, 4, 4]
     assert [count for _, count in found["counted"]] == [6, 6]
+    assert [count for _, count in found["frozen"]] == [2, 10]  # few trained ones cut no others
     assert [count for _, count in found["elements"]] == [6, 6]
     assert (
         [count for _, count in found["one"]] == [12] == [count for _, count in found["no overlap"]]
