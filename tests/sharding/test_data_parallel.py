@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import math
+import os
+import socket
 from typing import Any
 
 import pytest
@@ -675,6 +677,23 @@ def test_base_passes_all_on_to_its_module():
     assert torch.equal(other.module.layers[2].bias, base.module.layers[2].bias)
     with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module"):
         DataParallelBase(3)
+
+
+# ---- a job that torchrun describes, and nobody has joined yet
+
+
+def _described_by_the_environment(rank: int, world_size: int, port: int) -> bool:
+    job = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in job.items()})
+    config = _config(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    model = DistributedDataParallel(_net(), config)
+    return runtime_of(model.module).collectives.world_size == 2 == dist.get_world_size()
+
+
+def test_instances_of_a_job_that_is_joined_here():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert run_on_ranks(_described_by_the_environment, 2, port, backend=None) == [True, True]
 
 
 # ---- refusals
