@@ -88,7 +88,7 @@ class DistributedDataParallel(DataParallelBase):
         runtime = shard(
             module,
             optimizer,
-            _shard_config(module, config, _world_size(mesh), outer),
+            _shard_config(config, _world_size(mesh), outer),
             functools.partial(model_ranks, mesh, inner, outer, of_experts),
             elementwise=False,
             told={name: str(getattr(config, name)) for name in _COMPARED},
@@ -236,12 +236,8 @@ def _world_size(mesh: DeviceMesh | None) -> int:
 
 
 def _shard_config(
-    module: nn.Module,
-    config: DistributedDataParallelConfig,
-    world_size: int,
-    outer_dim: str | None,
+    config: DistributedDataParallelConfig, world_size: int, outer_dim: str | None
 ) -> ShardConfig:
-    trainable = sum(param.numel() for param in module.parameters() if param.requires_grad)
     resolved = resolve_config(
         int(config.use_distributed_optimizer),
         config.policy(),
@@ -260,4 +256,4 @@ def _shard_config(
         ranks_may_differ=False,
         initialiser=False,
     )
-    return dataclasses.replace(resolved, sizes=config.unit_sizes(trainable, world_size))
+    return dataclasses.replace(resolved, sizes=config.unit_sizes(world_size))

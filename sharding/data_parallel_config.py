@@ -47,9 +47,9 @@ class DistributedDataParallelConfig:
         num_distributed_optimizer_instances: how many copies of these parts there are. Neighbouring
             ranks share one; sums are taken inside a copy first, then over copies.
         bucket_size: elements that close a bucket; `bucket_mib`: MiB of gradients that do;
-            `num_buckets`: at most so many of each dtype. At most one of them. None: 40 million
-            elements, or one million for each rank if that is more, and one bucket a dtype where
-            nothing overlaps.
+            `num_buckets`: at most so many of the parameters of one kind (dtype, wire, frozen or
+            not), beside shared embeddings. At most one of them. None: 40 million elements, or one
+            million for each rank if that is more, and one bucket a kind where nothing overlaps.
         pad_buckets_for_high_nccl_busbw: buckets are multiples of 2^16 elements.
         average_in_collective: gradients are means, which they are anyway: the sum is scaled once
             where it is rounded, in the exchange.
@@ -97,18 +97,16 @@ class DistributedDataParallelConfig:
             param_wire=self.param_wire,
         )
 
-    def unit_sizes(self, trainable_numel: int, world_size: int) -> UnitSizes:
-        """Where a model of so many trainable elements is cut, over so many ranks."""
+    def unit_sizes(self, world_size: int) -> UnitSizes:
+        """Where a model is cut, over so many ranks."""
         whole = BUS_NUMEL if self.pad_buckets_for_high_nccl_busbw else 1
-        return UnitSizes(
-            reverse_buckets=self._buckets(trainable_numel, world_size), whole_numel=whole
-        )
+        return UnitSizes(reverse_buckets=self._buckets(world_size), whole_numel=whole)
 
-    def _buckets(self, trainable_numel: int, world_size: int) -> ReverseBuckets:
+    def _buckets(self, world_size: int) -> ReverseBuckets:
         if self.bucket_mib is not None:
             return ReverseBuckets(math.ceil(self.bucket_mib * 2**20), counts_bytes=True)
         if self.num_buckets is not None:
-            return ReverseBuckets(-(-trainable_numel // self.num_buckets))
+            return ReverseBuckets(None, count=self.num_buckets)
         if self.bucket_size is None and not (self.overlap_grad_reduce or self.overlap_param_gather):
             return ReverseBuckets(None)  # nothing would start earlier
         default = max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_A_RANK * world_size)

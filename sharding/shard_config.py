@@ -22,15 +22,18 @@ SPLIT_ROOT_MIB = 16.0
 @dataclass(frozen=True, slots=True)
 class ReverseBuckets:
     """Buckets of parameters in reverse order of registration, as backward mostly comes to them,
-    each closed once it has `least` elements, or bytes (None: all in one). A parameter marked
-    `shared_embedding` has a bucket of its own.
+    each closed once it has `least` elements, or bytes (None: all in one), or as many elements as
+    make at most `count` buckets. A parameter marked `shared_embedding` has a bucket of its own.
     """
 
     least: int | None
     counts_bytes: bool = False
+    count: int | None = None
 
-    def least_numel(self, itemsize: int) -> int | None:
-        """The elements, of `itemsize` bytes each, that close a bucket."""
+    def least_numel(self, itemsize: int, numel: int) -> int | None:
+        """The elements, of `itemsize` bytes each, that close a bucket of `numel` in all."""
+        if self.count is not None:
+            return -(-numel // self.count)
         if self.least is None or not self.counts_bytes:
             return self.least
         return -(-self.least // itemsize)

@@ -322,7 +322,8 @@ def _split(
         dtype = policy.param_dtype or entries[0].param.dtype
         apart = {index for index, entry in enumerate(entries) if _is_shared_embedding(entry)}
         numels = [entry.param.numel() for entry in entries]
-        for bucket in reverse_buckets(numels, rule.least_numel(dtype.itemsize), apart=apart):
+        least = rule.least_numel(dtype.itemsize, sum(numels))
+        for bucket in reverse_buckets(numels, least, apart=apart):
             units.append([entries[index] for index in sorted(bucket)])
     # The first backward exchanges the last unit first: that of which all gradients come first.
     return sorted(units, key=lambda unit: unit[0].first_index)

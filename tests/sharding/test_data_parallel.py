@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import math
+import os
+import socket
 from typing import Any
 
 import pytest
@@ -191,12 +193,15 @@ def _first_step(rank: int, world_size: int) -> dict[str, Any]:
     for name, options in {
         "shared": {},
         "counted": {"bucket_mib": None, "num_buckets": 2},
+        "frozen": {"bucket_mib": None, "num_buckets": 1},
         "elements": {"bucket_mib": None, "bucket_size": 3 * (WIDTH * WIDTH + WIDTH) - 1},
         "one": {"bucket_mib": None},
         "padded": {"pad_buckets_for_high_nccl_busbw": True},
         "no overlap": {"bucket_mib": None, "overlap_grad_reduce": False},
     }.items():
-        built = DistributedDataParallel(shared if name == "shared" else _net(), _config(**options))
+        net = shared if name == "shared" else _net()
+        net.layers[1:].requires_grad_(name != "frozen")
+        built = DistributedDataParallel(net, _config(**options))
         units = runtime_of(built.module).units
         found[name] = [(unit.spec.layout.numel, len(unit.spec.names)) for unit in units]
     return found
@@ -215,6 +220,7 @@ def test_first_step_overlaps_and_buckets_are_as_asked_for():
 
     assert [count for _, count in found["shared"]] == [1, 3, 4, 4]
     assert [count for _, count in found["counted"]] == [6, 6]
+    assert [count for _, count in found["frozen"]] == [2, 10]  # few trained ones cut no others
     assert [count for _, count in found["elements"]] == [6, 6]
     assert (
         [count for _, count in found["one"]] == [12] == [count for _, count in found["no overlap"]]
@@ -675,6 +681,23 @@ def test_base_passes_all_on_to_its_module():
     assert torch.equal(other.module.layers[2].bias, base.module.layers[2].bias)
     with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module"):
         DataParallelBase(3)
+
+
+# ---- a job that torchrun describes, and nobody has joined yet
+
+
+def _described_by_the_environment(rank: int, world_size: int, port: int) -> bool:
+    job = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in job.items()})
+    config = _config(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    model = DistributedDataParallel(_net(), config)
+    return runtime_of(model.module).collectives.world_size == 2 == dist.get_world_size()
+
+
+def test_instances_of_a_job_that_is_joined_here():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert run_on_ranks(_described_by_the_environment, 2, port, backend=None) == [True, True]
 
 
 # ---- refusals

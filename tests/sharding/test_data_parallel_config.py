@@ -90,7 +90,7 @@ def test_nothing_changes_it():
     config = DistributedDataParallelConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.bucket_size = 5
-    config.unit_sizes(10**9, 4096)
+    config.unit_sizes(4096)
     assert config == DistributedDataParallelConfig()
 
 
@@ -100,7 +100,7 @@ SIZES = {
     "many ranks": ({"overlap_grad_reduce": True}, ReverseBuckets(64_000_000)),
     "elements": ({"bucket_size": 7}, ReverseBuckets(7)),
     "MiB": ({"bucket_mib": 0.5}, ReverseBuckets(2**19, counts_bytes=True)),
-    "number": ({"num_buckets": 3}, ReverseBuckets(34)),  # of 100 elements, rounded up
+    "number": ({"num_buckets": 3}, ReverseBuckets(None, count=3)),
 }
 
 
@@ -108,16 +108,17 @@ SIZES = {
 def test_bucket_sizes(name):
     options, expected = SIZES[name]
     world_size = 64 if name == "many ranks" else 8
-    sizes = DistributedDataParallelConfig(**options).unit_sizes(100, world_size)
+    sizes = DistributedDataParallelConfig(**options).unit_sizes(world_size)
     assert sizes.reverse_buckets == expected
     assert sizes.whole_numel == 1
 
 
 def test_bytes_are_those_of_what_backward_makes():
     rule = ReverseBuckets(2**20, counts_bytes=True)
-    assert rule.least_numel(4) == 2**18
-    assert rule.least_numel(2) == 2**19
-    assert ReverseBuckets(9).least_numel(2) == 9
+    assert rule.least_numel(4, 2**30) == 2**18
+    assert rule.least_numel(2, 2**30) == 2**19
+    assert ReverseBuckets(9).least_numel(2, 100) == 9
+    assert ReverseBuckets(None, count=3).least_numel(2, 100) == 34
 
 
 def test_policy():
@@ -127,4 +128,4 @@ def test_policy():
     quantised = DistributedDataParallelConfig(grad_wire="mxfp8", param_wire="fp8").policy()
     assert (quantised.grad_wire.name, quantised.param_wire) == ("mxfp8", "fp8")
     padded = DistributedDataParallelConfig(pad_buckets_for_high_nccl_busbw=True)
-    assert padded.unit_sizes(10, 1).whole_numel == 2**16
+    assert padded.unit_sizes(1).whole_numel == 2**16
