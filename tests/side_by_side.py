@@ -19,10 +19,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 BESIDE = (
-    ("kernels", "bench", "examples", "sharding/test_quantised_wires.py"),
     (
-        *("training", "integrations", "sharding/checkpoint", "sharding/optim"),
-        *("sharding/torch_state_dict", "sharding/modules", "sharding/safetensors"),
+        *("kernels", "bench", "examples", "integrations", "sharding/test_quantised_wires.py"),
+        *("sharding/fp8", "sharding/safetensors", "sharding/test_data_parallel.py"),
+        *("sharding/test_torch_fully_sharded.py", "sharding/test_expert_ranks.py"),
+    ),
+    (
+        *("training", "sharding/checkpoint", "sharding/optim"),
+        *("sharding/torch_state_dict", "sharding/modules"),
         *("sharding/tensor", "sharding/test_compile.py"),
         *("sharding/test_stream_lane.py", "sharding/test_ranks_that_differ.py"),
         "sharding/test_lifecycle.py",
