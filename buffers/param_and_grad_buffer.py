@@ -145,8 +145,8 @@ class ParamAndGradBuffer:
     """The gradients of a model on one rank, and its parameters if asked for, in buckets.
 
     `grads`, `params`: one `FlatBuffer` a bucket over the memory `grad_data` and `param_data`
-    [layout.numel]. Who drives collectives hands them `bucket.data`, and `shard(...)` as the part
-    of this rank.
+    [layout.numel]. Who drives collectives hands them `grads[bucket].data`, and
+    `shards(bucket)[rank]` as the part of this rank.
     """
 
     def __init__(

@@ -89,6 +89,7 @@ def unpack_message_(
 ) -> None:
     """`reference.unpack_message_`."""
     scale, accumulate, row_numel = options
+    is_plain = scale == 1.0 and not accumulate
     layout = layout_of_numel(format, numel, row_numel=row_numel)
     flat = [tensor.reshape(-1) for tensor in tensors]
     rows = message.view(-1, layout.num_bytes).unbind()
@@ -96,13 +97,9 @@ def unpack_message_(
     for row, share in zip(rows, shares_of(flat, offsets, offsets, numel, len(rows)), strict=True):
         for start, chunk in _chunks(share, numel):
             count = min(_step(numel), numel - start)
-            is_plain = scale == 1.0 and not accumulate
             whole = _whole(chunk, count) if is_plain else None
-            if whole is not None and _has_pairs(whole):
-                _decode_(whole, row, layout, start, scratch)
-            elif is_plain and _decode_to_bf16_(chunk, count, row, layout, start, scratch):
-                continue
-            elif chunk.tensors:
+            is_done = whole is not None and _decode_whole_(whole, row, layout, start, scratch)
+            if chunk.tensors and not is_done:
                 values = scratch.values[:count]
                 _decode_(values, row, layout, start, scratch)
                 packing.unpack_(chunk.tensors, values, chunk.offsets, scale, accumulate)
@@ -155,13 +152,12 @@ def _chunks(share: Share, numel: int) -> Iterator[tuple[int, Share]]:
     return zip(starts, shares_of(*share, _step(numel), len(starts)), strict=True)
 
 
-def _whole(chunk: Share, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-    """The one tensor of `dtype` that is all of the chunk, if there is one."""
+def _whole(chunk: Share, numel: int) -> torch.Tensor | None:
+    """The one tensor that is all of the chunk, if there is one."""
     if len(chunk.tensors) != 1:
         return None
     (tensor,) = chunk.tensors
-    usable = tensor.numel() == numel and tensor.dtype is dtype and tensor.is_contiguous()
-    return tensor if usable else None
+    return tensor if tensor.numel() == numel and tensor.is_contiguous() else None
 
 
 def _has_pairs(values: torch.Tensor) -> bool:
@@ -177,8 +173,12 @@ def _gathered(
     chunk: Share, numel: int, scale: float, layout: MessageLayout, scratch: Scratch
 ) -> torch.Tensor:
     """The chunk in FP32, times `scale`, zeros where there is no tensor; blocks are not written."""
-    whole = _whole(chunk, numel)
-    if whole is not None and scale == 1.0 and isinstance(layout.format, BlockFormat):
+    whole = _whole(chunk, numel) if scale == 1.0 else None
+    if (
+        whole is not None
+        and whole.dtype is torch.float32
+        and isinstance(layout.format, BlockFormat)
+    ):
         return whole
     values = scratch.values[:numel]
     if sum(tensor.numel() for tensor in chunk.tensors) < numel:
@@ -229,19 +229,17 @@ def _encode_(
         cpu_codes.store_(stored, part, form.element, noise, scratch)
 
 
-def _decode_to_bf16_(
-    chunk: Share,
-    numel: int,
-    message: torch.Tensor,
-    layout: MessageLayout,
-    start: int,
-    scratch: Scratch,
+def _decode_whole_(
+    whole: torch.Tensor, message: torch.Tensor, layout: MessageLayout, start: int, scratch: Scratch
 ) -> bool:
-    """As `_decode_` and a copy, for one BF16 tensor that is all of the chunk, if there is a way."""
-    form, whole = layout.format, _whole(chunk, numel, torch.bfloat16)
-    if whole is None or not isinstance(form, BlockFormat) or not form.has_rule:
+    """As `_decode_` and a copy, into a tensor that is all of a chunk, if there is a way."""
+    if _has_pairs(whole):
+        _decode_(whole, message, layout, start, scratch)
+        return True
+    form = layout.format
+    if whole.dtype is not torch.bfloat16 or not isinstance(form, BlockFormat) or not form.has_rule:
         return False
-    data, scales, _ = sections_of(message, layout, start, numel)
+    data, scales, _ = sections_of(message, layout, start, whole.numel())
     blocks = in_blocks(whole, form, layout.row_numel).squeeze(0)
     return cpu_codes.load_bf16_(blocks, data, scales, form.element, scratch)
 
