@@ -4,15 +4,16 @@
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     parallel_state.get_tensor_model_parallel_group()
 
-The one place of the package that keeps state of its own: which collection, and how many parts a
-stage of its virtual pipeline has. All else takes a `ProcessGroupCollection`.
+The one place of the package that keeps state of its own: which collection. All else takes a
+`ProcessGroupCollection`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -20,43 +21,19 @@ from .model_parallel_layout import GROUP_KINDS
 from .process_groups import ProcessGroupCollection, require_groups
 from .process_groups import initialize_model_parallel as make_process_groups
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _State:
     groups: ProcessGroupCollection | None = None
-    virtual_size: int | None = None
 
 
 _state = _State()
 
 
-def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    virtual_pipeline_model_parallel_size: int | None = None,
-    **options: Any,
-) -> ProcessGroupCollection:
-    """Make the groups that `process_groups.initialize_model_parallel` makes, and have the getters
-    give them.
-
-    Raises:
-        RuntimeError: there are some already.
-        TypeError, ValueError, CommunicationError: as that function does.
-    """
-    _require_none()
-    virtual = virtual_pipeline_model_parallel_size
-    groups = make_process_groups(
-        tensor_model_parallel_size, pipeline_model_parallel_size, virtual, **options
-    )
-    set_process_groups(groups, virtual)
-    return groups
-
-
-def set_process_groups(
-    process_groups: ProcessGroupCollection, virtual_pipeline_model_parallel_size: int | None = None
-) -> None:
+def set_process_groups(process_groups: ProcessGroupCollection) -> None:
     """Have the getters give `process_groups`, which `destroy_model_parallel` then ends.
 
     Raises:
@@ -65,14 +42,34 @@ def set_process_groups(
     """
     _require_none()
     require_groups(process_groups)
-    _state.groups, _state.virtual_size = process_groups, virtual_pipeline_model_parallel_size
+    _state.groups = process_groups
+
+
+def _setting(make: Callable[P, ProcessGroupCollection]) -> Callable[P, ProcessGroupCollection]:
+    @functools.wraps(make, assigned=())
+    def initialize(*sizes: P.args, **options: P.kwargs) -> ProcessGroupCollection:
+        """Make the groups that `process_groups.initialize_model_parallel` makes, and have the
+        getters give them.
+
+        Raises:
+            RuntimeError: there are some already.
+            TypeError, ValueError, CommunicationError: as that function does.
+        """
+        _require_none()
+        set_process_groups(made := make(*sizes, **options))
+        return made
+
+    return initialize
+
+
+initialize_model_parallel = _setting(make_process_groups)
 
 
 def destroy_model_parallel() -> None:
     """End the groups and forget them; does nothing without any."""
     if _state.groups is not None:
         _state.groups.destroy()
-    _state.groups = _state.virtual_size = None
+    _state.groups = None
 
 
 def is_initialized() -> bool:
@@ -218,43 +215,19 @@ get_inter_distributed_optimizer_instance_group = _getter(_group, "inter_dist_opt
 get_intra_distributed_optimizer_instance_group = _getter(_group, "intra_dist_opt")
 
 
-def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """How many parts of the model a stage has; None without a virtual pipeline."""
-    return _state.virtual_size
+def is_pipeline_first_stage() -> bool:
+    """Whether this rank is a first stage; parts of a virtual pipeline are its schedule's matter."""
+    return get_pipeline_model_parallel_rank() == 0
 
 
-def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank is a first stage, and unless ignore_virtual its part `vp_stage` the first.
-
-    Raises:
-        ValueError: a virtual pipeline has no such part.
-    """
-    return _is_end(0, ignore_virtual, vp_stage)
+def is_pipeline_last_stage() -> bool:
+    """Whether this rank is a last stage."""
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
-def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank is a last stage, and unless ignore_virtual its part `vp_stage` the last;
-    raises as `is_pipeline_first_stage` does.
-    """
-    return _is_end(-1, ignore_virtual, vp_stage)
-
-
-def _is_end(end: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    parts = range(1 if ignore_virtual else _state.virtual_size or 1)
-    part = 0 if len(parts) == 1 else vp_stage
-    if part not in parts:
-        raise ValueError(
-            f"vp_stage: expected 0 to {parts[-1]} of a virtual pipeline, got {vp_stage}; pass the "
-            "part that is meant"
-        )
-    stages = range(get_pipeline_model_parallel_world_size())
-    return part == parts[end] and get_pipeline_model_parallel_rank() == stages[end]
-
-
-def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank has word embeddings, and unless ignore_virtual its part `vp_stage` does."""
-    is_end = is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage)
-    return get_process_groups().get("embd") is not None and (ignore_virtual or is_end)
+def is_rank_in_embedding_group() -> bool:
+    """Whether this rank has word embeddings."""
+    return get_process_groups().get("embd") is not None
 
 
 def is_rank_in_position_embedding_group() -> bool:

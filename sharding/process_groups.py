@@ -192,15 +192,10 @@ def initialize_model_parallel(
     """
     require_count("rank_offset", rank_offset, 0)
     left = dist.get_world_size() - rank_offset if dist.is_initialized() else 1
-    if left < 1:
-        raise ValueError(
-            f"rank_offset: expected one of the job's {left + rank_offset} ranks, got {rank_offset}"
-            "; start more ranks, or make it smaller"
-        )
     if local_world_size is not None:
         require_count("local_world_size", local_world_size)
     layout = ModelParallelLayout(
-        world_size=local_world_size or left,
+        world_size=local_world_size or max(left, 1),
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,

@@ -221,12 +221,12 @@ def _options(rank: int) -> None:
 
 
 def _globals(rank: int) -> None:
-    """The getters of Megatron-Core by hand: tp 2, pp 2 with two parts each."""
+    """The getters of Megatron-Core by hand: tp 2, pp 2."""
     for call in (state.get_tensor_model_parallel_group, state.get_data_parallel_rank):
         assert "call parallel_state.initialize_model_parallel first" in _refusal(call)
     assert not state.is_initialized()
     _wrong_arguments()
-    made = state.initialize_model_parallel(2, 2, 2, distributed_timeout_minutes=1)
+    made = state.initialize_model_parallel(2, 2, distributed_timeout_minutes=1)
     assert state.get_process_groups() is made and state.model_parallel_is_initialized()
     column, stage = rank % 2, rank // 2
     found = {
@@ -247,10 +247,8 @@ def _globals(rank: int) -> None:
             state.get_pipeline_model_parallel_prev_rank(),
             state.get_pipeline_model_parallel_next_rank(),
         ),
-        "first": [state.is_pipeline_first_stage(False, vp_stage=part) for part in (0, 1)],
-        "last": [state.is_pipeline_last_stage(False, vp_stage=part) for part in (0, 1)],
-        "embedding": [state.is_rank_in_embedding_group(False, part) for part in (0, 1)],
-        "anyhow": (state.is_pipeline_first_stage(), state.is_pipeline_last_stage()),
+        "embedding": state.is_rank_in_embedding_group(),
+        "stage": (state.is_pipeline_first_stage(), state.is_pipeline_last_stage()),
         "position": state.is_rank_in_position_embedding_group(),
         "dp": (state.get_data_parallel_world_size(), state.get_data_parallel_src_rank()),
     }
@@ -260,10 +258,8 @@ def _globals(rank: int) -> None:
         "pp": (2, stage),
         "ends": (column, 2 + column),
         "beside": (2 * (1 - stage) + column,) * 2,
-        "first": [stage == 0, False],
-        "last": [False, stage == 1],
-        "embedding": [stage == 0, stage == 1],
-        "anyhow": (stage == 0, stage == 1),
+        "embedding": True,
+        "stage": (stage == 0, stage == 1),
         "position": stage == 0,
         "dp": (1, rank),
     }
@@ -291,7 +287,6 @@ def _globals(rank: int) -> None:
     assert "expected a process group" in _refusal(
         state.get_inter_distributed_optimizer_instance_group
     )
-    _virtual_parts()
     for call in (
         lambda: state.initialize_model_parallel(2),
         lambda: state.set_process_groups(made),
@@ -319,7 +314,9 @@ def _wrong_arguments() -> None:
         state.set_process_groups(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"rank_offset: expected .* of at least 0, got '1'"):
         state.initialize_model_parallel(rank_offset="1")
-    with pytest.raises(ValueError, match="rank_offset: expected one of the job's 4 ranks, got 9"):
+    with pytest.raises(
+        ValueError, match=r"expected some of the job's 4, got 9 to 9; .* offset small"
+    ):
         state.initialize_model_parallel(rank_offset=9)
     with pytest.raises(ValueError, match=r"local_world_size: expected .* of at least 1, got 0"):
         state.initialize_model_parallel(local_world_size=0)
@@ -327,14 +324,6 @@ def _wrong_arguments() -> None:
     only = initialize_model_parallel(groups=["dp_cp"])
     assert list(only.groups) == ["dp_cp"]
     only.destroy()
-
-
-def _virtual_parts() -> None:
-    assert state.get_virtual_pipeline_model_parallel_world_size() == 2
-    for call in (state.is_pipeline_first_stage, state.is_rank_in_embedding_group):
-        for part in (None, 2):
-            text = _refusal(lambda call=call, part=part: call(False, part))
-            assert f"vp_stage: expected 0 to 1 of a virtual pipeline, got {part}; pass" in text
 
 
 def _everything(rank: int, world_size: int) -> None:

@@ -11,10 +11,10 @@ import sidestream as ss
 from sidestream.kernels.formats.swizzle import swizzled_numel
 from sidestream.sharding.fp8 import (
     Float8Linear,
+    History,
     QuantizedTensor,
     linear,
     quantize,
-    quantize_linears,
     quantize_param_shard,
     recipe_for,
     update_scales,
@@ -186,59 +186,45 @@ def test_ranks_have_the_same_quantised_weights_and_scales():
         assert same(states, other_states), name
 
 
-def test_layers_of_a_model_but_the_first_and_the_last():
-    model = nn.ModuleList(
-        nn.Sequential(nn.Linear(32, 64), nn.Sequential(nn.GELU(), nn.Linear(64, 32, bias=False)))
-        for _ in range(4)
-    )
-    params = dict(model.named_parameters())
-    model[2].eval()
-    recipe = recipe_for("delayed", layers_at_start_in_bf16=1, layers_at_end_in_bf16=1)
-    assert quantize_linears(model, recipe) == ["1.0", "1.1.1", "2.0", "2.1.1"]
-    found = dict(model.named_parameters())
-    assert found.keys() == params.keys()
-    assert all(found[name] is params[name] for name in params)
-    assert [type(layer[0]) is Float8Linear for layer in model] == [False, True, True, False]
-    assert [layer[0].training for layer in model] == [True, True, False, True]
-    assert model[1][0](torch.randn(5, 32)).isfinite().all()
-    odd = nn.ModuleList([nn.Linear(32, 32), nn.Linear(33, 32)])
-    with pytest.raises(ValueError, match="in_features: expected a multiple of 32 for mxfp8, go"):
-        quantize_linears([nn.Sequential(odd[0]), nn.Sequential(odd[1])], recipe_for("mxfp8"))
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got int"):
-        quantize_linears([3], recipe)
-
-
-def test_a_layer_of_several_places_stays_one_with_its_hooks():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.ReLU()))
-    model.again = model[1].third = model[0]
+def test_in_the_place_of_a_layer():
+    """Its parameters, hooks, mode and what was set on it stay."""
+    plain = nn.Linear(32, 32).eval()
     seen = []
-    model[0].register_forward_hook(lambda *_: seen.append("called"))
-    model[0].tag = "mine"
-    assert quantize_linears([model, model], recipe_for("delayed")) == [
-        *("0.0", "0.again", "0.1.third"),
-        *("1.0", "1.again", "1.1.third"),
-    ]
-    assert type(model[0]) is Float8Linear
-    assert model.again is model[1].third is model[0]
-    model[0](torch.randn(2, 32))
-    assert seen == ["called"]
-    assert model[0].tag == "mine"
+    plain.register_forward_hook(lambda *_: seen.append("called"))
+    plain.tag = "mine"
+    made = Float8Linear.of(plain, recipe_for("delayed"))
+    assert made.weight is plain.weight and made.bias is plain.bias
+    assert dict(made.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    assert not made.training and made.tag == "mine"
+    assert made(torch.randn(2, 32)).isfinite().all() and seen == ["called"]
+    no_bias = Float8Linear.of(nn.Linear(32, 64, bias=False), recipe_for("mxfp8"))
+    assert no_bias.training and no_bias.bias is None and not list(no_bias.buffers())
+
+
+def test_weights_and_activations_of_other_elements():
+    """Each is cast by a state of its own."""
+    delayed = recipe_for("delayed")
+    recipe = recipe_for("delayed", weight=delayed.gradient, history=History(length=2))
+    layer = Float8Linear(32, 32, recipe=recipe)
+    x = torch.randn(16, 32)
+    for _ in range(2):
+        layer(x)
+        update_scales(layer)
+    for role, tensor, largest in (
+        ("weight", layer.weight.detach(), 57344.0),
+        ("activation", x, 448.0),
+    ):
+        assert layer.scaling[role].scales == largest / tensor.abs().max()
 
 
 def test_refusals():
-    recipe = recipe_for("delayed")
-    for layers in ([nn.Linear(16, 16)], nn.Sequential(nn.ReLU(), nn.Linear(16, 16))):
-        with pytest.raises(ValueError, match="linear layers are replaced, got a Linear itself"):
-            quantize_linears(layers, recipe)
-    with pytest.raises(TypeError, match="layers: expected a list of modules, got Linear"):
-        quantize_linears(nn.Linear(16, 16), recipe)
     for recipe in ("delayed", None):
-        with pytest.raises(TypeError, match="recipe: expected a Recipe"):
-            quantize_linears([nn.Sequential(nn.Linear(16, 16))], recipe)
         with pytest.raises(TypeError, match="recipe: expected a Recipe"):
             Float8Linear(16, 16, recipe=recipe)
     with pytest.raises(ValueError, match="out_features: expected 1 or more, got -16"):
         Float8Linear(16, -16, recipe=recipe_for("delayed"))
+    with pytest.raises(ValueError, match="in_features: expected a multiple of 32 for mxfp8, go"):
+        Float8Linear.of(nn.Linear(33, 32), recipe_for("mxfp8"))
 
 
 @KINDS
@@ -333,9 +319,13 @@ def sharded_losses(rank, world_size):
     losses = {}
     for zero in (0, 2, 3):
         torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)]
+        recipe = recipe_for("delayed", history=History(length=4))
+        sizes = ((16, 32), (32, 16))
+        blocks = [
+            nn.Sequential(*(Float8Linear.of(nn.Linear(*size), recipe) for size in sizes))
+            for _ in range(2)
+        ]
         model = nn.Sequential(*blocks)
-        quantize_linears(model, recipe_for("delayed", history_length=4))
         ss.fully_shard_model(model, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=zero)
         optimizer = ss.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
         losses[zero] = []
@@ -357,4 +347,4 @@ def test_in_a_sharded_model_levels_agree_in_every_bit():
     (losses, states), (_, others) = run_on_ranks(sharded_losses, 2)
     assert losses[0] == losses[2] == losses[3]
     assert all(same(one, other) for one, other in zip(states, others, strict=True))
-    assert len(states) == 2 * 2 * 4
+    assert len(states) == 2 * 3 * 4
