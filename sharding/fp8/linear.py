@@ -28,15 +28,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...kernels import swizzle_scales
-from ...kernels.checks import check_integer
 from ..arguments import kind_of
 from .delayed_scaling import DelayedScaling
 from .quantized import QuantizedTensor, block_amaxes, codec_function, quantize
 from .recipes import ROLES, Recipe
 
+_ITS_OWN = ("_parameters", "_buffers", "_modules")
+
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` computed with quantised operands, as `recipe` says; `weight` and `bias` stay.
+    """`linear` computed with quantised operands, as `recipe` says, to be put in its place: it has
+    its parameters, hooks and other attributes, the same objects.
 
     in_features and out_features: multiples of the recipe's `align_numel`. A delayed recipe has its
     state in `scaling`, by role: call `update_scales` once a step.
@@ -44,54 +46,44 @@ class Float8Linear(nn.Linear):
     What is multiplied is rounded, so a gradient has none of its own: a second backward raises.
 
     Raises:
-        TypeError: no recipe, or features that are no integers.
-        ValueError: features that are no such multiples.
+        TypeError: no linear layer, no recipe.
+        ValueError: features that are no such multiples, parameters that are sharded already.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        recipe: Recipe,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"recipe: expected a Recipe, got {kind_of(recipe)}; make one with recipe_for(name)"
-            )
-        for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if check_integer(name, value, 1) % recipe.align_numel:
-                raise ValueError(
-                    f"{name}: expected a multiple of {recipe.align_numel} for {recipe.name}, got "
-                    f"{value}; leave this layer an nn.Linear"
+    def __init__(self, linear: nn.Linear, recipe: Recipe) -> None:
+        for name, value, kind in (("linear", linear, nn.Linear), ("recipe", recipe, Recipe)):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"{name}: expected a {kind.__name__}, got {kind_of(value)}; pass one, of "
+                    "recipes such as recipe_for(name)"
                 )
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.recipe = recipe
-        self.scaling = _states(recipe, device)
-
-    @classmethod
-    def of(cls, linear: nn.Linear, recipe: Recipe) -> Float8Linear:
-        """One with the parameters, hooks and other attributes of `linear`, the same objects, to be
-        put in its place; a `linear` of several places is replaced by one in all of them.
-
-        Raises:
-            ValueError: features that are no such multiples, parameters that are sharded already.
-        """
         if hasattr(linear.weight, "full_tensor"):
             raise ValueError(
                 f"linear: expected plain parameters, got a {kind_of(linear.weight)}; quantise the "
                 "layers of a model before it is sharded"
             )
         sizes = linear.in_features, linear.out_features
-        new = cls(*sizes, bias=False, recipe=recipe, device="meta")
-        new.weight, new.bias = linear.weight, linear.bias
-        new.scaling = _states(recipe, linear.weight.device)
-        kept = ("_parameters", "_buffers", "_modules")
-        vars(new).update({name: vars(linear)[name] for name in vars(linear) if name not in kept})
-        return new.train(linear.training)
+        if any(size < 1 or size % recipe.align_numel for size in sizes):
+            raise ValueError(
+                f"linear: expected in_features and out_features that are multiples of "
+                f"{recipe.align_numel} for {recipe.name}, got {sizes}; leave this layer as it is"
+            )
+        nn.Module.__init__(self)
+        own = vars(self)
+        own.update({name: value for name, value in vars(linear).items() if name not in _ITS_OWN})
+        self.weight, self.bias, self.recipe = linear.weight, linear.bias, recipe
+        self.scaling = nn.ModuleDict(
+            {
+                role: DelayedScaling(
+                    recipe.history,
+                    1,
+                    element=getattr(recipe, role).form.element.name,
+                    device=linear.weight.device,
+                )
+                for role in ROLES
+                if recipe.history is not None
+            }
+        )
 
     def forward(self, input: Tensor, weight: QuantizedTensor | None = None) -> Tensor:
         """input [..., in_features] -> [..., out_features] of its dtype.
@@ -195,19 +187,6 @@ def tensor_factor(of: QuantizedTensor) -> Tensor:
 
 Multiply = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype], Tensor]
 SCALED_MM: Mapping[str, Multiply] = {"tensor": _of_tensors, "mxfp8": _of_mx, "nvfp4": _of_nvfp4}
-
-
-def _states(recipe: Recipe, device: torch.device | str | None) -> nn.ModuleDict:
-    """Of a delayed recipe what each operand's scale comes from; of others none."""
-    return nn.ModuleDict(
-        {
-            role: DelayedScaling(
-                recipe.history, 1, element=getattr(recipe, role).form.element.name, device=device
-            )
-            for role in ROLES
-            if recipe.history is not None
-        }
-    )
 
 
 def _quantize(x: Tensor, role: str, layer: Float8Linear) -> QuantizedTensor:

@@ -27,9 +27,9 @@ from sidestream.tests.sharding.fp8.kinds import same
 KINDS = pytest.mark.parametrize("name", list(RECIPES))
 
 
-def layer_of(name, in_features=128, out_features=256, **options):
+def layer_of(name, in_features=128):
     torch.manual_seed(1)
-    return Float8Linear(in_features, out_features, recipe=recipe_for(name), **options)
+    return Float8Linear(nn.Linear(in_features, 256), recipe_for(name))
 
 
 def passed(layer, x, seed=2, **options):
@@ -134,7 +134,8 @@ def regress(rank, world_size, name, steps=8):
     recipe = recipe_for(name)
     torch.manual_seed(0)
     target = torch.randn(128, 128) / 11
-    layers = nn.ModuleList(Float8Linear(128, 128, bias=False, recipe=recipe) for _ in range(2))
+    plain = (nn.Linear(128, 128, bias=False) for _ in range(2))
+    layers = nn.ModuleList(Float8Linear(linear, recipe) for linear in plain)
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)
     group = dist.group.WORLD if world_size > 1 else None
     numel = 128 * 128 // world_size
@@ -192,12 +193,12 @@ def test_in_the_place_of_a_layer():
     seen = []
     plain.register_forward_hook(lambda *_: seen.append("called"))
     plain.tag = "mine"
-    made = Float8Linear.of(plain, recipe_for("delayed"))
+    made = Float8Linear(plain, recipe_for("delayed"))
     assert made.weight is plain.weight and made.bias is plain.bias
     assert dict(made.named_parameters()).keys() == dict(plain.named_parameters()).keys()
     assert not made.training and made.tag == "mine"
     assert made(torch.randn(2, 32)).isfinite().all() and seen == ["called"]
-    no_bias = Float8Linear.of(nn.Linear(32, 64, bias=False), recipe_for("mxfp8"))
+    no_bias = Float8Linear(nn.Linear(32, 64, bias=False), recipe_for("mxfp8"))
     assert no_bias.training and no_bias.bias is None and not list(no_bias.buffers())
 
 
@@ -205,7 +206,7 @@ def test_weights_and_activations_of_other_elements():
     """Each is cast by a state of its own."""
     delayed = recipe_for("delayed")
     recipe = recipe_for("delayed", weight=delayed.gradient, history=History(length=2))
-    layer = Float8Linear(32, 32, recipe=recipe)
+    layer = Float8Linear(nn.Linear(32, 32), recipe)
     x = torch.randn(16, 32)
     for _ in range(2):
         layer(x)
@@ -217,14 +218,26 @@ def test_weights_and_activations_of_other_elements():
         assert layer.scaling[role].scales == largest / tensor.abs().max()
 
 
-def test_refusals():
-    for recipe in ("delayed", None):
-        with pytest.raises(TypeError, match="recipe: expected a Recipe"):
-            Float8Linear(16, 16, recipe=recipe)
-    with pytest.raises(ValueError, match="out_features: expected 1 or more, got -16"):
-        Float8Linear(16, -16, recipe=recipe_for("delayed"))
-    with pytest.raises(ValueError, match="in_features: expected a multiple of 32 for mxfp8, go"):
-        Float8Linear.of(nn.Linear(33, 32), recipe_for("mxfp8"))
+@pytest.mark.parametrize(
+    ("make", "recipe", "error", "words"),
+    [
+        (lambda: nn.Linear(16, 16), "delayed", TypeError, "recipe: expected a Recipe, got str"),
+        (nn.ReLU, recipe_for("delayed"), TypeError, "linear: expected a Linear, got ReLU"),
+        (
+            lambda: nn.Linear(33, 32),
+            recipe_for("mxfp8"),
+            ValueError,
+            r"of 32 for mxfp8, got \(33, 32\)",
+        ),
+        (lambda: nn.Linear(16, 0), recipe_for("delayed"), ValueError, r"got \(16, 0\)"),
+    ],
+    ids=["recipe", "layer", "odd", "empty"],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_refusals(make, recipe, error, words):
+    linear = make()
+    with pytest.raises(error, match=words):
+        Float8Linear(linear, recipe)
 
 
 @KINDS
@@ -322,7 +335,7 @@ def sharded_losses(rank, world_size):
         recipe = recipe_for("delayed", history=History(length=4))
         sizes = ((16, 32), (32, 16))
         blocks = [
-            nn.Sequential(*(Float8Linear.of(nn.Linear(*size), recipe) for size in sizes))
+            nn.Sequential(*(Float8Linear(nn.Linear(*size), recipe) for size in sizes))
             for _ in range(2)
         ]
         model = nn.Sequential(*blocks)
@@ -330,7 +343,7 @@ def sharded_losses(rank, world_size):
         optimizer = ss.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
         losses[zero] = []
         with pytest.raises(ValueError, match=r"got a ShardedTensor; quantise .* before"):
-            Float8Linear.of(model[0][0], recipe_for("delayed"))
+            Float8Linear(model[0][0], recipe_for("delayed"))
         for step in range(3):
             torch.manual_seed(10 * step + rank)
             x = torch.randn(8, 16)
