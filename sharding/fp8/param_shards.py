@@ -34,6 +34,7 @@ from .delayed_scaling import DelayedScaling, max_over_ranks
 from .quantized import (
     QuantizedTensor,
     block_amaxes,
+    columns_of,
     fill_stretch,
     is_transformer_engine_tensor,
     tensor_amax,
@@ -91,7 +92,7 @@ def quantize_param_shard(
     rows = list(zip(model_params, main_params, start_offsets, strict=True))
     theirs = [row for row in rows if is_transformer_engine_tensor(row[0])]
     ours = [
-        _stretch(f"main_params[{index}]", row, align_numel)
+        _stretch(index, row, align_numel)
         for index, row in enumerate(rows)
         if not is_transformer_engine_tensor(row[0])
     ]
@@ -106,9 +107,10 @@ def quantize_param_shard(
 
 
 def _stretch(
-    name: str, row: tuple[object, Tensor | None, int | None], align_numel: int
+    index: int, row: tuple[object, Tensor | None, int | None], align_numel: int
 ) -> _Stretch:
     target, elements, start = row
+    name = f"main_params[{index}]"
     if not isinstance(target, QuantizedTensor):
         raise TypeError(
             f"model_params: expected QuantizedTensors or TransformerEngine's, got "
@@ -122,7 +124,7 @@ def _stretch(
     check_vector(name, elements)
     check_device(name, elements, target.codes.device)
     numel = target.shape.numel()
-    start = check_integer(f"{name}: start_offset", start, 0, numel - elements.numel())
+    start = check_integer(f"start_offsets[{index}]", start, 0, numel - elements.numel())
     for cut in (start, start + elements.numel()):
         if cut % align_numel and cut != numel:
             raise ValueError(
@@ -148,8 +150,8 @@ def may_straddle(shape: torch.Size, blocks: Blocks, align_numel: int) -> bool:
         )
     if blocks.width is None or blocks.height > 1:
         return True
-    is_row = shape.numel() == (shape[-1] if shape else 1)
-    ends = 0 if is_row else shape[-1]
+    columns = columns_of(shape)
+    ends = 0 if shape.numel() == columns else columns
     return bool(align_numel % blocks.width or ends % blocks.width)
 
 

@@ -220,6 +220,19 @@ def _options(rank: int) -> None:
     assert dist.is_initialized()
 
 
+THREE_GETTERS = {
+    "tensor_model": "tp",
+    "pipeline_model": "pp",
+    "data": "dp",
+    "context": "cp",
+    "tensor_and_context": "tp_cp",
+    "expert_model": "ep",
+    "expert_tensor": "expt_tp",
+    "expert_tensor_and_model": "tp_ep",
+    "expert_data": "expt_dp",
+}
+
+
 def _globals(rank: int) -> None:
     """The getters of Megatron-Core by hand: tp 2, pp 2."""
     for call in (state.get_tensor_model_parallel_group, state.get_data_parallel_rank):
@@ -263,6 +276,12 @@ def _globals(rank: int) -> None:
         "position": stage == 0,
         "dp": (1, rank),
     }
+    for name, group in THREE_GETTERS.items():
+        expected = getattr(made, group)
+        assert getattr(state, f"get_{name}_parallel_group")() is expected, name
+        size = getattr(state, f"get_{name}_parallel_world_size")()
+        assert size == dist.get_world_size(expected), name
+        assert getattr(state, f"get_{name}_parallel_rank")() == dist.get_rank(expected), name
     options: list[dict[str, bool]] = [{}, {"with_context_parallel": True}]
     partial = {"with_context_parallel": True, "partial_data_parallel": True}
     assert [state.get_data_parallel_group(**flags) for flags in (*options, partial)] == [
