@@ -40,9 +40,8 @@ class RankGrid:
 
     def __init__(self, shape: Sequence[int], dim_names: Sequence[str], rank_offset: int = 0):
         self.shape, self.dim_names = tuple(shape), tuple(dim_names)
-        words = (name for name in self.dim_names if isinstance(name, str))
-        distinct = {name for name in words if name.isidentifier()}
-        if not distinct or not len(distinct) == len(self.dim_names) == len(self.shape):
+        words = {name for name in self.dim_names if isinstance(name, str) and name.isidentifier()}
+        if not words or not len(words) == len(self.dim_names) == len(self.shape):
             raise ValueError(
                 f"dim_names: expected a word of its own for each size of {self.shape}, got "
                 f"{self.dim_names}; '-' is what joins names for a group"
@@ -208,16 +207,16 @@ def require_member(ranks: range) -> tuple[int, dist.ProcessGroup]:
             "ranks: expected a job whose ranks can meet, got no process group; call "
             "torch.distributed.init_process_group first"
         )
-    rank, job_size = dist.get_rank(), dist.get_world_size()
-    if ranks.stop > job_size:
+    rank, job_size, last = dist.get_rank(), dist.get_world_size(), ranks.stop - 1
+    if last >= job_size:
         raise ValueError(
-            f"ranks: expected some of the job's {job_size}, got {ranks.start} to {ranks.stop - 1}; "
-            "start more ranks, or make the sizes or the offset smaller"
+            f"ranks: expected some of the job's {job_size}, got {ranks.start} to {last}; start "
+            "more ranks, or make the sizes or the offset smaller"
         )
     if rank not in ranks:
         raise ValueError(
-            f"ranks: expected to be called by ranks {ranks.start} to {ranks.stop - 1} alone, got a "
-            f"call on rank {rank}; leave it out there"
+            f"ranks: expected to be called by ranks {ranks.start} to {last} alone, got a call on "
+            f"rank {rank}; leave it out there"
         )
     return rank, job
 
