@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...kernels import swizzle_scales
+from ...kernels.checks import SOURCE_DTYPES, check_dtype
 from ..arguments import kind_of
 from .delayed_scaling import DelayedScaling
 from .quantized import QuantizedTensor, block_amaxes, codec_function, quantize
@@ -92,8 +93,10 @@ class Float8Linear(nn.Linear):
         that is quantised here. Gradients are those of `self.weight`.
 
         Raises:
-            ValueError: a quantised weight of another shape or recipe.
+            ValueError: an input that is not FP32, BF16 or FP16, a quantised weight of another shape
+                or recipe.
         """
+        check_dtype("input", input, SOURCE_DTYPES)
         if weight is not None and (weight.shape, weight.blocks) != (
             self.weight.shape,
             self.recipe.weight,
