@@ -7,10 +7,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import numbers
+import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -41,9 +42,10 @@ class Experimental:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParallelConfig:
     """Sizes, dtypes and choices of model-parallel training. Never changed; `dataclasses.replace`
-    makes another one. What is None follows another option, which `resolved` fills in.
+    makes another one. What is None follows the option that is named below.
 
     Sizes are those of `initialize_model_parallel`, which takes them as `**config.sizes()`.
+    expert_tensor_parallel_size: None for tensor_model_parallel_size.
     sequence_parallel: activations between the parts of a layer are split over tp. pipeline_dtype:
     of what stages send; needed with a pipeline. autocast_dtype: None for params_dtype.
     microbatch_group_size_per_vp_stage: microbatches before a stage turns to its next part; None for
@@ -95,45 +97,24 @@ class ModelParallelConfig:
     experimental: Experimental = Experimental()
 
     def __post_init__(self) -> None:
-        if problems := _problems(self):
+        if problems := list(_problems(self)):
             texts = "".join(f"\n- {problem}" for problem in problems)
             raise ValueError(f"ModelParallelConfig: {len(problems)} to mend:{texts}")
-        tensor, experts = self.tensor_model_parallel_size, self.expert_model_parallel_size
-        if min(tensor, experts) > 1 and not self.sequence_parallel:
+        if self.expert_model_parallel_size > 1 < self.tensor_model_parallel_size and (
+            not self.sequence_parallel
+        ):
             _logger.warning(
                 "ModelParallelConfig: expected sequence_parallel with experts over %d ranks and "
                 "tensor parallelism over %d, got none: each rank of tp sends every token; pass "
                 "sequence_parallel=True",
-                experts,
-                tensor,
+                self.expert_model_parallel_size,
+                self.tensor_model_parallel_size,
             )
 
     def sizes(self) -> dict[str, Any]:
         """The arguments of `initialize_model_parallel` that are in a config."""
-        return {name: getattr(self, name) for name in _SIZES}
-
-    def resolved(self) -> ModelParallelConfig:
-        """This config without the None that stands for another option."""
-        group = self.microbatch_group_size_per_vp_stage
-        return dataclasses.replace(
-            self,
-            autocast_dtype=self.autocast_dtype or self.params_dtype,
-            expert_tensor_parallel_size=self.expert_tensor_parallel_size
-            or self.tensor_model_parallel_size,
-            microbatch_group_size_per_vp_stage=group or self.pipeline_model_parallel_size,
-        )
-
-
-_SIZES = tuple(
-    field.name
-    for field in dataclasses.fields(ModelParallelConfig)
-    if field.name.endswith("_parallel_size")
-)
-
-
-def _is_positive(value: Any) -> bool:
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_real and 0 < float(value) < math.inf
+        names = [field.name for field in dataclasses.fields(ModelParallelConfig)]
+        return {name: getattr(self, name) for name in names if name.endswith("_parallel_size")}
 
 
 def _are_functions(value: Any) -> bool:
@@ -141,15 +122,14 @@ def _are_functions(value: Any) -> bool:
     return all(map(callable, value)) if several else callable(value)
 
 
-def _is_another_count(functions: Functions | None, count: int | None) -> bool:
-    return isinstance(functions, list | tuple) and count not in (None, len(functions))
-
-
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "True or False"),
     "Count": (lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
     "Limit": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
-    "Mebibytes": (_is_positive, "a positive number of MiB"),
+    "Mebibytes": (
+        lambda value: isinstance(value, Real) and value is not True and 0 < float(value) < math.inf,
+        "a positive number of MiB",
+    ),
     "Patterns": (
         lambda value: isinstance(value, tuple) and all(isinstance(text, str) for text in value),
         "a tuple of texts",
@@ -161,71 +141,17 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """What a field takes, by its annotation; with "| None" that too. Others are checked elsewhere."""
 
-_RULES: tuple[tuple[Callable[[Any], object], str], ...] = (
-    (
-        lambda c: c.sequence_parallel and c.tensor_model_parallel_size == 1,
-        "sequence_parallel: expected tensor_model_parallel_size above 1, got 1; leave it out",
-    ),
-    (
-        lambda c: c.virtual_pipeline_model_parallel_size and c.pipeline_model_parallel_size == 1,
-        "virtual_pipeline_model_parallel_size: expected pipeline_model_parallel_size above 1, got "
-        "1; leave it out",
-    ),
-    (
-        lambda c: c.pipeline_model_parallel_size > 1 and c.pipeline_dtype is None,
-        "pipeline_dtype: expected the dtype that stages send, with pipeline_model_parallel_size "
-        "above 1, got None; pass it",
-    ),
-    (
-        lambda c: c.fp16 and c.bf16,
-        "bf16: expected at most one of fp16 and bf16, got both; choose one",
-    ),
-    (
-        lambda c: (
-            c.virtual_pipeline_model_parallel_size and c.overlap_p2p_comm and c.batch_p2p_comm
-        ),
-        "overlap_p2p_comm: expected batch_p2p_comm=False with a virtual pipeline, got True; a "
-        "batch does not overlap, choose one",
-    ),
-    (
-        lambda c: (
-            c.microbatch_group_size_per_vp_stage
-            and c.microbatch_group_size_per_vp_stage < c.pipeline_model_parallel_size
-        ),
-        "microbatch_group_size_per_vp_stage: expected at least pipeline_model_parallel_size, got "
-        "fewer, with which stages would wait; pass more, or None",
-    ),
-    *(
-        (
-            lambda c, name=name: _is_another_count(
-                getattr(c, name), c.virtual_pipeline_model_parallel_size
-            ),
-            f"{name}: expected a function, or one for each of "
-            "virtual_pipeline_model_parallel_size parts, got a list of another length; make them "
-            "as many",
-        )
-        for name in ("no_sync_func", "grad_sync_func", "param_sync_func")
-    ),
-    (
-        lambda c: c.defer_embedding_wgrad_compute and c.pipeline_model_parallel_size == 1,
-        "defer_embedding_wgrad_compute: expected pipeline_model_parallel_size above 1, got 1; "
-        "leave it out, nothing waits there",
-    ),
-    (
-        lambda c: c.defer_embedding_wgrad_compute and not c.gradient_accumulation_fusion,
-        "defer_embedding_wgrad_compute: expected gradient_accumulation_fusion=True, which adds the "
-        "deferred gradients, got False; pass it",
-    ),
-    (
-        lambda c: c.overlap_p2p_comm_warmup_flush and not c.overlap_p2p_comm,
-        "overlap_p2p_comm_warmup_flush: expected overlap_p2p_comm=True, got False; pass it",
-    ),
-    (
-        lambda c: c.overlap_p2p_comm_warmup_flush and c.batch_p2p_comm,
-        "overlap_p2p_comm_warmup_flush: expected batch_p2p_comm=False, got True; pass it",
-    ),
+_NEEDS = (
+    ("sequence_parallel", "tensor_model_parallel_size", ">=", 2),
+    ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size", ">=", 2),
+    ("bf16", "fp16", "=", False),
+    ("defer_embedding_wgrad_compute", "pipeline_model_parallel_size", ">=", 2),
+    ("defer_embedding_wgrad_compute", "gradient_accumulation_fusion", "=", True),
+    ("overlap_p2p_comm_warmup_flush", "overlap_p2p_comm", "=", True),
+    ("overlap_p2p_comm_warmup_flush", "batch_p2p_comm", "=", False),
 )
-"""What must not be, and what to say of it."""
+"""What has to be true of another option where one is set."""
+_HOLDS = {"=": operator.eq, ">=": operator.ge}
 
 
 def checked_fields(config: Any, kind: type) -> tuple[Any, list[str]]:
@@ -234,27 +160,47 @@ def checked_fields(config: Any, kind: type) -> tuple[Any, list[str]]:
     """
     found, values = [], {}
     for field in dataclasses.fields(kind):
-        annotation, _, optional = str(field.type).partition(" | ")
+        annotation, _, none = str(field.type).partition(" | ")
         fits, expected = _TYPES.get(annotation, (lambda _: True, ""))
-        value = getattr(config, field.name)
-        right = fits(value) or (value is None and bool(optional))
-        values[field.name] = value if right else field.default
-        if not right:
-            none = "None or " if optional else ""
-            found.append(
-                f"{field.name}: expected {none}{expected}, got {value!r}; pass such a value"
-            )
+        value = values[field.name] = getattr(config, field.name)
+        if not (fits(value) or (none and value is None)):
+            values[field.name] = field.default
+            expected = f"None or {expected}" if none else expected
+            found.append(f"{field.name}: expected {expected}, got {value!r}; pass such a value")
     return types.SimpleNamespace(**values), found
 
 
-def _problems(config: ModelParallelConfig) -> list[str]:
+def _problems(config: ModelParallelConfig) -> Iterator[str]:
     """Every rule that `config` breaks."""
-    checked, found = checked_fields(config, ModelParallelConfig)
-    found += [text for is_broken, text in _RULES if is_broken(checked)]
-    for name, allowed in dataclasses.asdict(checked.experimental).items():
-        if getattr(checked, name) and not allowed:
-            found.append(
+    c, found = checked_fields(config, ModelParallelConfig)
+    yield from found
+    for name, other, sign, wanted in _NEEDS:
+        got = getattr(c, other)
+        if getattr(c, name) and not _HOLDS[sign](got, wanted):
+            yield f"{name}: expected {other}{sign}{wanted}, got {got}; pass that, or not this"
+    pipeline, parts = c.pipeline_model_parallel_size, c.virtual_pipeline_model_parallel_size
+    if pipeline > 1 and c.pipeline_dtype is None:
+        yield "pipeline_dtype: expected the dtype that stages send, got None; pass it"
+    if parts and c.overlap_p2p_comm and c.batch_p2p_comm:
+        yield (
+            "overlap_p2p_comm: expected batch_p2p_comm=False with a virtual pipeline, got True; a "
+            "batch does not overlap, choose one"
+        )
+    if (group := c.microbatch_group_size_per_vp_stage or pipeline) < pipeline:
+        yield (
+            f"microbatch_group_size_per_vp_stage: expected at least {pipeline}, a microbatch for "
+            f"each stage, got {group}; pass more, or None"
+        )
+    for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
+        functions = getattr(c, name)
+        if parts and isinstance(functions, list | tuple) and len(functions) != parts:
+            yield (
+                f"{name}: expected a function, or one for each of the {parts} parts of a stage, "
+                f"got {len(functions)}; make them as many"
+            )
+    for name, allowed in dataclasses.asdict(c.experimental).items():
+        if getattr(c, name) and not allowed:
+            yield (
                 f"{name}: expected experimental=Experimental({name}=True), since it may still "
                 "change, got no such leave; pass it"
             )
-    return found

@@ -10,6 +10,7 @@ pipelines. The rules are those of Megatron-Core's `parallel_state`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -55,26 +56,30 @@ class ModelParallelLayout:
         for name, value in vars(self).items():
             if name.endswith(("_size", "_instances")) and value is not None:
                 require_count(name, value)
-        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        pipeline = self.pipeline_model_parallel_size
         if self.virtual_pipeline_model_parallel_size is not None and pipeline == 1:
             raise ValueError(
                 "virtual_pipeline_model_parallel_size: expected None without a pipeline, got "
                 f"{self.virtual_pipeline_model_parallel_size}; leave it out, or have "
                 "pipeline_model_parallel_size above 1"
             )
-        cp, ep = self.context_parallel_size, self.expert_model_parallel_size
-        dense = {"tp": tensor, "cp": cp, "pp": pipeline}
-        experts = {"tp": self.expert_tensor_parallel_size or tensor, "ep": ep, "pp": pipeline}
-        dense["dp"] = self._data_parallel_size(dense, "dense layers")
-        experts["dp"] = self._data_parallel_size(experts, "experts")
-        largest = {name: max(dense.get(name, 1), experts.get(name, 1)) for name in _DIMS}
-        names = _in_order(self.order, largest)
-        of_dense, of_experts = ([name for name in names if name in of] for of in (dense, experts))
-        grid = RankGrid([dense[name] for name in of_dense], of_dense, self.rank_offset)
-        view = grid.view([experts[name] for name in of_experts], of_experts, ("pp",))
-        object.__setattr__(self, "dense", grid)
-        object.__setattr__(self, "experts", view)
-        self._require_instances(dense["dp"] * dense["cp"], experts["dp"])
+        tensor, cp = self.tensor_model_parallel_size, self.context_parallel_size
+        dense = self._grid("dense layers", {"tp": tensor, "cp": cp, "pp": pipeline})
+        tensor, ep = self.expert_tensor_parallel_size or tensor, self.expert_model_parallel_size
+        experts = self._grid("experts", {"tp": tensor, "ep": ep, "pp": pipeline})
+        object.__setattr__(self, "dense", dense)
+        object.__setattr__(self, "experts", experts)
+        self._require_same("pipelines", dense.get_rank_enum("pp"), experts.get_rank_enum("pp"))
+        copies = dense.get_rank_enum("dp-cp"), experts.get_rank_enum("dp")
+        of_dense, of_experts = (len(ranks[0]) for ranks in copies)
+        count = self.num_distributed_optimizer_instances
+        if of_dense % count or of_experts % count:
+            raise ValueError(
+                f"num_distributed_optimizer_instances: expected a divisor of the {of_dense} data-"
+                f"parallel ranks (dp x cp) and the {of_experts} of experts, got {count}; pass one"
+            )
+        replicas = [_across(ranks, count) for ranks in copies]
+        self._require_same("replicas in optimizer instances", *replicas)
 
     def groups(self, name: str) -> list[Ranks]:
         """Every group of the kind `name`; in each the ranks ascend.
@@ -83,94 +88,79 @@ class ModelParallelLayout:
             ValueError: no such kind.
         """
         kind = group_kind(name)
-        bases = (self.experts if kind.of_experts else self.dense).get_rank_enum(kind.dims)
-        return [group for base in bases for group in kind.cut(self, base)]
+        whole = (self.experts if kind.of_experts else self.dense).get_rank_enum(kind.dims)
+        return kind.cut(whole, self.num_distributed_optimizer_instances)
 
     def group_of(self, name: str, rank: int) -> Ranks | None:
         """The one of `groups(name)` that `rank` is in, if any.
 
         Raises:
-            ValueError: no such kind, a rank that is not of this job.
+            ValueError: no such kind.
         """
-        kind = group_kind(name)
-        base = (self.experts if kind.of_experts else self.dense).group_of(rank, kind.dims)
-        return next((group for group in kind.cut(self, base) if rank in group), None)
+        return next((group for group in self.groups(name) if rank in group), None)
 
-    def _data_parallel_size(self, sizes: dict[str, int], what: str) -> int:
+    def _grid(self, what: str, sizes: dict[str, int]) -> RankGrid:
+        """The dimensions of `order` that have a size, and dp, which has the rest of the ranks."""
         product = math.prod(sizes.values())
         if self.world_size % product:
             raise ValueError(
-                f"world_size: expected a multiple of {described(sizes)} for {what}, got "
-                f"{self.world_size}; change the sizes or start another number of ranks"
+                f"sizes of {what}: expected a product that divides the {self.world_size} ranks, "
+                f"got {described(sizes)}; change the sizes or start another number of ranks"
             )
-        return self.world_size // product
-
-    def _require_instances(self, dense: int, experts: int) -> None:
-        """dense, experts: how many data-parallel ranks there are."""
-        count = self.num_distributed_optimizer_instances
-        if dense % count or experts % count:
+        sizes = {**sizes, "dp": self.world_size // product}
+        names = self.order.lower().split("-") if isinstance(self.order, str) else []
+        left_out = [name for name in _DIMS if name not in names]
+        needed = [f"{name} of size {sizes[name]}" for name in left_out if sizes.get(name, 1) > 1]
+        if sorted(names + left_out) != sorted(_DIMS) or needed:
             raise ValueError(
-                f"num_distributed_optimizer_instances: expected a divisor of the {dense} data-"
-                f"parallel ranks (dp x cp) and the {experts} of experts, got {count}; pass one"
+                f"order: expected {', '.join(_DIMS)} joined by '-', each once, got {self.order!r}"
+                + (f", which lacks {', '.join(needed)}" if needed else "")
+                + "; name every dimension whose size is not 1, the fastest first"
             )
-        of_dense, of_experts = (
-            {group for base in self.groups(name) for group in _across(self, base)}
-            for name in ("dp_cp", "expt_dp")
-        )
-        if of_dense != of_experts:
+        dims = [name for name in names + left_out if name in sizes]
+        return RankGrid([sizes[name] for name in dims], dims, self.rank_offset)
+
+    def _require_same(self, what: str, dense: list[Ranks], experts: list[Ranks]) -> None:
+        if different := set(dense) - set(experts):
             raise ValueError(
-                f"order: expected one that cuts dense layers and experts into the same {count} "
-                f"optimizer instances, got '{self.order}', where replicas of dense layers are "
-                f"{min(of_dense)} and so on, those of experts {min(of_experts)}; let dp come after "
-                "tp, cp and ep"
+                f"order: expected one in which dense layers and experts have the same {what}, got "
+                f"'{self.order}', with {min(different)} for dense layers, for experts "
+                f"{min(set(experts) - set(dense))}; let dp come after tp, cp and ep, and pp last"
             )
 
 
-def _in_order(order: object, sizes: Mapping[str, int]) -> list[str]:
-    """The dimensions of `order`, the fastest first, and those of size 1 that it leaves out."""
-    names = order.lower().split("-") if isinstance(order, str) else []
-    left_out = [name for name in _DIMS if name not in names]
-    needed = [f"{name} of size {sizes[name]}" for name in left_out if sizes[name] > 1]
-    if sorted(names + left_out) != sorted(_DIMS) or needed:
-        raise ValueError(
-            f"order: expected {', '.join(_DIMS)} joined by '-', each once, got {order!r}"
-            + (f", which lacks {', '.join(needed)}" if needed else "")
-            + "; name every dimension whose size is not 1, the fastest first"
-        )
-    return names + left_out
+Cut = Callable[[list[Ranks], int], list[Ranks]]
+"""Makes groups of those along whole dimensions, for so many optimizer instances."""
 
 
-def _whole(_: ModelParallelLayout, base: Ranks) -> list[Ranks]:
-    return [base]
+def _whole(whole: list[Ranks], _: int) -> list[Ranks]:
+    return whole
 
 
-def _first(_: ModelParallelLayout, base: Ranks) -> list[Ranks]:
-    return [base[:1]]
+def _first(whole: list[Ranks], _: int) -> list[Ranks]:
+    return [ranks[:1] for ranks in whole]
 
 
-def _ends(_: ModelParallelLayout, base: Ranks) -> list[Ranks]:
-    return [tuple(sorted({base[0], base[-1]}))]
+def _ends(whole: list[Ranks], _: int) -> list[Ranks]:
+    return [tuple(sorted({ranks[0], ranks[-1]})) for ranks in whole]
 
 
-def _inside(layout: ModelParallelLayout, base: Ranks) -> list[Ranks]:
-    """The stretch of each optimizer instance."""
-    size = len(base) // layout.num_distributed_optimizer_instances
-    return [base[start : start + size] for start in range(0, len(base), size)]
+def _inside(whole: list[Ranks], count: int) -> list[Ranks]:
+    """The stretch of each optimizer instance, in turn."""
+    numel = len(whole[0]) // count
+    return [ranks[place * numel :][:numel] for ranks in whole for place in range(count)]
 
 
-def _across(layout: ModelParallelLayout, base: Ranks) -> list[Ranks]:
+def _across(whole: list[Ranks], count: int) -> list[Ranks]:
     """What stands at one place of every instance, where there are several."""
-    stretches = _inside(layout, base)
-    return list(zip(*stretches, strict=True)) if len(stretches) > 1 else []
+    numel = len(whole[0]) // count
+    return [ranks[place::numel] for ranks in whole for place in range(numel)] if count > 1 else []
 
 
-def _instances(layout: ModelParallelLayout, base: Ranks) -> list[Ranks]:
+def _instances(whole: list[Ranks], count: int) -> list[Ranks]:
     """All ranks of each instance."""
-    experts, found = layout.experts, dict[int, list[int]]()
-    size = len(experts.group_of(base[0], "dp")) // layout.num_distributed_optimizer_instances
-    for rank in base:
-        found.setdefault(experts.coordinate(rank, "dp") // size, []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+    stretches = _inside(whole, count)
+    return [tuple(sorted(itertools.chain(*stretches[one::count]))) for one in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +172,7 @@ class GroupKind:
     dims: str
     meaning: str
     of_experts: bool = False
-    cut: Callable[[ModelParallelLayout, Ranks], list[Ranks]] = _whole
+    cut: Cut = _whole
 
 
 GROUP_KINDS: Mapping[str, GroupKind] = {
@@ -205,7 +195,7 @@ GROUP_KINDS: Mapping[str, GroupKind] = {
     "intra_dp_cp": GroupKind("dp-cp", "dp_cp inside an optimizer instance", cut=_inside),
     "intra_expt_dp": GroupKind("dp", "expt_dp inside an optimizer instance", True, _inside),
     "inter_dist_opt": GroupKind("dp-cp", "replicas in several optimizer instances", cut=_across),
-    "intra_dist_opt": GroupKind("tp-cp-dp-pp", "all of an optimizer instance", cut=_instances),
+    "intra_dist_opt": GroupKind("dp", "all of an optimizer instance", True, _instances),
 }
 """The groups of a job, by their names in `ProcessGroupCollection`."""
 

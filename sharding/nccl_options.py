@@ -20,26 +20,18 @@ from .model_parallel_layout import GROUP_KINDS
 
 Options = Mapping[str, Any]
 
+_COUNT = (lambda value: type(value) is int and value >= 1), "a count of thread blocks"
 _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "min_ctas": (lambda value: type(value) is int and value >= 1, "a count of thread blocks"),
-    "max_ctas": (lambda value: type(value) is int and value >= 1, "a count of thread blocks"),
+    "min_ctas": _COUNT,
+    "max_ctas": _COUNT,
     "cga_cluster_size": (lambda value: type(value) is int and value in range(9), "0 to 8"),
     "net_name": (lambda value: str(value).lower() in ("ib", "socket"), "'IB' or 'socket'"),
     "is_high_priority_stream": (lambda value: isinstance(value, bool), "True or False"),
 }
-_MEGATRON_NAMES = {
-    "ep_tp": "expt_tp",
-    "tp_ep_mp": "tp_ep",
-    "ep_dp": "expt_dp",
-    "intra_ep_dp": "intra_expt_dp",
-    "inter_ep_dp": "inter_dist_opt",
-    "intra_dist_opt_instance": "intra_dist_opt",
-}
-"""Groups that files for Megatron-Core call by another name than its collection does."""
 
 
 def nccl_options(source: str | Path | Mapping[str, Options] | None) -> dict[str, Options]:
-    """Options by the group's name in `ProcessGroupCollection`; Megatron-Core's names are known too.
+    """Options by the group's name in `ProcessGroupCollection`.
 
     source: a mapping, or the YAML file that has one; its options are the fields of NCCL's own
     configuration and whether the stream goes before others.
@@ -49,30 +41,29 @@ def nccl_options(source: str | Path | Mapping[str, Options] | None) -> dict[str,
         ModuleNotFoundError: a file, without PyYAML.
         ValueError: unknown groups or options, wrong values; all of them in one message.
     """
-    table = _read(source) if isinstance(source, str | Path) else source
-    found, problems = dict[str, Options](), []
-    for given, options in _mapping(table or {}, "groups").items():
-        name = _MEGATRON_NAMES.get(given, given)
-        if name not in GROUP_KINDS:
-            problems.append(f"{given}: expected one of the groups {list(GROUP_KINDS)}")
-        elif name in found:
-            problems.append(f"{given}: expected each group once, got {name} by two names")
-        else:
-            found[name] = _mapping(options, f"options of {given}")
-            problems += [f"{given}.{problem}" for problem in _problems(found[name])]
-    if problems:
+    table = (_read(source) if isinstance(source, str | Path) else source) or {}
+    if problems := list(_problems(table)):
         raise ValueError(f"nccl_communicator_config_path: {'; '.join(problems)}; change these")
-    return found
+    return dict(table)
 
 
-def _problems(options: Options) -> Iterator[str]:
-    for option, value in options.items():
-        fits, expected = _OPTIONS.get(option, (lambda _: False, f"one of {list(_OPTIONS)}"))
-        if not fits(value):
-            yield f"{option}: expected {expected}, got {value!r}"
+def _problems(table: Any) -> Iterator[str]:
+    if not isinstance(table, Mapping):
+        yield f"expected a mapping of groups to options, got {table!r}"
+        return
+    for group, options in table.items():
+        if group not in GROUP_KINDS:
+            yield f"{group}: expected one of the groups {list(GROUP_KINDS)}"
+        elif not isinstance(options, Mapping):
+            yield f"{group}: expected a mapping of options to values, got {options!r}"
+        else:
+            for name, value in options.items():
+                fits, expected = _OPTIONS.get(name, (lambda _: False, f"one of {list(_OPTIONS)}"))
+                if not fits(value):
+                    yield f"{group}.{name}: expected {expected}, got {value!r}"
 
 
-def torch_options(options: Options | None, backend: str) -> Any:
+def torch_options(options: Options, backend: str) -> Any:
     """What torch takes as `pg_options`; None for NCCL's own.
 
     Raises:
@@ -91,15 +82,6 @@ def torch_options(options: Options | None, backend: str) -> Any:
     return made
 
 
-def _mapping(value: object, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(
-            f"nccl_communicator_config_path: expected a mapping of {what}, got {value!r}; write "
-            "names and values, as `sidestream.sharding.nccl_options` shows"
-        )
-    return value
-
-
 def _read(path: str | Path) -> Any:
     try:
         import yaml
@@ -109,5 +91,4 @@ def _read(path: str | Path) -> Any:
             "pyyaml, or pass a mapping",
             name="yaml",
         ) from error
-    with open(path, encoding="utf-8") as file:
-        return yaml.safe_load(file)
+    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))

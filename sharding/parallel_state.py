@@ -4,88 +4,72 @@
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     parallel_state.get_tensor_model_parallel_group()
 
-The one place of the package that keeps state of its own: which collection, and which part of a
-virtual pipeline is running. All else takes a `ProcessGroupCollection`.
+The one place of the package that keeps state of its own: which collection. All else takes a
+`ProcessGroupCollection`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from . import process_groups
-from .arguments import kind_of
-from .process_groups import ProcessGroupCollection
+from .model_parallel_layout import GROUP_KINDS
+from .process_groups import ProcessGroupCollection, require_groups
+from .process_groups import initialize_model_parallel as make_process_groups
 
-_Which = str | Callable[..., str]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _State:
     groups: ProcessGroupCollection | None = None
-    are_own: bool = False
-    virtual_size: int | None = None
-    virtual_rank: int | None = None
 
 
 _state = _State()
 
 
-def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    virtual_pipeline_model_parallel_size: int | None = None,
-    **options: Any,
-) -> ProcessGroupCollection:
-    """Make the groups that `process_groups.initialize_model_parallel` makes, and have the getters
-    give them.
-
-    Raises:
-        RuntimeError: there are some already.
-        TypeError, ValueError, CommunicationError: as that function does.
-    """
-    _require_none()
-    virtual = virtual_pipeline_model_parallel_size
-    groups = process_groups.initialize_model_parallel(
-        tensor_model_parallel_size, pipeline_model_parallel_size, virtual, **options
-    )
-    set_process_groups(groups, virtual)
-    _state.are_own = True
-    return groups
-
-
-def set_process_groups(
-    groups: ProcessGroupCollection, virtual_pipeline_model_parallel_size: int | None = None
-) -> None:
-    """Have the getters give `groups`, which stay their owner's.
+def set_process_groups(process_groups: ProcessGroupCollection) -> None:
+    """Have the getters give `process_groups`, which `destroy_model_parallel` then ends.
 
     Raises:
         RuntimeError: there are some already.
         TypeError: they are no collection.
     """
     _require_none()
-    if not isinstance(groups, ProcessGroupCollection):
-        raise TypeError(
-            f"groups: expected a ProcessGroupCollection, got {kind_of(groups)}; pass what "
-            "process_groups.initialize_model_parallel returns"
-        )
-    _state.groups, _state.are_own = groups, False
-    _state.virtual_size = virtual_pipeline_model_parallel_size
-    _state.virtual_rank = None if _state.virtual_size is None else 0
+    require_groups(process_groups)
+    _state.groups = process_groups
+
+
+def _setting(make: Callable[P, ProcessGroupCollection]) -> Callable[P, ProcessGroupCollection]:
+    @functools.wraps(make, assigned=())
+    def initialize(*sizes: P.args, **options: P.kwargs) -> ProcessGroupCollection:
+        """Make the groups that `process_groups.initialize_model_parallel` makes, and have the
+        getters give them.
+
+        Raises:
+            RuntimeError: there are some already.
+            TypeError, ValueError, CommunicationError: as that function does.
+        """
+        _require_none()
+        set_process_groups(made := make(*sizes, **options))
+        return made
+
+    return initialize
+
+
+initialize_model_parallel = _setting(make_process_groups)
 
 
 def destroy_model_parallel() -> None:
-    """Forget the groups, and end them where `initialize_model_parallel` of this module made them;
-    does nothing without any.
-    """
-    groups, are_own = _state.groups, _state.are_own
-    _state.groups, _state.are_own = None, False
-    _state.virtual_size = _state.virtual_rank = None
-    if groups is not None and are_own:
-        groups.destroy()
+    """End the groups and forget them; does nothing without any."""
+    if _state.groups is not None:
+        _state.groups.destroy()
+    _state.groups = None
 
 
 def is_initialized() -> bool:
@@ -120,169 +104,132 @@ def _require_none() -> None:
         )
 
 
-def _data_parallel(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> str:
-    if partial_data_parallel and not with_context_parallel:
-        raise ValueError(
-            "partial_data_parallel: expected with_context_parallel=True, got False; pass it, since "
-            "optimizer instances are parts of dp_cp"
-        )
-    if partial_data_parallel:
-        return "intra_dp_cp"
-    return "dp_cp" if with_context_parallel else "dp"
+_DATA = {
+    "": "dp",
+    "with_context_parallel": "dp_cp",
+    "partial_data_parallel with_context_parallel": "intra_dp_cp",
+}
+_EXPERT_DATA = {"": "expt_dp", "partial_expert_data_parallel": "intra_expt_dp"}
+_TENSOR_DATA = {"": "tp_dp", "with_context_parallel": "tp_dp_cp"}
+"""Groups by the options that are True, in the order of the alphabet."""
 
 
-def _expert_data_parallel(partial_expert_data_parallel: bool = False) -> str:
-    return "intra_expt_dp" if partial_expert_data_parallel else "expt_dp"
-
-
-def _tensor_and_data_parallel(with_context_parallel: bool = False) -> str:
-    return "tp_dp_cp" if with_context_parallel else "tp_dp"
-
-
-def _amax_reduction(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> str:
-    if tp_only_amax_red:
-        return "tp_cp" if with_context_parallel else "tp"
-    return _tensor_and_data_parallel(with_context_parallel)
-
-
-def _group(which: _Which) -> Callable[..., dist.ProcessGroup]:
-    """Gives the group called `which`, or as that says by the getter's own arguments, all by name.
-    With check_initialized=False, None where it is unset.
+def _getter(
+    found: Callable[[dist.ProcessGroup], T], which: str | Mapping[str, str]
+) -> Callable[..., T]:
+    """Gives what is `found` of a group: that called `which`, or that which has the options given,
+    all by name.
     """
-    name_of = which if callable(which) else lambda: which
+    names = {"": which} if isinstance(which, str) else which
 
-    def get(*, check_initialized: bool = True, **options: bool) -> Any:
-        name = name_of(**options)
-        if not check_initialized:
-            return None if _state.groups is None else _state.groups.get(name)
-        return getattr(get_process_groups(), name)
+    def get(**options: bool) -> T:
+        given = " ".join(sorted(name for name in options if options[name]))
+        if given not in names:
+            raise TypeError(
+                f"options: expected none or all of one of {[*names][1:]} to be True, got {given!r}"
+                "; pass those"
+            )
+        return found(getattr(get_process_groups(), names[given]))
 
+    meanings = "; ".join(f"{name}: {GROUP_KINDS[name].meaning}" for name in names.values())
+    get.__doc__ = f"{found.__doc__} Of {meanings}."
     return get
 
 
-def _of(which: _Which, found: Callable[[dist.ProcessGroup], int]) -> Callable[..., int]:
-    get = _group(which)
-    # Without a group, torch would tell of all ranks of the job: check_initialized is always True.
-    return lambda **options: found(get(**options, check_initialized=True))
+def _group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group."""
+    return group
 
 
-def _size(which: _Which) -> Callable[..., int]:
-    return _of(which, dist.get_world_size)
+def _size(group: dist.ProcessGroup) -> int:
+    """How many ranks are in the group."""
+    return dist.get_world_size(group)
 
 
-def _rank(which: _Which) -> Callable[..., int]:
-    return _of(which, dist.get_rank)
+def _rank(group: dist.ProcessGroup) -> int:
+    """This rank's number in the group."""
+    return dist.get_rank(group)
 
 
-def _member(which: _Which, place: int) -> Callable[..., int]:
-    """Gives the number in the job of the rank at `place` in the group."""
-    return _of(which, lambda group: dist.get_process_group_ranks(group)[place])
+def _first(group: dist.ProcessGroup) -> int:
+    """The number in the job of the first rank of the group."""
+    return dist.get_process_group_ranks(group)[0]
 
 
-def _neighbour(which: _Which, distance: int) -> Callable[..., int]:
-    """Gives the number in the job of the rank `distance` further on, round and round."""
-
-    def found(group: dist.ProcessGroup) -> int:
-        ranks = dist.get_process_group_ranks(group)
-        return ranks[(dist.get_rank(group) + distance) % len(ranks)]
-
-    return _of(which, found)
+def _last(group: dist.ProcessGroup) -> int:
+    """The number in the job of the last rank of the group."""
+    return dist.get_process_group_ranks(group)[-1]
 
 
-get_model_parallel_group = _group("mp")
-get_model_parallel_src_rank = _member("mp", 0)
-get_tensor_model_parallel_group = _group("tp")
-get_tensor_model_parallel_world_size = _size("tp")
-get_tensor_model_parallel_rank = _rank("tp")
-get_tensor_model_parallel_src_rank = _member("tp", 0)
-get_pipeline_model_parallel_group = _group("pp")
-get_pipeline_model_parallel_world_size = _size("pp")
-get_pipeline_model_parallel_rank = _rank("pp")
-get_pipeline_model_parallel_first_rank = _member("pp", 0)
-get_pipeline_model_parallel_last_rank = _member("pp", -1)
-get_pipeline_model_parallel_next_rank = _neighbour("pp", 1)
-get_pipeline_model_parallel_prev_rank = _neighbour("pp", -1)
-get_embedding_group = _group("embd")
-get_position_embedding_group = _group("pos_embd")
-get_data_parallel_group = _group(_data_parallel)
-get_data_parallel_world_size = _size(_data_parallel)
-get_data_parallel_rank = _rank(_data_parallel)
-get_data_parallel_src_rank = _member(_data_parallel, 0)
-get_context_parallel_group = _group("cp")
-get_context_parallel_world_size = _size("cp")
-get_context_parallel_rank = _rank("cp")
-get_tensor_and_context_parallel_group = _group("tp_cp")
-get_tensor_and_context_parallel_world_size = _size("tp_cp")
-get_tensor_and_context_parallel_rank = _rank("tp_cp")
-get_tensor_and_data_parallel_group = _group(_tensor_and_data_parallel)
-get_amax_reduction_group = _group(_amax_reduction)
-get_expert_model_parallel_group = _group("ep")
-get_expert_model_parallel_world_size = _size("ep")
-get_expert_model_parallel_rank = _rank("ep")
-get_expert_tensor_parallel_group = _group("expt_tp")
-get_expert_tensor_parallel_world_size = _size("expt_tp")
-get_expert_tensor_parallel_rank = _rank("expt_tp")
-get_expert_tensor_and_model_parallel_group = _group("tp_ep")
-get_expert_tensor_and_model_parallel_world_size = _size("tp_ep")
-get_expert_tensor_and_model_parallel_rank = _rank("tp_ep")
-get_expert_tensor_model_pipeline_parallel_group = _group("tp_ep_pp")
-get_expert_data_parallel_group = _group(_expert_data_parallel)
-get_expert_data_parallel_world_size = _size(_expert_data_parallel)
-get_expert_data_parallel_rank = _rank(_expert_data_parallel)
-get_inter_distributed_optimizer_instance_group = _group("inter_dist_opt")
-get_intra_distributed_optimizer_instance_group = _group("intra_dist_opt")
+def _next(group: dist.ProcessGroup, distance: int = 1) -> int:
+    """The number in the job of the rank after this one in the group, round and round."""
+    ranks = dist.get_process_group_ranks(group)
+    return ranks[(dist.get_rank(group) + distance) % len(ranks)]
 
 
-def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """How many parts of the model a stage has; None without a virtual pipeline."""
-    return _state.virtual_size
+def _previous(group: dist.ProcessGroup) -> int:
+    """The number in the job of the rank before this one in the group, round and round."""
+    return _next(group, -1)
 
 
-def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """The part that is running; None without a virtual pipeline."""
-    return _state.virtual_rank
+get_model_parallel_group = _getter(_group, "mp")
+get_model_parallel_src_rank = _getter(_first, "mp")
+get_tensor_model_parallel_group = _getter(_group, "tp")
+get_tensor_model_parallel_world_size = _getter(_size, "tp")
+get_tensor_model_parallel_rank = _getter(_rank, "tp")
+get_tensor_model_parallel_src_rank = _getter(_first, "tp")
+get_pipeline_model_parallel_group = _getter(_group, "pp")
+get_pipeline_model_parallel_world_size = _getter(_size, "pp")
+get_pipeline_model_parallel_rank = _getter(_rank, "pp")
+get_pipeline_model_parallel_first_rank = _getter(_first, "pp")
+get_pipeline_model_parallel_last_rank = _getter(_last, "pp")
+get_pipeline_model_parallel_next_rank = _getter(_next, "pp")
+get_pipeline_model_parallel_prev_rank = _getter(_previous, "pp")
+get_embedding_group = _getter(_group, "embd")
+get_position_embedding_group = _getter(_group, "pos_embd")
+get_data_parallel_group = _getter(_group, _DATA)
+get_data_parallel_world_size = _getter(_size, _DATA)
+get_data_parallel_rank = _getter(_rank, _DATA)
+get_data_parallel_src_rank = _getter(_first, _DATA)
+get_context_parallel_group = _getter(_group, "cp")
+get_context_parallel_world_size = _getter(_size, "cp")
+get_context_parallel_rank = _getter(_rank, "cp")
+get_tensor_and_context_parallel_group = _getter(_group, "tp_cp")
+get_tensor_and_context_parallel_world_size = _getter(_size, "tp_cp")
+get_tensor_and_context_parallel_rank = _getter(_rank, "tp_cp")
+get_tensor_and_data_parallel_group = _getter(_group, _TENSOR_DATA)
+get_expert_model_parallel_group = _getter(_group, "ep")
+get_expert_model_parallel_world_size = _getter(_size, "ep")
+get_expert_model_parallel_rank = _getter(_rank, "ep")
+get_expert_tensor_parallel_group = _getter(_group, "expt_tp")
+get_expert_tensor_parallel_world_size = _getter(_size, "expt_tp")
+get_expert_tensor_parallel_rank = _getter(_rank, "expt_tp")
+get_expert_tensor_and_model_parallel_group = _getter(_group, "tp_ep")
+get_expert_tensor_and_model_parallel_world_size = _getter(_size, "tp_ep")
+get_expert_tensor_and_model_parallel_rank = _getter(_rank, "tp_ep")
+get_expert_tensor_model_pipeline_parallel_group = _getter(_group, "tp_ep_pp")
+get_expert_data_parallel_group = _getter(_group, _EXPERT_DATA)
+get_expert_data_parallel_world_size = _getter(_size, _EXPERT_DATA)
+get_expert_data_parallel_rank = _getter(_rank, _EXPERT_DATA)
+get_inter_distributed_optimizer_instance_group = _getter(_group, "inter_dist_opt")
+get_intra_distributed_optimizer_instance_group = _getter(_group, "intra_dist_opt")
 
 
-def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
-    """Say which part is running.
-
-    Raises:
-        ValueError: there is no such part.
-    """
-    if rank not in range(_state.virtual_size or 0):
-        raise ValueError(
-            f"rank: expected one below virtual_pipeline_model_parallel_size {_state.virtual_size}, "
-            f"got {rank}; initialise with as many parts"
-        )
-    _state.virtual_rank = rank
+def is_pipeline_first_stage() -> bool:
+    """Whether this rank is a first stage; parts of a virtual pipeline are its schedule's matter."""
+    return get_pipeline_model_parallel_rank() == 0
 
 
-def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank is a first stage, and unless ignore_virtual part `vp_stage` (None: the one
-    that is running) its first.
-    """
-    part = _state.virtual_rank if vp_stage is None else vp_stage
-    is_part = ignore_virtual or _state.virtual_size is None or part == 0
-    return is_part and get_pipeline_model_parallel_rank() == 0
+def is_pipeline_last_stage() -> bool:
+    """Whether this rank is a last stage."""
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
-def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank is a last stage, and unless ignore_virtual part `vp_stage` (None: the one
-    that is running) its last.
-    """
-    size, part = _state.virtual_size, _state.virtual_rank if vp_stage is None else vp_stage
-    is_part = ignore_virtual or size is None or part == size - 1
-    last = get_pipeline_model_parallel_world_size() - 1
-    return is_part and get_pipeline_model_parallel_rank() == last
-
-
-def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank has word embeddings, and unless ignore_virtual its part `vp_stage` does."""
-    is_end = is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage)
-    is_member = get_embedding_group(check_initialized=False) is not None
-    return is_member and (ignore_virtual or is_end)
+def is_rank_in_embedding_group() -> bool:
+    """Whether this rank has word embeddings."""
+    return get_process_groups().get("embd") is not None
 
 
 def is_rank_in_position_embedding_group() -> bool:
     """Whether this rank has position embeddings."""
-    return get_position_embedding_group(check_initialized=False) is not None
+    return get_process_groups().get("pos_embd") is not None

@@ -127,19 +127,17 @@ class ProcessGroupCollection:
         if across is None:
             return mesh_of(ranks, (len(ranks),), (SHARD_AXIS,), (whole,), device_type)
         inside = self.intra_expt_dp if expert else self.intra_dp_cp
-        columns, rows = map(dist.get_process_group_ranks, (across, inside))
-        count = len(rows)
-        if (
-            len(ranks) != len(columns) * count
-            or rows not in [ranks[start : start + count] for start in range(0, len(ranks), count)]
-            or columns not in [ranks[start::count] for start in range(count)]
-        ):
+        column, row = map(dist.get_process_group_ranks, (across, inside))
+        count = len(row)
+        rows = [ranks[start : start + count] for start in range(0, len(ranks), count)]
+        columns = [ranks[place::count] for place in range(count)]
+        if row not in rows or column not in columns or len(ranks) != len(column) * count:
             raise ValueError(
                 f"inter_dist_opt: expected one rank of each stretch of {count} of {ranks}, as "
-                f"{rows} is one, got {columns}; make the groups with initialize_model_parallel"
+                f"{row} is one, got {column}; make the groups with initialize_model_parallel"
             )
-        shape, names = (len(columns), count), (OUTER_AXIS, SHARD_AXIS)
-        return mesh_of(ranks, shape, names, (across, inside), device_type)
+        names = OUTER_AXIS, SHARD_AXIS
+        return mesh_of(ranks, (len(column), count), names, (across, inside), device_type)
 
     def destroy(self) -> None:
         """End all groups but the job's own, those that were passed in too; nobody may use them
@@ -194,13 +192,10 @@ def initialize_model_parallel(
     """
     require_count("rank_offset", rank_offset, 0)
     left = dist.get_world_size() - rank_offset if dist.is_initialized() else 1
-    if left < 1:
-        raise ValueError(
-            f"rank_offset: expected one of the job's {left + rank_offset} ranks, got {rank_offset}"
-            "; start more ranks, or make it smaller"
-        )
+    if local_world_size is not None:
+        require_count("local_world_size", local_world_size)
     layout = ModelParallelLayout(
-        world_size=left if local_world_size is None else local_world_size,
+        world_size=local_world_size or max(left, 1),
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
@@ -211,25 +206,24 @@ def initialize_model_parallel(
         order=order,
         rank_offset=rank_offset,
     )
-    asked = {name: group_kind(name) for name in ([groups] if isinstance(groups, str) else groups)}
+    asked = {name: group_kind(name) for name in groups}
     wanted = [name for name in GROUP_KINDS if name in asked]
     timeout = _timeout(distributed_timeout_minutes)
     options = nccl_options(nccl_communicator_config_path)
-    rank, job = require_member(layout.dense.ranks)
+    ranks = layout.dense.ranks
+    rank, job = require_member(ranks)
     of_torch = {name: torch_options(options[name], dist.get_backend(job)) for name in options}
     arguments = {"sizes": layout, "groups": wanted, "time limit": timeout, "options": options}
-    _require_agreement(layout.dense.ranks, job, arguments)
-    made: dict[tuple[Ranks, str], dist.ProcessGroup] = {}
-    found: dict[str, dist.ProcessGroup] = {}
+    _require_agreement(ranks, job, arguments)
+    made: dict[tuple[Ranks | None, str], dist.ProcessGroup] = {}
+    found: dict[str, dist.ProcessGroup | None] = {}
     for name in wanted:
-        if (ranks := layout.group_of(name, rank)) is None:
-            continue
-        key = ranks, str(options.get(name))
-        if key not in made:
+        key = members, _ = layout.group_of(name, rank), str(options.get(name))
+        if members is not None and key not in made:
             made[key] = new_communicator(
-                name, ranks, job, timeout=timeout, options=of_torch.get(name)
+                name, members, job, timeout=timeout, options=of_torch.get(name)
             )
-        found[name] = made[key]
+        found[name] = made.get(key)
     return ProcessGroupCollection(**found)
 
 
@@ -250,12 +244,9 @@ def _require_agreement(
         ValueError: they differ; on every rank.
         CommunicationError: a rank is gone, or was given other ranks.
     """
-    everyone = gather_objects(
-        [f"{name} {value}" for name, value in arguments.items()],
-        group_over(tuple(ranks), (job,)),
-        device_of(job),
-        f"meeting of ranks {ranks.start} to {ranks.stop - 1} to make groups",
-    )
+    mine = [f"{name} {value}" for name, value in arguments.items()]
+    what = f"meeting of ranks {ranks.start} to {ranks.stop - 1} to make groups"
+    everyone = gather_objects(mine, group_over(tuple(ranks), (job,)), device_of(job), what)
     require_alike(
         dict(zip(ranks, everyone, strict=True)),
         "initialize_model_parallel: expected the same arguments",

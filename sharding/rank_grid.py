@@ -10,6 +10,7 @@ alone, and process groups for those who ask.
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -39,18 +40,21 @@ class RankGrid:
 
     def __init__(self, shape: Sequence[int], dim_names: Sequence[str], rank_offset: int = 0):
         self.shape, self.dim_names = tuple(shape), tuple(dim_names)
-        words = (name for name in self.dim_names if isinstance(name, str))
-        distinct = {name for name in words if name.isidentifier()}
-        if not distinct or not len(distinct) == len(self.dim_names) == len(self.shape):
+        words = {name for name in self.dim_names if isinstance(name, str) and name.isidentifier()}
+        if not words or not len(words) == len(self.dim_names) == len(self.shape):
             raise ValueError(
                 f"dim_names: expected a word of its own for each size of {self.shape}, got "
                 f"{self.dim_names}; '-' is what joins names for a group"
             )
+        require_count("rank_offset", rank_offset, 0)
+        self._distances: dict[str, range] = {}  # along each dimension, from coordinate 0
+        step = 1
         for name, size in zip(self.dim_names, self.shape, strict=True):
             require_count(f"size of '{name}'", size)
-        require_count("rank_offset", rank_offset, 0)
-        self.ranks = range(rank_offset, rank_offset + math.prod(self.shape))
-        self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
+            self._distances[name] = range(0, size * step, step)
+            step *= size
+        self.ranks = range(rank_offset, rank_offset + step)
+        self._made: dict[frozenset[str], dist.ProcessGroup] = {}
         self._base: RankGrid = self
         self._shared: frozenset[str] = frozenset()
 
@@ -70,15 +74,15 @@ class RankGrid:
         view = RankGrid(shape, dim_names, self.ranks.start)
         if view.ranks != self.ranks:
             raise ValueError(
-                f"view: expected sizes with the product of {self}, got {view}; change those sizes"
+                f"shape: expected sizes with the product of {self}, got {view}; change those sizes"
             )
         for dim in shared_dims:
             own, other = self.get_rank_enum(dim), view.get_rank_enum(dim)
             if own != other:
                 raise ValueError(
-                    f"view: expected the groups of {self} along '{dim}', {own[0]} and so on, got "
-                    f"{other[0]} and so on from {view}; let dimensions of the same product come "
-                    f"before '{dim}', or do not share it"
+                    f"shared_dims: expected the groups of {self} along '{dim}', {own[0]} and so "
+                    f"on, got {other[0]} and so on from {view}; let dimensions of the same product "
+                    f"come before '{dim}', or do not share it"
                 )
         view._base, view._shared = self, frozenset(shared_dims)
         return view
@@ -89,37 +93,9 @@ class RankGrid:
         Raises:
             ValueError: no, unknown or repeated dimensions.
         """
-        own = self._in_order(dims)
-        inside = self._distances(own)
-        starts = self._distances([name for name in self.dim_names if name not in own])
+        own = self._key(dims)
+        inside, starts = self._sums(own), self._sums(set(self.dim_names) - own)
         return [tuple(self.ranks.start + start + one for one in inside) for start in starts]
-
-    def group_of(self, rank: int, dims: Dims) -> tuple[int, ...]:
-        """The one of `get_rank_enum(dims)` that `rank` is in.
-
-        Raises:
-            ValueError: no, unknown or repeated dimensions, a rank that is not in the grid.
-        """
-        own = self._in_order(dims)
-        start = rank - sum(self.coordinate(rank, dim) * self._step(dim) for dim in own)
-        return tuple(start + one for one in self._distances(own))
-
-    def coordinate(self, rank: int, dim: str) -> int:
-        """Where `rank` is along `dim`.
-
-        Raises:
-            ValueError: unknown dimension, a rank that is not in the grid.
-        """
-        if dim not in self.dim_names:
-            raise ValueError(
-                f"dim: expected one of {self.dim_names}, got {dim!r}; pass one of them"
-            )
-        if rank not in self.ranks:
-            raise ValueError(
-                f"rank: expected one of {self.ranks.start} to {self.ranks.stop - 1}, got {rank!r}; "
-                "pass one that is in the grid"
-            )
-        return (rank - self.ranks.start) // self._step(dim) % self._size(dim)
 
     def is_current_rank_in_grid(self) -> bool:
         """Whether this process is one of the ranks."""
@@ -136,18 +112,15 @@ class RankGrid:
             ValueError: this rank is not in the grid, or the job has fewer ranks.
             CommunicationError: a member is gone.
         """
-        grid, own = self._owner(dims)
-        if own in grid._made:
+        key = self._key(dims)
+        made = self._kept(key)
+        if key in made:
             raise KeyError(f"dims: {dims!r} has its group already; get_pg gives it")
         rank, job = require_member(self.ranks)
-        grid._made[own] = new_communicator(
-            f"grid_{'-'.join(own)}",
-            self.group_of(rank, own),
-            job,
-            timeout=timeout,
-            options=pg_options,
-        )
-        return grid._made[own]
+        group = next(group for group in self.get_rank_enum(dims) if rank in group)
+        purpose = f"grid_{'-'.join(sorted(key))}"
+        made[key] = new_communicator(purpose, group, job, timeout=timeout, options=pg_options)
+        return made[key]
 
     def get_pg(self, dims: Dims) -> dist.ProcessGroup:
         """The group that `create_pg` made.
@@ -155,13 +128,13 @@ class RankGrid:
         Raises:
             KeyError: it was not.
         """
-        grid, own = self._owner(dims)
-        if own not in grid._made:
+        key = self._key(dims)
+        if (group := self._kept(key).get(key)) is None:
             raise KeyError(
                 f"dims: expected a combination that has a group, got {dims!r}; call create_pg for "
                 "it first, on all ranks of the grid"
             )
-        return grid._made[own]
+        return group
 
     def destroy(self) -> None:
         """End the groups that were made here; nobody may use them later."""
@@ -175,11 +148,10 @@ class RankGrid:
         Raises:
             ValueError, CommunicationError: as `create_pg` does.
         """
-        groups = []
-        for dim in reversed(self.dim_names):
-            grid, own = self._owner(dim)
-            groups.append(grid._made.get(own) or self.create_pg(dim))
-        return mesh_of(self.ranks, self.shape[::-1], self.dim_names[::-1], groups, device_type)
+        names = self.dim_names[::-1]
+        keys = map(self._key, names)
+        found = [self._kept(key).get(key) or self.create_pg([*key]) for key in keys]
+        return mesh_of(self.ranks, self.shape[::-1], names, found, device_type)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> RankGrid:
@@ -196,39 +168,26 @@ class RankGrid:
                 "mesh_dim_names, and pass all of it"
             )
         grid = cls(tuple(mesh.mesh.shape)[::-1], names[::-1], ranks[0])
-        grid._made.update({(name,): mesh.get_group(name) for name in names})
+        grid._made.update({frozenset([name]): mesh.get_group(name) for name in names})
         return grid
 
-    def _in_order(self, dims: Dims) -> tuple[str, ...]:
+    def _key(self, dims: Dims) -> frozenset[str]:
         names = dims.split("-") if isinstance(dims, str) else list(dims)
         if not names or len(set(names)) != len(names) or not set(names) <= set(self.dim_names):
             raise ValueError(
                 f"dims: expected some of {self.dim_names}, each once, got {dims!r}; a name, names "
                 "joined by '-', or a sequence of names"
             )
-        return tuple(name for name in self.dim_names if name in names)
+        return frozenset(names)
 
-    def _owner(self, dims: Dims) -> tuple[RankGrid, tuple[str, ...]]:
-        """The grid that keeps the group along `dims`, and under which key."""
-        own = self._in_order(dims)
-        if not self._shared.issuperset(own):
-            return self, own
-        return self._base, self._base._in_order(own)
+    def _kept(self, key: frozenset[str]) -> dict[frozenset[str], dist.ProcessGroup]:
+        """Where the group along these dimensions is kept."""
+        return self._base._kept(key) if key <= self._shared else self._made
 
-    def _size(self, dim: str) -> int:
-        return self.shape[self.dim_names.index(dim)]
-
-    def _step(self, dim: str) -> int:
-        """How far neighbours along `dim` are apart."""
-        return math.prod(self.shape[: self.dim_names.index(dim)])
-
-    def _distances(self, dims: Iterable[str]) -> list[int]:
+    def _sums(self, dims: Iterable[str]) -> list[int]:
         """From coordinate 0 to all others along `dims`, ascending."""
-        found = [0]
-        for dim in dims:
-            step = self._step(dim)
-            found = [one + place * step for place in range(self._size(dim)) for one in found]
-        return found
+        slow_first = [self._distances[dim] for dim in reversed(self.dim_names) if dim in dims]
+        return list(map(sum, itertools.product(*slow_first)))
 
 
 def described(sizes: dict[str, int]) -> str:
@@ -248,16 +207,16 @@ def require_member(ranks: range) -> tuple[int, dist.ProcessGroup]:
             "ranks: expected a job whose ranks can meet, got no process group; call "
             "torch.distributed.init_process_group first"
         )
-    rank, job_size = dist.get_rank(), dist.get_world_size()
-    if ranks.stop > job_size:
+    rank, job_size, last = dist.get_rank(), dist.get_world_size(), ranks.stop - 1
+    if last >= job_size:
         raise ValueError(
-            f"ranks: expected some of the job's {job_size}, got {ranks.start} to {ranks.stop - 1}; "
-            "start more ranks, or make the sizes or the offset smaller"
+            f"ranks: expected some of the job's {job_size}, got {ranks.start} to {last}; start "
+            "more ranks, or make the sizes or the offset smaller"
         )
     if rank not in ranks:
         raise ValueError(
-            f"ranks: expected to be called by ranks {ranks.start} to {ranks.stop - 1} alone, got a "
-            f"call on rank {rank}; leave it out there"
+            f"ranks: expected to be called by ranks {ranks.start} to {last} alone, got a call on "
+            f"rank {rank}; leave it out there"
         )
     return rank, job
 

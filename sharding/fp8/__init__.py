@@ -1,7 +1,7 @@
 """FP8 and FP4: recipes, quantised tensors and shards of parameters, delayed scaling, a layer."""
 
 from .delayed_scaling import DelayedScaling, update_scales
-from .linear import Float8Linear, quantize_linears
+from .linear import Float8Linear
 from .param_shards import quantize_param_shard
 from .quantized import (
     QuantizedTensor,
@@ -23,7 +23,6 @@ __all__ = [
     "is_mxfp8_tensor",
     "is_nvfp4_tensor",
     "quantize",
-    "quantize_linears",
     "quantize_param_shard",
     "recipe_for",
     "update_scales",

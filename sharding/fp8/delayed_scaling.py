@@ -1,6 +1,6 @@
 """Delayed scaling: a scale a tensor, from the largest magnitudes that it had in steps before.
 
-    scales_for(i, amaxes)    in a step: notes them, and says what to multiply with
+    scales_for(amaxes)       in a step: notes them, and says what to multiply with
     update_scales(states)    after it: one maximum over all ranks, then the next scales
 
 The formula and the order of the history are `kernels.update_fp8_scales_`'s.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...kernels import update_fp8_scales_
-from ...kernels.checks import check_choice, check_integer
+from ...kernels.checks import check_choice, check_integer, check_like
 from ...kernels.fp8.reference import ELEMENTS
 from ..arguments import kind_of, require_member
 from ..collectives import Pending
@@ -59,7 +59,7 @@ class DelayedScaling(nn.Module):
         self.history, self.element = history, element
         shape = num_tensors, history.length
         self.register_buffer("amax_history", torch.empty(shape, dtype=torch.float32, device=device))
-        self.register_buffer("scales", torch.empty_like(self.amax_history[:, 0]))
+        self.register_buffer("scales", torch.empty(num_tensors, dtype=torch.float32, device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -67,25 +67,25 @@ class DelayedScaling(nn.Module):
         self.amax_history.zero_()
         self.scales.zero_()
 
-    def scales_for(self, first: int, amaxes: Tensor) -> Tensor:
-        """FP32 [n]: what tensors `first` and on are multiplied by in this step; amaxes: FP32 [n],
+    def scales_for(self, amaxes: Tensor) -> Tensor:
+        """FP32 [num_tensors]: what each is multiplied by in this step; amaxes: FP32 [num_tensors],
         theirs, noted for the next ones in training. NaN where one is not finite, so that codes show
         it.
+
+        Raises:
+            TypeError, ValueError: amaxes that are no such tensor.
         """
-        mine = slice(first, first + len(amaxes))
-        present = torch.maximum(self.amax_history[mine, 0], amaxes)
+        check_like("amaxes", amaxes, self.scales.shape, torch.float32, self.scales.device)
+        present = torch.maximum(self.amax_history[:, 0], amaxes)
         if self.training:
-            self.amax_history[mine, 0] = present
+            self.amax_history[:, 0] = present
         starting = torch.ones_like(amaxes)
         self._advance(present.view(-1, 1).clone(), starting)
-        scales = torch.where(self.scales[mine] > 0, self.scales[mine], starting)
+        scales = torch.where(self.scales > 0, self.scales, starting)
         return torch.where(amaxes.isfinite(), scales, torch.nan)
 
-    def advance(self) -> None:
-        """The scales of the next step, and room for its amaxes: see `update_scales`."""
-        self._advance(self.amax_history, self.scales)
-
     def _advance(self, history: Tensor, scales: Tensor) -> None:
+        """The scales of the next step, and room for its amaxes."""
         margin, algorithm = self.history.margin, self.history.algorithm
         update_fp8_scales_(
             history, scales, element=self.element, margin=margin, algorithm=algorithm
@@ -119,7 +119,7 @@ def update_scales(
     newest = [one.amax_history[:, 0] for one in every]
     for one, largest in zip(every, max_over_ranks(newest, group), strict=True):
         one.amax_history[:, 0] = largest
-        one.advance()
+        one._advance(one.amax_history, one.scales)
 
 
 def max_over_ranks(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> Sequence[Tensor]:
@@ -132,7 +132,7 @@ def max_over_ranks(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) ->
         return amaxes
     flat = torch.cat([one.reshape(-1) for one in amaxes])
     bits = flat.view(torch.int32) & _MAGNITUDE
-    what = "amaxes"
-    Pending(dist.all_reduce(bits, dist.ReduceOp.MAX, group, async_op=True), what, group).wait()
+    work = dist.all_reduce(bits, dist.ReduceOp.MAX, group, async_op=True)
+    Pending(work, "amaxes", group).wait()
     parts = bits.view(torch.float32).split([one.numel() for one in amaxes])
     return [part.view(one.shape) for part, one in zip(parts, amaxes, strict=True)]

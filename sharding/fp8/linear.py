@@ -19,8 +19,8 @@ but for the order of additions. Tiles take the definition there too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,76 +28,63 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...kernels import swizzle_scales
-from ...kernels.checks import check_integer
-from ..arguments import kind_of, require_module
+from ...kernels.checks import SOURCE_DTYPES, check_dtype
+from ..arguments import kind_of
 from .delayed_scaling import DelayedScaling
 from .quantized import QuantizedTensor, block_amaxes, codec_function, quantize
-from .recipes import Blocks, Recipe, require_recipe
+from .recipes import ROLES, Recipe
+
+_ITS_OWN = ("_parameters", "_buffers", "_modules")
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` computed with quantised operands, as `recipe` says; `weight` and `bias` stay.
+    """`linear` computed with quantised operands, as `recipe` says, to be put in its place: it has
+    its parameters, hooks and other attributes, the same objects.
 
     in_features and out_features: multiples of the recipe's `align_numel`. A delayed recipe has its
-    state in `operand_scaling` (of input and weight) and `gradient_scaling`: call `update_scales`
-    once a step.
+    state in `scaling`, by role: call `update_scales` once a step.
 
     What is multiplied is rounded, so a gradient has none of its own: a second backward raises.
 
     Raises:
-        TypeError: no recipe, or features that are no integers.
-        ValueError: features that are no such multiples.
+        TypeError: no linear layer, no recipe.
+        ValueError: features that are no such multiples, parameters that are sharded already.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        recipe: Recipe,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        require_recipe(recipe)
-        for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if check_integer(name, value, 1) % recipe.align_numel:
-                raise ValueError(
-                    f"{name}: expected a multiple of {recipe.align_numel} for {recipe.name}, got "
-                    f"{value}; leave this layer an nn.Linear"
+    def __init__(self, linear: nn.Linear, recipe: Recipe) -> None:
+        for name, value, kind in (("linear", linear, nn.Linear), ("recipe", recipe, Recipe)):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"{name}: expected a {kind.__name__}, got {kind_of(value)}; pass one, of "
+                    "recipes such as recipe_for(name)"
                 )
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.recipe = recipe
-        self.operand_scaling = self.gradient_scaling = None
-        if recipe.history is not None:
-            self.operand_scaling, self.gradient_scaling = (
-                DelayedScaling(
-                    recipe.history, count, element=blocks.form.element.name, device=device
-                )
-                for blocks, count in ((recipe.weight, 2), (recipe.gradient, 1))
-            )
-
-    @classmethod
-    def of(cls, linear: nn.Linear, recipe: Recipe) -> Float8Linear:
-        """One with the parameters, hooks and other attributes of `linear`, the same objects.
-
-        Raises:
-            ValueError: features that are no such multiples, parameters that are sharded already.
-        """
         if hasattr(linear.weight, "full_tensor"):
             raise ValueError(
                 f"linear: expected plain parameters, got a {kind_of(linear.weight)}; quantise the "
                 "layers of a model before it is sharded"
             )
         sizes = linear.in_features, linear.out_features
-        new = cls(*sizes, bias=False, recipe=recipe, device="meta")
-        new.weight, new.bias = linear.weight, linear.bias
-        for state in new.children():
-            assert isinstance(state, DelayedScaling)
-            state.to_empty(device=linear.weight.device).reset_parameters()
-        kept = ("_parameters", "_buffers", "_modules")
-        vars(new).update({name: vars(linear)[name] for name in vars(linear) if name not in kept})
-        return new.train(linear.training)
+        if any(size < 1 or size % recipe.align_numel for size in sizes):
+            raise ValueError(
+                f"linear: expected in_features and out_features that are multiples of "
+                f"{recipe.align_numel} for {recipe.name}, got {sizes}; leave this layer as it is"
+            )
+        nn.Module.__init__(self)
+        own = vars(self)
+        own.update({name: value for name, value in vars(linear).items() if name not in _ITS_OWN})
+        self.weight, self.bias, self.recipe = linear.weight, linear.bias, recipe
+        self.scaling = nn.ModuleDict(
+            {
+                role: DelayedScaling(
+                    recipe.history,
+                    1,
+                    element=getattr(recipe, role).form.element.name,
+                    device=linear.weight.device,
+                )
+                for role in ROLES
+                if recipe.history is not None
+            }
+        )
 
     def forward(self, input: Tensor, weight: QuantizedTensor | None = None) -> Tensor:
         """input [..., in_features] -> [..., out_features] of its dtype.
@@ -106,8 +93,10 @@ class Float8Linear(nn.Linear):
         that is quantised here. Gradients are those of `self.weight`.
 
         Raises:
-            ValueError: a quantised weight of another shape or recipe.
+            ValueError: an input that is not FP32, BF16 or FP16, a quantised weight of another shape
+                or recipe.
         """
+        check_dtype("input", input, SOURCE_DTYPES)
         if weight is not None and (weight.shape, weight.blocks) != (
             self.weight.shape,
             self.recipe.weight,
@@ -128,10 +117,9 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, given: QuantizedTensor | None, layer: Float8Linear
     ) -> Tensor:
-        recipe, state = layer.recipe, layer.operand_scaling
-        rows = _padded(x, recipe.align_numel)
-        operand = _quantize(rows, recipe.activation, state, 0)
-        made = _quantize(weight, recipe.weight, state, 1) if given is None else given
+        rows = _padded(x, layer.recipe.align_numel)
+        operand = _quantize(rows, "activation", layer)
+        made = _quantize(weight, "weight", layer) if given is None else given
         ctx.layer, ctx.operands, ctx.was_given = layer, (operand, made), given is not None
         ctx.save_for_backward(rows, weight)
         ctx.shape = x.shape
@@ -142,9 +130,9 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight = ctx.saved_tensors
-        recipe, (operand, made) = ctx.layer.recipe, ctx.operands
-        grad_rows = _padded(grad, recipe.align_numel)
-        gradient = _quantize(grad_rows, recipe.gradient, ctx.layer.gradient_scaling, 0)
+        operand, made = ctx.operands
+        grad_rows = _padded(grad, ctx.layer.recipe.align_numel)
+        gradient = _quantize(grad_rows, "gradient", ctx.layer)
         to_input = to_weight = None
         if ctx.needs_input_grad[0]:
             # What was only given quantised is all that there is of it.
@@ -155,49 +143,6 @@ class _Linear(torch.autograd.Function):
             across = _across(gradient, grad_rows), _across(operand, rows)
             to_weight = product(*across, weight.dtype)
         return to_input, to_weight, None, None
-
-
-def quantize_linears(layers: Sequence[nn.Module], recipe: Recipe) -> list[str]:
-    """Put a `Float8Linear` in the place of every `nn.Linear` inside each of `layers`, the blocks of
-    a model in their order, but for those that the recipe leaves in BF16; parameters, hooks and what
-    was set on it stay the same objects, and one of several places is one again. Returns the names
-    of those replaced, "<layer>.<name>".
-
-    Raises:
-        TypeError: no recipe, no list of layers, a layer that is no module.
-        ValueError: a layer whose sizes do not fit, that is an `nn.Linear` itself, or is sharded
-            already; nothing is replaced then.
-    """
-    require_recipe(recipe)
-    places: list[tuple[str, nn.Module, str, nn.Linear]] = []
-    for index, layer in enumerate(_listed(layers)):
-        if not recipe.quantizes_layer(index, len(layers)):
-            continue
-        for prefix, parent in layer.named_modules():
-            for name, child in parent._modules.items():
-                if type(child) is nn.Linear:
-                    full = ".".join(part for part in (str(index), prefix, name) if part)
-                    places.append((full, parent, name, child))
-    made = {child: Float8Linear.of(child, recipe) for _, _, _, child in places}
-    for _, parent, name, child in places:
-        setattr(parent, name, made[child])
-    return list(dict.fromkeys(full for full, _, _, _ in places))
-
-
-def _listed(layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
-    """`layers`, if they are modules with places inside them."""
-    if not isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
-        raise TypeError(
-            f"layers: expected a list of modules, got {kind_of(layers)}; pass the model's blocks"
-        )
-    for index, layer in enumerate(layers):
-        require_module(layer)
-        if isinstance(layer, nn.Linear):
-            raise ValueError(
-                f"layers: expected blocks, inside which linear layers are replaced, got a "
-                f"{kind_of(layer)} itself as number {index}; pass [the module that it lies in]"
-            )
-    return layers
 
 
 def product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
@@ -247,15 +192,14 @@ Multiply = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype], Tensor]
 SCALED_MM: Mapping[str, Multiply] = {"tensor": _of_tensors, "mxfp8": _of_mx, "nvfp4": _of_nvfp4}
 
 
-def _quantize(
-    x: Tensor, blocks: Blocks, state: DelayedScaling | None, index: int
-) -> QuantizedTensor:
-    """A matrix; with a state, by the scale of its tensor `index`, which is told the amax."""
-    x = x.detach().contiguous()
-    if state is None:
+def _quantize(x: Tensor, role: str, layer: Float8Linear) -> QuantizedTensor:
+    """A matrix; with a state, which is told its amax, by the scale of that."""
+    x, blocks = x.detach().contiguous(), getattr(layer.recipe, role)
+    if role not in layer.scaling:
         return quantize(x, blocks)
     amaxes = block_amaxes(x.view(-1), 0, x.shape, blocks).view(1)
-    return quantize(x, blocks, scale=state.scales_for(index, amaxes).view(()))
+    state = cast(DelayedScaling, layer.scaling[role])
+    return quantize(x, blocks, scale=state.scales_for(amaxes).view(()))
 
 
 def _across(made: QuantizedTensor, whole: Tensor) -> QuantizedTensor:

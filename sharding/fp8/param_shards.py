@@ -34,6 +34,7 @@ from .delayed_scaling import DelayedScaling, max_over_ranks
 from .quantized import (
     QuantizedTensor,
     block_amaxes,
+    columns_of,
     fill_stretch,
     is_transformer_engine_tensor,
     tensor_amax,
@@ -91,11 +92,12 @@ def quantize_param_shard(
     rows = list(zip(model_params, main_params, start_offsets, strict=True))
     theirs = [row for row in rows if is_transformer_engine_tensor(row[0])]
     ours = [
-        _stretch(f"main_params[{index}]", row, align_numel)
+        _stretch(index, row, align_numel)
         for index, row in enumerate(rows)
         if not is_transformer_engine_tensor(row[0])
     ]
-    _check_scaling(scaling, ours)
+    if scaling is not None:
+        _check_scaling(scaling, ours)
     if group is not None:
         require_member(group)
     if theirs:
@@ -105,9 +107,10 @@ def quantize_param_shard(
 
 
 def _stretch(
-    name: str, row: tuple[object, Tensor | None, int | None], align_numel: int
+    index: int, row: tuple[object, Tensor | None, int | None], align_numel: int
 ) -> _Stretch:
     target, elements, start = row
+    name = f"main_params[{index}]"
     if not isinstance(target, QuantizedTensor):
         raise TypeError(
             f"model_params: expected QuantizedTensors or TransformerEngine's, got "
@@ -121,7 +124,7 @@ def _stretch(
     check_vector(name, elements)
     check_device(name, elements, target.codes.device)
     numel = target.shape.numel()
-    start = check_integer(f"{name}: start_offset", start, 0, numel - elements.numel())
+    start = check_integer(f"start_offsets[{index}]", start, 0, numel - elements.numel())
     for cut in (start, start + elements.numel()):
         if cut % align_numel and cut != numel:
             raise ValueError(
@@ -147,29 +150,25 @@ def may_straddle(shape: torch.Size, blocks: Blocks, align_numel: int) -> bool:
         )
     if blocks.width is None or blocks.height > 1:
         return True
-    is_row = shape.numel() == (shape[-1] if shape else 1)
-    ends = 0 if is_row else shape[-1]
+    columns = columns_of(shape)
+    ends = 0 if shape.numel() == columns else columns
     return bool(align_numel % blocks.width or ends % blocks.width)
 
 
-def _check_scaling(scaling: DelayedScaling | None, stretches: Sequence[_Stretch]) -> None:
-    if scaling is None:
-        return
+def _check_scaling(scaling: object, stretches: Sequence[_Stretch]) -> None:
     if not isinstance(scaling, DelayedScaling):
         raise TypeError(
             f"scaling: expected a DelayedScaling, got {kind_of(scaling)}; pass the state of one"
         )
-    expected = len(scaling.scales)
+    kinds = [one.target.blocks for one in stretches]
     fitting = [
-        one
-        for one in stretches
-        if one.target.blocks.width is None
-        and one.target.blocks.form.element.name == scaling.element
+        one for one in kinds if one.width is None and one.form.element.name == scaling.element
     ]
-    if not len(fitting) == len(stretches) == expected:
+    if not len(fitting) == len(stretches) == len(scaling.scales):
         raise ValueError(
-            f"scaling: expected its {expected} tensors, each one block of {scaling.element}, got "
-            f"{len(stretches)} parameters, {len(fitting)} of them such; pass those by themselves"
+            f"scaling: expected its {len(scaling.scales)} tensors, each one block of "
+            f"{scaling.element}, got {len(stretches)} parameters, {len(fitting)} of them such; "
+            "pass those by themselves"
         )
 
 
@@ -180,18 +179,14 @@ def _quantize(
         block_amaxes(one.elements, one.start, one.target.shape, one.target.blocks)
         for one in stretches
     ]
-    compared = [_compared(one, amaxes) for one, amaxes in zip(stretches, own, strict=True)]
-    found = max_over_ranks(compared, group)
+    compared = map(_compared, stretches, own)
+    found = max_over_ranks(list(compared), group)
     scales: Sequence[Tensor | None] = [None] * len(stretches)
     if scaling is not None:
-        scales = scaling.scales_for(0, torch.cat([one.view(-1) for one in found])).unbind()
-    for one, amaxes, largest, scale in zip(stretches, own, found, scales, strict=True):
-        target, elements, start = one.target, one.elements, one.start
-        if one.straddles:
-            fill_stretch(target, elements, start, largest, scale=scale)
-        else:
-            whole = largest if largest.numel() else tensor_amax(amaxes)
-            fill_stretch(target, elements, start, amaxes, largest=whole)
+        scales = scaling.scales_for(torch.cat([one.view(-1) for one in found])).unbind()
+    for one, mine, theirs, scale in zip(stretches, own, found, scales, strict=True):
+        amaxes, largest = (theirs, None) if one.straddles else (mine, theirs)
+        fill_stretch(one.target, one.elements, one.start, amaxes, scale=scale, largest=largest)
 
 
 def _compared(one: _Stretch, amaxes: Tensor) -> Tensor:
@@ -203,10 +198,10 @@ def _compared(one: _Stretch, amaxes: Tensor) -> Tensor:
 
 def _transformer_engine_function() -> Any:
     utils = importlib.import_module(_TE_UTILS)
-    for name in _TE_FUNCTIONS:
-        if (function := getattr(utils, name, None)) is not None:
-            return function
-    raise ImportError(
-        f"quantize_param_shard: expected {' or '.join(_TE_FUNCTIONS)} in {_TE_UTILS}, got neither; "
-        "install TransformerEngine 2.2 or newer"
-    )
+    functions = [getattr(utils, name) for name in _TE_FUNCTIONS if hasattr(utils, name)]
+    if not functions:
+        raise ImportError(
+            f"quantize_param_shard: expected {' or '.join(_TE_FUNCTIONS)} in {_TE_UTILS}, got "
+            "neither; install TransformerEngine 2.2 or newer"
+        )
+    return functions[0]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels import BlockFormat, cast, cast_back, quantize_fp8
+from ...kernels import MXFP8, NVFP4, cast, cast_back, quantize_fp8
 from ...kernels.arguments import check_source
 from ...kernels.checks import check_like, check_result_dtype
 from ...kernels.formats.table import named
@@ -52,15 +52,8 @@ class QuantizedTensor:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", torch.Size(self.shape))
-        form = self.blocks.form
-        wanted = {
-            "codes": (self.codes, _packed(self.shape, form), form.element.dtype),
-            "scales": (self.scales, scale_shape(self.shape, self.blocks), form.scale_dtype),
-        }
-        if form.tensor_scale:
-            wanted["amax"] = self.amax, (), torch.float32  # type: ignore[assignment]
-        for name, (memory, shape, dtype) in wanted.items():
-            check_like(name, memory, shape, dtype, self.codes.device)
+        for name, (shape, dtype) in _memory(self.shape, self.blocks).items():
+            check_like(name, getattr(self, name), shape, dtype, self.codes.device)
 
     @classmethod
     def empty(
@@ -71,12 +64,11 @@ class QuantizedTensor:
         Raises:
             ValueError: rows of an odd number of elements, of which e2m1 has two a byte.
         """
-        form, shape = blocks.form, torch.Size(shape)
-        packed = _packed(shape, form)
-        codes = torch.empty(packed, dtype=form.element.dtype, device=device)
-        scales = torch.empty(scale_shape(shape, blocks), dtype=form.scale_dtype, device=device)
-        amax = torch.empty((), device=device) if form.tensor_scale else None
-        return cls(blocks, shape, codes, scales, amax)
+        wanted = _memory(torch.Size(shape), blocks).items()
+        memory = {
+            name: torch.empty(one, dtype=dtype, device=device) for name, (one, dtype) in wanted
+        }
+        return cls(blocks, torch.Size(shape), **memory)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values [shape], code times scale in FP32, rounded once to FP32, BF16 or FP16.
@@ -86,16 +78,15 @@ class QuantizedTensor:
         """
         check_result_dtype(dtype)
         values = cast_back(self.codes, self.blocks.form.element.name)
+        if not values.numel():
+            return values.to(dtype)
         if self.blocks.width is None:
             return (values * self.scales).to(dtype)
-        rows, columns = matrix_of(self.shape)
         bits = self.scales if self.scales.dtype == torch.float32 else self.scales.view(torch.uint8)
         row_scales = None if self.amax is None else self.amax.view(1, 1)
         factors = codec_function(self.blocks, "factors_of")(bits.reshape(1, -1), row_scales)
-        factors = factors.view(grid_of(self.shape, self.blocks))
-        factors = factors.repeat_interleave(self.blocks.height, 0)[:rows]
-        factors = factors.repeat_interleave(self.blocks.width, 1)[:, :columns]
-        return (values.view(rows, columns) * factors).view(self.shape).to(dtype)
+        found = _scaled(values.view(-1), 0, self, factors.view(grid_of(self.shape, self.blocks)))
+        return found.view(self.shape).to(dtype)
 
     def transposed(self) -> QuantizedTensor:
         """The transposed matrix, code by code.
@@ -113,43 +104,38 @@ class QuantizedTensor:
         return QuantizedTensor(self.blocks, shape, self.codes.t().contiguous(), scales)
 
 
-def _packed(shape: torch.Size, form: BlockFormat) -> tuple[int, ...]:
-    """The shape of the codes of a tensor of `shape`.
+def _memory(shape: torch.Size, blocks: Blocks) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and dtype of each part of a tensor of `shape`.
 
     Raises:
         ValueError: rows that are no whole number of bytes.
     """
+    form, packed, scales = blocks.form, tuple(shape), tuple[int, ...]()
     a_byte = form.element.codes_per_byte
-    if a_byte == 1:
-        return shape
-    if not shape or shape[-1] % a_byte:
-        raise ValueError(
-            f"shape: expected rows of a multiple of {a_byte} elements for {form.name}, got "
-            f"{tuple(shape)}; pad the last dimension"
-        )
-    return (*shape[:-1], shape[-1] // a_byte)
+    if a_byte > 1:
+        if not shape or shape[-1] % a_byte:
+            raise ValueError(
+                f"shape: expected rows of a multiple of {a_byte} elements for {form.name}, got "
+                f"{tuple(shape)}; pad the last dimension"
+            )
+        packed = (*shape[:-1], shape[-1] // a_byte)
+    if blocks.width is not None:
+        down, across = grid_of(shape, blocks)
+        scales = (down, across) if blocks.height > 1 else (*shape[:-1], across)
+    found = {"codes": (packed, form.element.dtype), "scales": (scales, form.scale_dtype)}
+    return found | ({"amax": ((), torch.float32)} if form.tensor_scale else {})
 
 
-def matrix_of(shape: torch.Size) -> tuple[int, int]:
-    """(rows, columns) of a tensor: all dimensions but the last are rows."""
-    columns = shape[-1] if shape else 1
-    return math.prod(shape[:-1]), columns
+def columns_of(shape: torch.Size) -> int:
+    """The elements of a row of a tensor, all of whose dimensions but the last are rows."""
+    return shape[-1] if shape else 1
 
 
 def grid_of(shape: torch.Size, blocks: Blocks) -> tuple[int, int]:
     """How many blocks lie below and beside each other."""
     if blocks.width is None:
         return 1, 1
-    rows, columns = matrix_of(shape)
-    return -(-rows // blocks.height), -(-columns // blocks.width)
-
-
-def scale_shape(shape: torch.Size, blocks: Blocks) -> tuple[int, ...]:
-    """The shape of `QuantizedTensor.scales`."""
-    if blocks.width is None:
-        return ()
-    down, across = grid_of(shape, blocks)
-    return (down, across) if blocks.height > 1 else (*shape[:-1], across)
+    return -(-math.prod(shape[:-1]) // blocks.height), -(-columns_of(shape) // blocks.width)
 
 
 def block_amaxes(elements: Tensor, start: int, shape: torch.Size, blocks: Blocks) -> Tensor:
@@ -161,9 +147,9 @@ def block_amaxes(elements: Tensor, start: int, shape: torch.Size, blocks: Blocks
         return amaxes
     if blocks.width is None:
         return amaxes.copy_(elements.abs().amax())
-    rows = _rows_of(elements, start, shape[-1] if shape else 1, blocks.width)
+    rows = _rows_of(elements, start, columns_of(shape), blocks.width)
     row_amaxes = rows.abs().amax(2)
-    first, height = start // (shape[-1] if shape else 1), blocks.height
+    first, height = start // columns_of(shape), blocks.height
     missing = (0, 0, first % height, -(first + len(rows)) % height)
     found = functional.pad(row_amaxes, missing).view(-1, height, amaxes.shape[1]).amax(1)
     amaxes[first // height : first // height + len(found)] = found
@@ -188,8 +174,9 @@ def fill_stretch(
     """Write the codes of `elements` [n] that lie at `start`, and scales.
 
     amaxes: of all blocks, whose scales are then written. largest: FP32 [], the amax of the whole
-    tensor; then `amaxes` are complete for the blocks of these elements alone, and only their scales
-    are written. scale: of one block, FP32 [], to take in place of the codec's.
+    tensor, or [0] where the format needs none; then `amaxes` are complete for the blocks of these
+    elements alone, and only their scales are written. scale: of one block, FP32 [], to take in
+    place of the codec's.
     """
     blocks, form = target.blocks, target.blocks.form
     a_byte = form.element.codes_per_byte
@@ -201,17 +188,17 @@ def fill_stretch(
         return
     whole = tensor_amax(amaxes) if largest is None else largest
     # The amax of the tensor goes along as one more block, since the codec looks at all there are.
-    every = torch.cat((amaxes.view(-1), whole.view(1))).view(1, -1)
+    every = torch.cat((amaxes.view(-1), whole.view(-1))).view(1, -1)
     factors, scales, _ = codec_function(blocks, "scales_of")(every, form, blocks.rule)
     written = slice(None)
     if largest is not None:
         written = slice(start // blocks.width, -(-(start + elements.numel()) // blocks.width))
-    stored = scales[0, :-1].view(target.scales.dtype)
+    stored = scales[0, : amaxes.numel()].view(target.scales.dtype)
     target.scales.view(-1)[written] = stored[written]
     if target.amax is not None:
         target.amax.copy_(whole)
     if elements.numel():
-        grid = factors[0, :-1].view(amaxes.shape)
+        grid = factors[0, : amaxes.numel()].view(amaxes.shape)
         cast(_scaled(elements, start, target, grid), form.element.name, out=codes)
 
 
@@ -233,44 +220,47 @@ def quantize(x: Tensor, blocks: Blocks, *, scale: Tensor | None = None) -> Quant
     return target
 
 
+_THEIRS = {
+    "Float8Tensor": "fp8",
+    "Float8BlockwiseQTensor": "fp8",
+    "MXFP8Tensor": MXFP8.name,
+    "NVFP4Tensor": NVFP4.name,
+    "QuantizedTensor": "another",
+}
+"""Formats of TransformerEngine's tensors by class, the base of all last."""
+
+
+def _format_of(tensor: object) -> str | None:
+    if isinstance(tensor, QuantizedTensor):
+        form = tensor.blocks.form
+        is_fp8 = form.element.bits == 8 and form.name != MXFP8.name  # noqa: PLR2004
+        return "fp8" if is_fp8 else form.name
+    for kind in type(tensor).__mro__:
+        if kind.__module__.partition(".")[0] == "transformer_engine" and kind.__name__ in _THEIRS:
+            return _THEIRS[kind.__name__]
+    return None
+
+
 def is_transformer_engine_tensor(tensor: object) -> bool:
     """Whether it is a quantised tensor of TransformerEngine's. That package is not imported: if
     nobody else has, nothing can be one.
     """
-    return _is_named(tensor, "QuantizedTensor", *_FLOAT8, *_MXFP8, *_NVFP4)
+    return not isinstance(tensor, QuantizedTensor) and _format_of(tensor) is not None
 
 
 def is_float8_tensor(tensor: object) -> bool:
     """Whether it is a `QuantizedTensor`, or TransformerEngine's, with elements of eight bits."""
-    return _has_form(tensor, lambda form: form.element.bits == 8) or _is_named(  # noqa: PLR2004
-        tensor, *_FLOAT8, *_MXFP8
-    )
+    return _format_of(tensor) in ("fp8", MXFP8.name)
 
 
 def is_mxfp8_tensor(tensor: object) -> bool:
     """Whether it is a `QuantizedTensor`, or TransformerEngine's, in MXFP8."""
-    return _has_form(tensor, lambda form: form.name == "mxfp8") or _is_named(tensor, *_MXFP8)
+    return _format_of(tensor) == MXFP8.name
 
 
 def is_nvfp4_tensor(tensor: object) -> bool:
     """Whether it is a `QuantizedTensor`, or TransformerEngine's, in NVFP4."""
-    return _has_form(tensor, lambda form: form.name == "nvfp4") or _is_named(tensor, *_NVFP4)
-
-
-_FLOAT8 = ("Float8Tensor", "Float8BlockwiseQTensor")
-_MXFP8 = ("MXFP8Tensor",)
-_NVFP4 = ("NVFP4Tensor",)
-
-
-def _has_form(tensor: object, fits: Any) -> bool:
-    return isinstance(tensor, QuantizedTensor) and bool(fits(tensor.blocks.form))
-
-
-def _is_named(tensor: object, *names: str) -> bool:
-    return any(
-        kind.__name__ in names and kind.__module__.partition(".")[0] == "transformer_engine"
-        for kind in type(tensor).__mro__
-    )
+    return _format_of(tensor) == NVFP4.name
 
 
 def codec_function(blocks: Blocks, name: str) -> Any:
@@ -292,7 +282,7 @@ def _scaled(elements: Tensor, start: int, target: QuantizedTensor, grid: Tensor)
     """FP32 [n]: elements times the factors [grid] of their blocks."""
     blocks = target.blocks
     assert blocks.width is not None
-    _, columns = matrix_of(target.shape)
+    columns = columns_of(target.shape)
     rows = _rows_of(elements, start, columns, blocks.width)
     first = start // columns
     factors = grid[first // blocks.height :].repeat_interleave(blocks.height, 0)

@@ -297,14 +297,14 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "product": (
         8,
         {"tp": 3, "cp": 2},
-        "world_size: expected a multiple of tp 3 x cp 2 x pp 1 = 6 for dense layers, got 8; "
-        "change the sizes or start another number of ranks",
+        "sizes of dense layers: expected a product that divides the 8 ranks, got tp 3 x cp 2 x pp "
+        "1 = 6; change the sizes or start another number of ranks",
     ),
     "product of experts": (
         8,
         {"tp": 2, "ep": 8},
-        "world_size: expected a multiple of tp 2 x ep 8 x pp 1 = 16 for experts, got 8; change "
-        "the sizes or start another number of ranks",
+        "sizes of experts: expected a product that divides the 8 ranks, got tp 2 x ep 8 x pp 1 = "
+        "16; change the sizes or start another number of ranks",
     ),
     "no size": (
         8,
@@ -340,9 +340,9 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "other pipelines of experts": (
         8,
         {"tp": 2, "etp": 1, "pp": 2, "order": "tp-pp-ep-dp"},
-        "view: expected the groups of tp 2 x pp 2 x dp 2 x cp 1 = 8 along 'pp', (0, 2) and so on, "
-        "got (0, 1) and so on from tp 1 x pp 2 x ep 1 x dp 4 = 8; let dimensions of the same "
-        "product come before 'pp', or do not share it",
+        "order: expected one in which dense layers and experts have the same pipelines, got "
+        "'tp-pp-ep-dp', with (0, 2) for dense layers, for experts (0, 1); let dp come after tp, cp "
+        "and ep, and pp last",
     ),
     "instances": (
         8,
@@ -354,9 +354,9 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "other instances of experts": (
         8,
         {"ep": 2, "instances": 2, "order": "tp-cp-dp-ep-pp"},
-        "order: expected one that cuts dense layers and experts into the same 2 optimizer "
-        "instances, got 'tp-cp-dp-ep-pp', where replicas of dense layers are (0, 4) and so on, "
-        "those of experts (0, 2); let dp come after tp, cp and ep",
+        "order: expected one in which dense layers and experts have the same replicas in optimizer "
+        "instances, got 'tp-cp-dp-ep-pp', with (0, 4) for dense layers, for experts (0, 2); let dp "
+        "come after tp, cp and ep, and pp last",
     ),
 }
 
@@ -374,6 +374,11 @@ def test_a_virtual_pipeline_needs_a_pipeline() -> None:
         ModelParallelLayout(world_size=4, virtual_pipeline_model_parallel_size=2)
 
 
+def test_a_rank_of_another_job_is_in_no_group() -> None:
+    assert layout(4).group_of("dp", 3) == (0, 1, 2, 3)
+    assert layout(4).group_of("dp", 4) is None
+
+
 def test_unknown_kind() -> None:
     with pytest.raises(ValueError, match=r"expected one of .*'dp_cp'.*got 'data'; use that name"):
         layout(4).groups("data")
@@ -387,8 +392,6 @@ def test_grid_of_three_dimensions() -> None:
     assert grid.get_rank_enum("b") == [(10, 12, 14), (11, 13, 15), (16, 18, 20), (17, 19, 21)]
     assert grid.get_rank_enum("c-a") == grid.get_rank_enum(["a", "c"])
     assert grid.get_rank_enum("a-c") == [(10, 11, 16, 17), (12, 13, 18, 19), (14, 15, 20, 21)]
-    assert grid.group_of(18, "c-a") == (12, 13, 18, 19)
-    assert [grid.coordinate(19, dim) for dim in "abc"] == [1, 1, 1]
     assert str(grid) == "a 2 x b 3 x c 2 = 12"
 
 
@@ -417,7 +420,7 @@ GRIDS: dict[str, tuple[Any, str]] = {
     "none": (lambda: RankGrid((2,), ("a",)).get_rank_enum([]), "each once, got []"),
     "view's product": (
         lambda: RankGrid((2, 2), ("a", "b")).view((3,), ("c",)),
-        "view: expected sizes with the product of a 2 x b 2 = 4, got c 3 = 3; change those sizes",
+        "shape: expected sizes with the product of a 2 x b 2 = 4, got c 3 = 3; change those sizes",
     ),
     "view shares what it lacks": (
         lambda: RankGrid((2, 2), ("a", "b")).view((4,), ("c",), ("b",)),
@@ -425,13 +428,10 @@ GRIDS: dict[str, tuple[Any, str]] = {
     ),
     "view shares what differs": (
         lambda: RankGrid((2, 4), ("a", "b")).view((4, 2), ("b", "c"), ("b",)),
-        "along 'b', (0, 2, 4, 6) and so on, got (0, 1, 2, 3) and so on from b 4 x c 2 = 8",
+        "shared_dims: expected the groups of a 2 x b 4 = 8 along 'b', (0, 2, 4, 6) and so on, got "
+        "(0, 1, 2, 3) and so on from b 4 x c 2 = 8",
     ),
     "names": (lambda: RankGrid((2, 2), (1, 2)), "a word of its own for each size of (2, 2)"),
-    "rank beyond": (lambda: RankGrid((2,), ("a",), 3).group_of(5, "a"), "expected one of 3 to 4"),
-    "rank before": (lambda: RankGrid((2,), ("a",), 3).coordinate(0, "a"), "one of 3 to 4, got 0"),
-    "coordinate": (lambda: RankGrid((2,), ("a",)).coordinate(0, "b"), "one of ('a',), got 'b'"),
-    "rank of a layout": (lambda: layout(4).group_of("dp", 4), "expected one of 0 to 3, got 4"),
     "no job": (lambda: RankGrid((2,), ("a",)).create_pg("a"), "got no process group; call"),
 }
 

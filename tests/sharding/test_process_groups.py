@@ -201,7 +201,10 @@ def _options(rank: int) -> None:
             "ProcessGroupCollection"
         )
     text = _refusal(lambda: initialize_model_parallel(3))
-    assert "expected a multiple of tp 3 x cp 1 x pp 1 = 3 for dense layers, got 4" in text
+    assert "a product that divides the 4 ranks, got tp 3 x cp 1 x pp 1 = 3; change" in text
+    unlike = {"expert_tensor_parallel_size": 1, "order": "tp-pp-ep-dp"}
+    text = _refusal(lambda: initialize_model_parallel(2, 2, **unlike))
+    assert text.startswith("order: expected one in which dense layers and experts have the same")
     text = _refusal(lambda: initialize_model_parallel(local_world_size=5))
     assert "expected some of the job's 4, got 0 to 4; start more ranks" in text
     text = _refusal(lambda: initialize_model_parallel(groups=["tp", "data"]))
@@ -217,14 +220,26 @@ def _options(rank: int) -> None:
     assert dist.is_initialized()
 
 
+THREE_GETTERS = {
+    "tensor_model": "tp",
+    "pipeline_model": "pp",
+    "data": "dp",
+    "context": "cp",
+    "tensor_and_context": "tp_cp",
+    "expert_model": "ep",
+    "expert_tensor": "expt_tp",
+    "expert_tensor_and_model": "tp_ep",
+    "expert_data": "expt_dp",
+}
+
+
 def _globals(rank: int) -> None:
-    """The getters of Megatron-Core by hand: tp 2, pp 2 with two parts each."""
+    """The getters of Megatron-Core by hand: tp 2, pp 2."""
     for call in (state.get_tensor_model_parallel_group, state.get_data_parallel_rank):
         assert "call parallel_state.initialize_model_parallel first" in _refusal(call)
     assert not state.is_initialized()
-    assert state.get_embedding_group(check_initialized=False) is None
     _wrong_arguments()
-    made = state.initialize_model_parallel(2, 2, 2, distributed_timeout_minutes=1)
+    made = state.initialize_model_parallel(2, 2, distributed_timeout_minutes=1)
     assert state.get_process_groups() is made and state.model_parallel_is_initialized()
     column, stage = rank % 2, rank // 2
     found = {
@@ -245,10 +260,8 @@ def _globals(rank: int) -> None:
             state.get_pipeline_model_parallel_prev_rank(),
             state.get_pipeline_model_parallel_next_rank(),
         ),
-        "first": [state.is_pipeline_first_stage(False, vp_stage=part) for part in (0, 1)],
-        "last": [state.is_pipeline_last_stage(False, vp_stage=part) for part in (0, 1)],
-        "embedding": [state.is_rank_in_embedding_group(False, part) for part in (0, 1)],
-        "anyhow": (state.is_pipeline_first_stage(), state.is_pipeline_last_stage()),
+        "embedding": state.is_rank_in_embedding_group(),
+        "stage": (state.is_pipeline_first_stage(), state.is_pipeline_last_stage()),
         "position": state.is_rank_in_position_embedding_group(),
         "dp": (state.get_data_parallel_world_size(), state.get_data_parallel_src_rank()),
     }
@@ -258,13 +271,17 @@ def _globals(rank: int) -> None:
         "pp": (2, stage),
         "ends": (column, 2 + column),
         "beside": (2 * (1 - stage) + column,) * 2,
-        "first": [stage == 0, False],
-        "last": [False, stage == 1],
-        "embedding": [stage == 0, stage == 1],
-        "anyhow": (stage == 0, stage == 1),
+        "embedding": True,
+        "stage": (stage == 0, stage == 1),
         "position": stage == 0,
         "dp": (1, rank),
     }
+    for name, group in THREE_GETTERS.items():
+        expected = getattr(made, group)
+        assert getattr(state, f"get_{name}_parallel_group")() is expected, name
+        size = getattr(state, f"get_{name}_parallel_world_size")()
+        assert size == dist.get_world_size(expected), name
+        assert getattr(state, f"get_{name}_parallel_rank")() == dist.get_rank(expected), name
     options: list[dict[str, bool]] = [{}, {"with_context_parallel": True}]
     partial = {"with_context_parallel": True, "partial_data_parallel": True}
     assert [state.get_data_parallel_group(**flags) for flags in (*options, partial)] == [
@@ -272,25 +289,23 @@ def _globals(rank: int) -> None:
         made.dp_cp,
         made.intra_dp_cp,
     ]
-    assert [state.get_amax_reduction_group(**flags) for flags in options] == [
+    assert [state.get_tensor_and_data_parallel_group(**flags) for flags in options] == [
         made.tp_dp,
         made.tp_dp_cp,
     ]
-    assert state.get_amax_reduction_group(tp_only_amax_red=True) is made.tp
     assert state.get_expert_data_parallel_group(partial_expert_data_parallel=True) is (
         made.intra_expt_dp
     )
-    text = _refusal(lambda: state.get_data_parallel_group(partial_data_parallel=True))
-    assert "expected with_context_parallel=True" in text
-    for call in (
-        lambda: state.get_data_parallel_group(with_context=True),
-        lambda: state.get_tensor_model_parallel_group(with_context_parallel=True),
+    for call, names in (
+        (lambda: state.get_data_parallel_group(partial_data_parallel=True), "['with_context_para"),
+        (lambda: state.get_data_parallel_rank(with_context=True), "['with_context_parallel', 'par"),
+        (lambda: state.get_tensor_model_parallel_group(with_context_parallel=True), "[] to be Tr"),
     ):
-        assert "unexpected keyword" in _refusal(call)
+        assert f"options: expected none or all of one of {names}" in _refusal(call)
+    assert "parts of the same dense layers" in str(state.get_tensor_model_parallel_rank.__doc__)
     assert "expected a process group" in _refusal(
         state.get_inter_distributed_optimizer_instance_group
     )
-    _virtual_parts()
     for call in (
         lambda: state.initialize_model_parallel(2),
         lambda: state.set_process_groups(made),
@@ -304,35 +319,30 @@ def _globals(rank: int) -> None:
         dist.get_process_group_ranks(tensor)
     own = initialize_model_parallel()
     state.set_process_groups(own)
+    assert state.get_data_parallel_group() is own.dp
     state.destroy_model_parallel()
-    assert _sum_over(own.dp) == 6
-    own.destroy()
+    state.destroy_model_parallel()
+    with pytest.raises(KeyError):
+        dist.get_process_group_ranks(own.dp)
 
 
 def _wrong_arguments() -> None:
-    with pytest.raises(TypeError, match="check_initialized"):  # not the sizes of the whole job
-        state.get_tensor_model_parallel_world_size(check_initialized=False)
-    with pytest.raises(TypeError, match="groups: expected a ProcessGroupCollection, got int"):
+    with pytest.raises(
+        TypeError, match="process_groups: expected a ProcessGroupCollection or None, got"
+    ):
         state.set_process_groups(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"rank_offset: expected .* of at least 0, got '1'"):
         state.initialize_model_parallel(rank_offset="1")
-    with pytest.raises(ValueError, match="rank_offset: expected one of the job's 4 ranks, got 9"):
+    with pytest.raises(
+        ValueError, match=r"expected some of the job's 4, got 9 to 9; .* offset small"
+    ):
         state.initialize_model_parallel(rank_offset=9)
-    only = initialize_model_parallel(groups="dp_cp")
+    with pytest.raises(ValueError, match=r"local_world_size: expected .* of at least 1, got 0"):
+        state.initialize_model_parallel(local_world_size=0)
+    assert not state.is_initialized()
+    only = initialize_model_parallel(groups=["dp_cp"])
     assert list(only.groups) == ["dp_cp"]
     only.destroy()
-
-
-def _virtual_parts() -> None:
-    assert state.get_virtual_pipeline_model_parallel_world_size() == 2
-    assert state.get_virtual_pipeline_model_parallel_rank() == 0
-    first, last = state.is_pipeline_first_stage, state.is_pipeline_last_stage
-    assert (first(False), last(False)) == (first(), False)  # of the part that runs
-    state.set_virtual_pipeline_model_parallel_rank(1)
-    assert (first(False), last(False)) == (False, last())
-    assert state.get_virtual_pipeline_model_parallel_rank() == 1
-    with pytest.raises(ValueError, match=r"expected one below .*size 2, got 2"):
-        state.set_virtual_pipeline_model_parallel_rank(2)
 
 
 def _everything(rank: int, world_size: int) -> None:

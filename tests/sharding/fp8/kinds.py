@@ -1,5 +1,7 @@
 """The blocks of all recipes, each by the kernels' own cast of a whole tensor."""
 
+import dataclasses
+
 import torch
 
 from sidestream.kernels import (
@@ -14,9 +16,9 @@ from sidestream.sharding.fp8 import recipe_for
 
 BLOCKS = {
     "tensor": recipe_for("tensorwise").weight,
-    "tensor e5m2": recipe_for("tensorwise", power_of_2=True).gradient,
+    "tensor e5m2": dataclasses.replace(recipe_for("tensorwise").gradient, rule=True),
     "tiles": recipe_for("blockwise").weight,
-    "1x128": recipe_for("blockwise", power_of_2=False).activation,
+    "1x128": dataclasses.replace(recipe_for("blockwise").activation, rule=False),
     "mxfp8": recipe_for("mxfp8").weight,
     "nvfp4": recipe_for("nvfp4").weight,
 }

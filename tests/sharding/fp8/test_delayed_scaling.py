@@ -14,7 +14,7 @@ from sidestream.tests.ranks import run_on_ranks
 
 def step(state, *amaxes):
     """The scales that tensors with these amaxes get, and the state a step later."""
-    found = state.scales_for(0, torch.tensor(amaxes))
+    found = state.scales_for(torch.tensor(amaxes))
     update_scales([state])
     return found.tolist()
 
@@ -63,17 +63,17 @@ def test_what_is_not_finite_shows_and_leaves_the_scale(bad):
 
 def test_microbatches_of_a_step_are_one():
     state = DelayedScaling(History(length=4), 1)
-    state.scales_for(0, torch.tensor([14.0]))
+    state.scales_for(torch.tensor([14.0]))
     assert step(state, 7.0) == [32.0]
     assert step(state, 1.0) == [32.0]
 
 
 def test_what_is_only_evaluated_is_not_noted():
     state = DelayedScaling(History(length=4), 1)
-    assert state.eval().scales_for(0, torch.tensor([1.0])).tolist() == [448.0]
+    assert state.eval().scales_for(torch.tensor([1.0])).tolist() == [448.0]
     assert not state.amax_history.any()
     assert step(state.train(), 7.0) == [64.0]
-    assert state.eval().scales_for(0, torch.tensor([700.0])).tolist() == [64.0]
+    assert state.eval().scales_for(torch.tensor([700.0])).tolist() == [64.0]
     assert step(state, 7.0) == [64.0]
     assert step(state, 7.0) == [64.0]
 
@@ -85,6 +85,8 @@ def test_refusals():
         DelayedScaling(History(), -1)
     with pytest.raises(ValueError, match="element: expected one of e4m3, e5m2, got 'e2m1'"):
         DelayedScaling(History(), 1, element="e2m1")
+    with pytest.raises(ValueError, match=r"amaxes: expected shape \(2,\), got \(1,\)"):
+        DelayedScaling(History(), 2).scales_for(torch.ones(1))
 
 
 def test_saved_loaded_and_moved():
@@ -110,10 +112,10 @@ def test_saved_loaded_and_moved():
 
 def ranks_update(rank, world_size):
     mine = [DelayedScaling(History(length=2), 2 + world_size), DelayedScaling(History(length=5), 1)]
-    mine[0].scales_for(0, torch.tensor([1.0 + rank, 7.0 - rank] + [1.0] * world_size))
+    mine[0].scales_for(torch.tensor([1.0 + rank, 7.0 - rank] + [1.0] * world_size))
     # Whoever has a NaN, of whatever sign, it is above all.
     mine[0].amax_history[2 + rank, 0] = torch.tensor(math.nan) * (-1) ** rank
-    mine[1].scales_for(0, torch.tensor([2.0**rank]))
+    mine[1].scales_for(torch.tensor([2.0**rank]))
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         update_scales(nn.ModuleList(mine), dist.group.WORLD)
     histories = [one.amax_history[:, -1].tolist() for one in mine]

@@ -11,10 +11,10 @@ import sidestream as ss
 from sidestream.kernels.formats.swizzle import swizzled_numel
 from sidestream.sharding.fp8 import (
     Float8Linear,
+    History,
     QuantizedTensor,
     linear,
     quantize,
-    quantize_linears,
     quantize_param_shard,
     recipe_for,
     update_scales,
@@ -27,9 +27,9 @@ from sidestream.tests.sharding.fp8.kinds import same
 KINDS = pytest.mark.parametrize("name", list(RECIPES))
 
 
-def layer_of(name, in_features=128, out_features=256, **options):
+def layer_of(name, in_features=128):
     torch.manual_seed(1)
-    return Float8Linear(in_features, out_features, recipe=recipe_for(name), **options)
+    return Float8Linear(nn.Linear(in_features, 256), recipe_for(name))
 
 
 def passed(layer, x, seed=2, **options):
@@ -134,7 +134,8 @@ def regress(rank, world_size, name, steps=8):
     recipe = recipe_for(name)
     torch.manual_seed(0)
     target = torch.randn(128, 128) / 11
-    layers = nn.ModuleList(Float8Linear(128, 128, bias=False, recipe=recipe) for _ in range(2))
+    plain = (nn.Linear(128, 128, bias=False) for _ in range(2))
+    layers = nn.ModuleList(Float8Linear(linear, recipe) for linear in plain)
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)
     group = dist.group.WORLD if world_size > 1 else None
     numel = 128 * 128 // world_size
@@ -186,59 +187,57 @@ def test_ranks_have_the_same_quantised_weights_and_scales():
         assert same(states, other_states), name
 
 
-def test_layers_of_a_model_but_the_first_and_the_last():
-    model = nn.ModuleList(
-        nn.Sequential(nn.Linear(32, 64), nn.Sequential(nn.GELU(), nn.Linear(64, 32, bias=False)))
-        for _ in range(4)
-    )
-    params = dict(model.named_parameters())
-    model[2].eval()
-    recipe = recipe_for("delayed", layers_at_start_in_bf16=1, layers_at_end_in_bf16=1)
-    assert quantize_linears(model, recipe) == ["1.0", "1.1.1", "2.0", "2.1.1"]
-    found = dict(model.named_parameters())
-    assert found.keys() == params.keys()
-    assert all(found[name] is params[name] for name in params)
-    assert [type(layer[0]) is Float8Linear for layer in model] == [False, True, True, False]
-    assert [layer[0].training for layer in model] == [True, True, False, True]
-    assert model[1][0](torch.randn(5, 32)).isfinite().all()
-    odd = nn.ModuleList([nn.Linear(32, 32), nn.Linear(33, 32)])
-    with pytest.raises(ValueError, match="in_features: expected a multiple of 32 for mxfp8, go"):
-        quantize_linears([nn.Sequential(odd[0]), nn.Sequential(odd[1])], recipe_for("mxfp8"))
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got int"):
-        quantize_linears([3], recipe)
-
-
-def test_a_layer_of_several_places_stays_one_with_its_hooks():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.ReLU()))
-    model.again = model[1].third = model[0]
+def test_in_the_place_of_a_layer():
+    """Its parameters, hooks, mode and what was set on it stay."""
+    plain = nn.Linear(32, 32).eval()
     seen = []
-    model[0].register_forward_hook(lambda *_: seen.append("called"))
-    model[0].tag = "mine"
-    assert quantize_linears([model, model], recipe_for("delayed")) == [
-        *("0.0", "0.again", "0.1.third"),
-        *("1.0", "1.again", "1.1.third"),
-    ]
-    assert type(model[0]) is Float8Linear
-    assert model.again is model[1].third is model[0]
-    model[0](torch.randn(2, 32))
-    assert seen == ["called"]
-    assert model[0].tag == "mine"
+    plain.register_forward_hook(lambda *_: seen.append("called"))
+    plain.tag = "mine"
+    made = Float8Linear(plain, recipe_for("delayed"))
+    assert made.weight is plain.weight and made.bias is plain.bias
+    assert dict(made.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    assert not made.training and made.tag == "mine"
+    assert made(torch.randn(2, 32)).isfinite().all() and seen == ["called"]
+    no_bias = Float8Linear(nn.Linear(32, 64, bias=False), recipe_for("mxfp8"))
+    assert no_bias.training and no_bias.bias is None and not list(no_bias.buffers())
 
 
-def test_refusals():
-    recipe = recipe_for("delayed")
-    for layers in ([nn.Linear(16, 16)], nn.Sequential(nn.ReLU(), nn.Linear(16, 16))):
-        with pytest.raises(ValueError, match="linear layers are replaced, got a Linear itself"):
-            quantize_linears(layers, recipe)
-    with pytest.raises(TypeError, match="layers: expected a list of modules, got Linear"):
-        quantize_linears(nn.Linear(16, 16), recipe)
-    for recipe in ("delayed", None):
-        with pytest.raises(TypeError, match="recipe: expected a Recipe"):
-            quantize_linears([nn.Sequential(nn.Linear(16, 16))], recipe)
-        with pytest.raises(TypeError, match="recipe: expected a Recipe"):
-            Float8Linear(16, 16, recipe=recipe)
-    with pytest.raises(ValueError, match="out_features: expected 1 or more, got -16"):
-        Float8Linear(16, -16, recipe=recipe_for("delayed"))
+def test_weights_and_activations_of_other_elements():
+    """Each is cast by a state of its own."""
+    delayed = recipe_for("delayed")
+    recipe = recipe_for("delayed", weight=delayed.gradient, history=History(length=2))
+    layer = Float8Linear(nn.Linear(32, 32), recipe)
+    x = torch.randn(16, 32)
+    for _ in range(2):
+        layer(x)
+        update_scales(layer)
+    for role, tensor, largest in (
+        ("weight", layer.weight.detach(), 57344.0),
+        ("activation", x, 448.0),
+    ):
+        assert layer.scaling[role].scales == largest / tensor.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe", "error", "words"),
+    [
+        (lambda: nn.Linear(16, 16), "delayed", TypeError, "recipe: expected a Recipe, got str"),
+        (nn.ReLU, recipe_for("delayed"), TypeError, "linear: expected a Linear, got ReLU"),
+        (
+            lambda: nn.Linear(33, 32),
+            recipe_for("mxfp8"),
+            ValueError,
+            r"of 32 for mxfp8, got \(33, 32\)",
+        ),
+        (lambda: nn.Linear(16, 0), recipe_for("delayed"), ValueError, r"got \(16, 0\)"),
+    ],
+    ids=["recipe", "layer", "odd", "empty"],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_refusals(make, recipe, error, words):
+    linear = make()
+    with pytest.raises(error, match=words):
+        Float8Linear(linear, recipe)
 
 
 @KINDS
@@ -250,7 +249,7 @@ def test_no_tokens_and_inputs_narrower_than_the_parameters(name):
     (out, x_grad, weight_grad, _), _ = passed(layer, torch.randn(3, 128, dtype=torch.bfloat16))
     assert (out.dtype, x_grad.dtype) == (torch.bfloat16, torch.bfloat16)
     assert weight_grad.dtype == torch.float32
-    with pytest.raises(ValueError, match=r"expected torch\.float32, torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"input: expected torch\.float32, torch\.bf"):
         layer(torch.randn(3, 128).double())
 
 
@@ -333,14 +332,18 @@ def sharded_losses(rank, world_size):
     losses = {}
     for zero in (0, 2, 3):
         torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)]
+        recipe = recipe_for("delayed", history=History(length=4))
+        sizes = ((16, 32), (32, 16))
+        blocks = [
+            nn.Sequential(*(Float8Linear(nn.Linear(*size), recipe) for size in sizes))
+            for _ in range(2)
+        ]
         model = nn.Sequential(*blocks)
-        quantize_linears(model, recipe_for("delayed", history_length=4))
         ss.fully_shard_model(model, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=zero)
         optimizer = ss.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
         losses[zero] = []
         with pytest.raises(ValueError, match=r"got a ShardedTensor; quantise .* before"):
-            Float8Linear.of(model[0][0], recipe_for("delayed"))
+            Float8Linear(model[0][0], recipe_for("delayed"))
         for step in range(3):
             torch.manual_seed(10 * step + rank)
             x = torch.randn(8, 16)
@@ -357,4 +360,4 @@ def test_in_a_sharded_model_levels_agree_in_every_bit():
     (losses, states), (_, others) = run_on_ranks(sharded_losses, 2)
     assert losses[0] == losses[2] == losses[3]
     assert all(same(one, other) for one, other in zip(states, others, strict=True))
-    assert len(states) == 2 * 2 * 4
+    assert len(states) == 2 * 3 * 4

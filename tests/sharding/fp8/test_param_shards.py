@@ -171,12 +171,14 @@ def test_refusals():
     x = torch.ones(256)
     refused(ValueError, "main_params: expected one per tensor, 1, got 0", [target], [], [0])
     refused(ValueError, "start_offsets: expected one per tensor", [target], [x], [])
-    refused(ValueError, r"start_offset: expected 0 to 128, got 256", [target], [x[:128]], [256])
+    refused(
+        ValueError, r"start_offsets\[0\]: expected 0 to 128, got 256", [target], [x[:128]], [256]
+    )
     refused(ValueError, "begin and end at multiples of align_numel 128", [target], [x[:100]], [0])
     refused(ValueError, "begin and end at multiples", [target], [x[:100]], [28])
     refused(ValueError, "1-D", [target], [x.view(4, 64)], [0])
     refused(ValueError, "expected torch.float32", [target], [x.double()], [0])
-    refused(TypeError, "start_offset: expected an integer", [target], [x], [None])
+    refused(TypeError, r"start_offsets\[0\]: expected an int", [target], [x], [None])
     refused(ValueError, "align_numel: expected 1 or more", [target], [x], [0], align_numel=0)
     pairs = QuantizedTensor.empty((4, 64), BLOCKS["nvfp4"])
     refused(ValueError, "a multiple of 2 for nvfp4", [pairs], [x], [0], align_numel=1)
