@@ -74,6 +74,16 @@ class ParamAndGradLayout:
                 return bucket.start + segment.start, bucket.start + segment.stop, number
         raise IndexError(f"expected one of {len(self.shapes)} tensors, got number {index}")
 
+    def cut(self, data: Tensor) -> list[FlatBuffer]:
+        """The buckets of `data` [numel]: views."""
+        return [FlatBuffer(data[b.start : b.stop], b.layout) for b in self.buckets]
+
+    def views(self, buckets: Sequence[FlatBuffer]) -> list[Tensor]:
+        """Each tensor [its shape], as registered, of buckets that lie so: views."""
+        indices = [index for bucket in self.buckets for index in bucket.indices]
+        views = [view for bucket in buckets for view in bucket.views()]
+        return [view for _, view in sorted(zip(indices, views, strict=True), key=lambda x: x[0])]
+
 
 def param_and_grad_layout(
     shapes: Sequence[Sequence[int]],
@@ -101,14 +111,14 @@ def param_and_grad_layout(
     for name, value in (("bucket_size", bucket_size), ("num_shards", num_shards)):
         if value is not None and operator.index(value) < 1:
             raise ValueError(f"{name}: expected None or at least 1, got {value}")
+    sizes = tuple(tuple(operator.index(size) for size in shape) for shape in shapes)
+    if any(size < 0 for shape in sizes for size in shape):
+        raise ValueError(f"shapes: expected sizes of at least 0, got {sizes}")
     if pad_for_bus_bandwidth and num_shards is None:
         raise ValueError(
             "pad_for_bus_bandwidth: expected False without num_shards, where no bucket is padded, "
             "got True; pass num_shards, or leave it out"
         )
-    sizes = tuple(tuple(operator.index(size) for size in shape) for shape in shapes)
-    if any(size < 0 for shape in sizes for size in shape):
-        raise ValueError(f"shapes: expected sizes of at least 0, got {sizes}")
     if not set(shared_embeddings) <= set(range(len(sizes))):
         raise ValueError(
             f"shared_embeddings: expected indices of {len(sizes)} tensors, got "
@@ -134,11 +144,8 @@ def _bucket_layout(
     for shape in shapes:
         start = round_up(segments[-1].stop if segments else 0, align)
         segments.append(Segment(shape, start, math.prod(shape)))
-    shard_numel = round_up(segments[-1].stop, length) // num_shards
-    order = tuple(range(len(segments)))
-    return FlatLayout(
-        tuple(segments), order, num_shards, shard_numel, align_numel=math.gcd(align, shard_numel)
-    )
+    order, numel = tuple(range(len(segments))), round_up(segments[-1].stop, length) // num_shards
+    return FlatLayout(tuple(segments), order, num_shards, numel, math.gcd(align, numel))
 
 
 class ParamAndGradBuffer:
@@ -157,47 +164,40 @@ class ParamAndGradBuffer:
         param_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Gradients are zero. param_dtype: None for gradients alone."""
+        """Both are zero. param_dtype: None for gradients alone."""
         self.layout = layout
         self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
-        self.grads = _cut(self.grad_data, layout)
+        self.grads = layout.cut(self.grad_data)
         self.param_data: Tensor | None = None
-        self.params: list[FlatBuffer] = []
         if param_dtype is not None:
             self.param_data = torch.zeros(layout.numel, dtype=param_dtype, device=device)
-            self.params = _cut(self.param_data, layout)
 
-    def main_grads(self) -> list[Tensor]:
-        """The gradient of each tensor [its shape], as registered: views."""
-        return _views(self.grads, self.layout)
-
-    def param_views(self) -> list[Tensor]:
-        """Each parameter [its shape], as registered: views of `param_data`.
+    @property
+    def params(self) -> list[FlatBuffer]:
+        """Those of parameters.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there are none.
         """
-        self._require_params()
-        return _views(self.params, self.layout)
-
-    def shards(self, bucket: int, *, of_params: bool = False) -> list[Tensor]:
-        """Bucket number `bucket` in equal parts, that of rank r at r: views.
-
-        Raises:
-            ValueError: parts of parameters, of which there are none.
-            IndexError: no such bucket.
-        """
-        if of_params:
-            self._require_params()
-        flat = (self.params if of_params else self.grads)[bucket]
-        return cut(flat.data, flat.layout.world_size)
-
-    def _require_params(self) -> None:
         if self.param_data is None:
             raise ValueError(
                 "params: expected a buffer with parameters, got one of gradients alone; make it "
                 "with param_dtype"
             )
+        return self.layout.cut(self.param_data)
+
+    def main_grads(self) -> list[Tensor]:
+        """The gradient of each tensor [its shape], as registered: views."""
+        return self.layout.views(self.grads)
+
+    def param_views(self) -> list[Tensor]:
+        """Each parameter [its shape], as registered: views of `param_data`. Raises as `params`."""
+        return self.layout.views(self.params)
+
+    def shards(self, bucket: int, *, of_params: bool = False) -> list[Tensor]:
+        """Bucket number `bucket` in equal parts, that of rank r at r: views. Raises as `params`."""
+        flat = (self.params if of_params else self.grads)[bucket]
+        return cut(flat.data, flat.layout.world_size)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor`."""
@@ -206,16 +206,3 @@ class ParamAndGradBuffer:
     def reset(self) -> None:
         """Set all gradients to zero."""
         self.grad_data.zero_()
-
-
-def _cut(data: Tensor, layout: ParamAndGradLayout) -> list[FlatBuffer]:
-    return [FlatBuffer(data[b.start : b.stop], b.layout) for b in layout.buckets]
-
-
-def _views(buffers: Sequence[FlatBuffer], layout: ParamAndGradLayout) -> list[Tensor]:
-    found = {
-        index: view
-        for bucket, buffer in zip(layout.buckets, buffers, strict=True)
-        for index, view in zip(bucket.indices, buffer.views(), strict=True)
-    }
-    return [found[index] for index in range(len(layout.shapes))]

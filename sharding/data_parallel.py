@@ -20,12 +20,12 @@ import functools
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import require_forward
 from .data_parallel_base import DataParallelBase, config_or_default, one_factor
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
-from .data_parallel_groups import device_of, held_device_type, initialize_from_environment
+from .data_parallel_groups import held_device_type, initialize_from_environment
 from .entries import gathered
 from .exchange_sums import exchange_sums
 from .expert_ranks import is_expert, model_ranks
@@ -36,7 +36,7 @@ from .mesh_axes import SHARD_AXIS
 from .messages import listed
 from .optimizer_view import FlatRun
 from .param_waits import ParamWaits
-from .process_groups import OUTER_AXIS, ProcessGroupCollection
+from .process_groups import OUTER_AXIS, ProcessGroupCollection, initialize_model_parallel
 from .runtime import Runtime
 from .shard_config import ShardConfig, resolve_config
 
@@ -88,7 +88,7 @@ class DistributedDataParallel(DataParallelBase):
         runtime = shard(
             module,
             optimizer,
-            _shard_config(config, _world_size(mesh), outer),
+            _shard_config(config, mesh, outer),
             functools.partial(model_ranks, mesh, inner, outer, of_experts),
             elementwise=False,
             told={name: str(getattr(config, name)) for name in _COMPARED},
@@ -118,10 +118,6 @@ class DistributedDataParallel(DataParallelBase):
         """
         for unit in self._runtime.units:
             self._runtime.start_gather(unit)
-
-    def start_grad_sync(self) -> None:
-        """Exchange what was added up on each rank, bucket by bucket."""
-        exchange_sums(self._runtime)
 
     def finish_grad_sync(self) -> None:
         """Have all gradients exchanged, on all ranks alike: what a backward has exchanged already
@@ -186,8 +182,7 @@ def _check_patterns(module: nn.Module, config: DistributedDataParallelConfig) ->
     Raises:
         ValueError: they match no parameter.
     """
-    named = dict(module.named_parameters())
-    trained = [name for name, param in named.items() if param.requires_grad]
+    trained = [name for name, param in module.named_parameters() if param.requires_grad]
     for pattern in config.param_name_patterns_for_fp32_local_accumulation:
         if pattern != ALL_PATTERNS and not fnmatch.filter(trained, pattern):
             raise ValueError(
@@ -205,55 +200,37 @@ def _mesh(
     """(instances, ranks of an instance), all ranks of one instance, or None for all there are."""
     initialize_from_environment()
     instances = config.num_distributed_optimizer_instances
-    if process_groups is not None:
-        mesh = process_groups.data_parallel_mesh(device_type=device_type)
-        found = 1 if mesh.ndim == 1 else mesh.size(0)
-        if found != instances:
-            raise ValueError(
-                f"num_distributed_optimizer_instances: expected {found}, as process_groups have, "
-                f"got {instances}; make the groups with as many instances as the config says"
-            )
-        return mesh
-    if instances == 1:
+    if process_groups is None and instances == 1:
         return None
-    world_size = _world_size(None)
-    if world_size % instances:
+    groups = process_groups or _groups_of(instances)
+    mesh = groups.data_parallel_mesh(device_type=device_type)
+    found = 1 if mesh.ndim == 1 else mesh.size(0)
+    if found != instances:
         raise ValueError(
-            "num_distributed_optimizer_instances: expected a number that divides the "
-            f"{world_size} data-parallel ranks, got {instances}; pass one that does"
+            f"num_distributed_optimizer_instances: expected {found}, as process_groups have, "
+            f"got {instances}; make the groups with as many instances as the config says"
         )
-    return init_device_mesh(
-        device_type or device_of(dist.group.WORLD).type,
-        (instances, world_size // instances),
-        mesh_dim_names=(OUTER_AXIS, SHARD_AXIS),
-    )
+    return mesh
 
 
-def _world_size(mesh: DeviceMesh | None) -> int:
-    if mesh is not None:
-        return mesh.size()
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _groups_of(instances: int) -> ProcessGroupCollection:
+    """All ranks, in that many instances (a collective)."""
+    names = ("intra_dp_cp", "inter_dist_opt")
+    made = initialize_model_parallel(num_distributed_optimizer_instances=instances, groups=names)
+    return ProcessGroupCollection(**made.groups, dp_cp=dist.group.WORLD)
 
 
 def _shard_config(
-    config: DistributedDataParallelConfig, world_size: int, outer_dim: str | None
+    config: DistributedDataParallelConfig, mesh: DeviceMesh | None, outer_dim: str | None
 ) -> ShardConfig:
     resolved = resolve_config(
         int(config.use_distributed_optimizer),
         config.policy(),
-        (),
         outer_dim=outer_dim,
-        outer_strategy="no_shard",
-        reduce="exact",
-        symmetric_memory="off",
         gradient_divide_factor=1.0 if config.calculate_per_token_loss else None,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
-        reshard_after_forward=None,
-        bucket_mib=None,
-        split_root_mib=None,
-        prefetch=1,
-        ranks_may_differ=False,
-        initialiser=False,
     )
-    return dataclasses.replace(resolved, sizes=config.unit_sizes(world_size))
+    all_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = config.unit_sizes(all_ranks if mesh is None else mesh.size())
+    return dataclasses.replace(resolved, sizes=sizes)

@@ -6,7 +6,7 @@ The names are those of Megatron-Core's base class, so that a loop written for it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ class DataParallelBase(nn.Module):
         require_groups(process_groups)
         self.module = module
         self.process_groups = process_groups
+        self.register_load_state_dict_pre_hook(_name_as_held)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""
@@ -83,7 +84,8 @@ class DataParallelBase(nn.Module):
         return contextlib.nullcontext()
 
     def start_grad_sync(self) -> None:
-        """Start to exchange the gradients that are there."""
+        """The same as `finish_grad_sync`: what can overlap backward has begun there."""
+        self.finish_grad_sync()
 
     def finish_grad_sync(self) -> None:
         """Wait until all gradients are exchanged."""
@@ -106,10 +108,17 @@ class DataParallelBase(nn.Module):
     def broadcast_params(self) -> None:
         """Give all ranks the values of the first."""
 
-    # ---- state, under the names of the module
+    # ---- state, under the names of the module: they have no prefix `module.`
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the module; `parameters()` gives them too."""
+        holder = self.module if recurse else super()
+        return holder.named_parameters(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the module: names have no prefix `module.`."""
+        """That of the module."""
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(
@@ -127,3 +136,15 @@ class DataParallelBase(nn.Module):
     ) -> Any:
         """That of the module; what it raises, too."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """By which torch's `get_state_dict` and its like find what has these names."""
+        inside = self.module
+        names = (*inside._modules, *inside._parameters, *inside._buffers)
+        return dict.fromkeys(names, "module")
+
+
+def _name_as_held(_wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """A module around it loads, each child by the name under which it is held."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)
