@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..kernels.checks import check_number
-from .arguments import kind_of, require_module
+from .arguments import require_kind, require_module
+from .modules.partition import is_dtensor
 from .process_groups import ProcessGroupCollection, require_groups
+from .tensor.sharded_tensor import ShardedTensor
 
 Config = TypeVar("Config")
 
@@ -25,12 +27,21 @@ def config_or_default(config: Config | None, kind: type[Config]) -> Config:
         TypeError: it is something else.
     """
     found = kind() if config is None else config
-    if not isinstance(found, kind):
-        raise TypeError(
-            f"config: expected a {kind.__name__}, got {kind_of(found)}; make one with the options "
-            "that are meant"
-        )
+    require_kind("config", found, kind)
     return found
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's elements of a gradient or parameter: a view.
+
+    Raises:
+        RuntimeError: it waits for its exchange.
+    """
+    if isinstance(tensor, ShardedTensor):
+        tensor.require_exchanged()
+        return tensor.local
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[operator]
+    return local.detach()
 
 
 def one_factor(factor: float | Tensor) -> float | Tensor:
@@ -99,7 +110,7 @@ class DataParallelBase(nn.Module):
         factor = one_factor(factor)
         for param in self.parameters():
             if param.grad is not None:
-                param.grad.mul_(factor)
+                own_part(param.grad).mul_(factor)
 
     def zero_grad_buffer(self) -> None:
         """Clear all gradients."""

@@ -75,12 +75,8 @@ class GradientChecks:
             self._read(before, runtime)
 
     def _note(self, runtime: Runtime) -> _Noted:
-        own = torch.stack(
-            [
-                torch.cat([_own_magnitudes(unit) for unit in runtime.units]),
-                torch.cat([_magnitudes_of_sums(unit) for unit in runtime.units]),
-            ]
-        )
+        makers = (_own_magnitudes, _magnitudes_of_sums)
+        own = torch.stack([torch.cat([*map(make, runtime.units)]) for make in makers])
         found = own.clone()
         runtime.collectives.all_reduce(found, dist.ReduceOp.MAX, "check of the gradients")
         event = None
@@ -106,34 +102,24 @@ class GradientChecks:
         mine = (noted.own[0] >= INFINITY_BITS).tolist()
         told = runtime.collectives.gather_objects((rank, mine))
         ranks = {
-            name: tuple(rank for rank, own in told if own[place])
-            for place, name in enumerate(self._names)
-            if is_bad[place]
+            name: tuple(rank for rank, own in told if own[at])
+            for at, name in enumerate(self._names)
+            if is_bad[at]
         }
-        return NonFiniteGradientError(
-            f"exchange {noted.number}: expected finite gradients, got NaN or infinity in "
-            f"{described(ranks)}",
-            ranks,
-            noted.number,
-        )
+        text = f"exchange {noted.number}: expected finite gradients, got NaN or infinity in "
+        return NonFiniteGradientError(text + described(ranks), ranks, noted.number)
 
     def _compare(self, number: int, largest: Tensor, rank: int) -> None:
         is_large = (self._usual > 0) & largest.isfinite() & (largest > LARGE * self._usual)
         if rank == 0 and is_large.any():
             found = [
-                f"'{name}' ({float(now):.3g}, {float(usual):.3g} before)"
-                for name, now, usual, large in zip(
-                    self._names, largest, self._usual, is_large, strict=True
-                )
-                if large
+                f"'{self._names[at]}' ({largest[at]:.3g}, {self._usual[at]:.3g} before)"
+                for at in is_large.nonzero().flatten()
             ]
-            _logger.warning(
+            text = (
                 "exchange %d: gradients are more than %g times as large as ever before: %s; look "
-                "at the batch, or clip",
-                number,
-                LARGE,
-                listed(found),
             )
+            _logger.warning(text + "at the batch, or clip", number, LARGE, listed(found))
         self._usual = torch.maximum(self._usual, largest.nan_to_num(0, 0, 0))
 
 
@@ -149,6 +135,5 @@ def _magnitudes_of_sums(unit: Unit) -> Tensor:
     for index in layout.order:
         start, stop = layout.overlap(index, unit.owned_span)
         base = layout.segments[index].start - unit.main_span[0]
-        has_part = flat is not None and start < stop
-        parts.append([flat[base + start : base + stop]] if has_part else [])  # type: ignore[index]
+        parts.append([flat[base + start : base + stop]] if flat is not None else [])
     return largest_magnitudes(parts, unit.main.device)

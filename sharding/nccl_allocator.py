@@ -104,26 +104,22 @@ class NcclMemPool:
 
     def _register(self) -> None:
         options = {"symm": True} if self._symm else {}
-        for backend in self._backends:
-            # First: torch notes a pool before it registers what is in it.
-            self._registrations.callback(backend.deregister_mem_pool, self.pool)
-            try:
+        try:
+            for backend in self._backends:
+                # First: torch notes a pool before it registers what is in it.
+                self._registrations.callback(backend.deregister_mem_pool, self.pool)
                 backend.register_mem_pool(self.pool, **options)
-            except BaseException as error:
-                with contextlib.suppress(RuntimeError):
-                    self.close()
-                if not isinstance(error, (RuntimeError, TypeError)):
-                    raise
-                raise RuntimeError(_refusal(backend, self._symm, error)) from error
-
-
-def _refusal(backend: Any, symm: bool, error: Exception) -> str:
-    fixes = ["pass device_id to init_process_group, so that the communicator is there by now"]
-    fixes += ["pass symm=False where torch or NCCL (2.27) knows no windows"] * symm
-    return (
-        f"nccl_mem_pool: expected NCCL to register the pool with {type(backend).__name__}, got "
-        f"{type(error).__name__} ({error}); {', or '.join(fixes)}. Nothing is registered"
-    )
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):
+                self.close()
+            if not isinstance(error, (RuntimeError, TypeError)):
+                raise
+            raise RuntimeError(
+                f"nccl_mem_pool: expected NCCL to register the pool with {type(backend).__name__}, "
+                f"got {type(error).__name__} ({error}); pass device_id to init_process_group, so "
+                "that the communicator is there by now, and symm=False where torch or NCCL (2.27) "
+                "knows no windows. Nothing is registered"
+            ) from error
 
 
 def _nccl_of(group: dist.ProcessGroup, device: torch.device) -> Any:

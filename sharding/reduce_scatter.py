@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.aliasing import PLAIN_TYPES, check_apart
-from ..kernels.checks import SOURCE_DTYPES, check_contiguous, check_device, check_dtype
+from ..kernels.checks import SOURCE_DTYPES, check_contiguous, check_device, check_dtype, check_like
 from .arguments import kind_of, require_flag, require_member
 from .collectives import Channel, Pending, Traffic
 from .data_parallel_groups import Axis
@@ -139,9 +139,7 @@ def _scale_of(op: dist.ReduceOp.RedOpType, world_size: int) -> float:
 
 def _checked(output: Tensor, sent: Tensor, scratch: Tensor | None) -> list[Tensor]:
     """Those that there are, if they fit."""
-    named = {"output": output, "input": sent}
-    if scratch is not None:
-        named["scratch"] = scratch
+    named = {"output": output, "input": sent, **({} if scratch is None else {"scratch": scratch})}
     for name, tensor in named.items():
         check_dtype(name, tensor, SOURCE_DTYPES)
         if type(tensor) not in PLAIN_TYPES:
@@ -150,19 +148,12 @@ def _checked(output: Tensor, sent: Tensor, scratch: Tensor | None) -> list[Tenso
             )
         check_contiguous(name, tensor)
         check_device(name, tensor, output.device)
-    if output.dtype not in (sent.dtype, torch.float32):
-        raise ValueError(
-            f"output: expected {sent.dtype}, as input has, or torch.float32, got {output.dtype}; "
-            "round the sum to others afterwards"
-        )
+    check_dtype("output", output, (sent.dtype, torch.float32))
     if scratch is not None:
-        if (scratch.numel(), scratch.dtype) != (sent.numel(), sent.dtype):
-            raise ValueError(
-                f"scratch: expected {sent.numel()} elements of {sent.dtype}, as input has, got "
-                f"{scratch.numel()} of {scratch.dtype}; pass memory like the input"
-            )
-        check_apart({"scratch": scratch}, {"input": sent, "output": output})
-    return list(named.values())
+        flat = scratch.view(-1)
+        check_like("scratch", flat, (sent.numel(),), sent.dtype, output.device)
+        check_apart({"scratch": flat}, {"input": sent, "output": output})
+    return [*named.values()]
 
 
 def _check_sizes(output: Tensor, sent: Tensor, world_size: int) -> None:

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from ..kernels.checks import SOURCE_DTYPES, check_dtype
 from .collectives import start_all_gather
 from .communicators import gather_objects, host_group, require_alike
-from .data_parallel_base import DataParallelBase
-from .modules.partition import is_dtensor
+from .data_parallel_base import DataParallelBase, own_part
 from .process_groups import ProcessGroupCollection
 from .reduce_scatter import reduce_scatter_with_fp32_accumulation
 from .tensor.sharded_tensor import ShardedTensor
@@ -154,7 +153,7 @@ def agree_on(replicas: Replicas) -> None:
     """
     for name, param in itertools.chain(*replicas.params):
         if param.grad is not None:
-            check_dtype(f"gradient of '{name}'", _part_of(param.grad), SOURCE_DTYPES)
+            check_dtype(f"gradient of '{name}'", own_part(param.grad), SOURCE_DTYPES)
     kind = replicas.kind
     layouts = [_layout_of(*copies[0], named=kind.is_named_alike) for copies in replicas.params]
     require_same(layouts, kind.what, replicas.group, fix=_FIX)
@@ -189,19 +188,6 @@ def _layout_of(name: str, param: nn.Parameter, *, named: bool) -> str:
     return text if placements is None else f"{text}, placed {placements} by a mesh"
 
 
-def _part_of(grad: Tensor) -> Tensor:
-    """This rank's elements of a gradient: a view.
-
-    Raises:
-        RuntimeError: it waits for its exchange.
-    """
-    if isinstance(grad, ShardedTensor):
-        grad.require_exchanged()
-        return grad.local
-    local: Tensor = grad.to_local() if is_dtensor(grad) else grad
-    return local.detach()
-
-
 def sum_gradients(replicas: Replicas) -> None:
     """Give all ranks of the group, and all copies on them, the sum or the average of all, of which
     an absent one counts as zeros, as in the exchange of a unit (a collective).
@@ -231,4 +217,4 @@ def sum_gradients(replicas: Replicas) -> None:
 def _gradient(param: nn.Parameter) -> Tensor:
     if param.grad is None:
         param.grad = torch.zeros_like(param, requires_grad=False)
-    return _part_of(param.grad)
+    return own_part(param.grad)
