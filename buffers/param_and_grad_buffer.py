@@ -66,23 +66,15 @@ class ParamAndGradLayout:
         """Elements of the buffer."""
         return self.buckets[-1].stop if self.buckets else 0
 
-    def place(self, index: int) -> tuple[int, int, int]:
-        """(start, stop, bucket) of tensor `index` in the buffer."""
-        for number, bucket in enumerate(self.buckets):
-            if index in bucket.indices:
-                segment = bucket.layout.segments[bucket.indices.index(index)]
-                return bucket.start + segment.start, bucket.start + segment.stop, number
-        raise IndexError(f"expected one of {len(self.shapes)} tensors, got number {index}")
-
-    def cut(self, data: Tensor) -> list[FlatBuffer]:
-        """The buckets of `data` [numel]: views."""
-        return [FlatBuffer(data[b.start : b.stop], b.layout) for b in self.buckets]
-
-    def views(self, buckets: Sequence[FlatBuffer]) -> list[Tensor]:
-        """Each tensor [its shape], as registered, of buckets that lie so: views."""
-        indices = [index for bucket in self.buckets for index in bucket.indices]
-        views = [view for bucket in buckets for view in bucket.views()]
-        return [view for _, view in sorted(zip(indices, views, strict=True), key=lambda x: x[0])]
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """(start, stop, bucket) of each tensor in the buffer, as registered."""
+        found = {
+            index: (bucket.start + segment.start, bucket.start + segment.stop, number)
+            for number, bucket in enumerate(self.buckets)
+            for index, segment in zip(bucket.indices, bucket.layout.segments, strict=True)
+        }
+        return [found[index] for index in range(len(self.shapes))]
 
 
 def param_and_grad_layout(
@@ -151,9 +143,9 @@ def _bucket_layout(
 class ParamAndGradBuffer:
     """The gradients of a model on one rank, and its parameters if asked for, in buckets.
 
-    `grads`, `params`: one `FlatBuffer` a bucket over the memory `grad_data` and `param_data`
-    [layout.numel]. Who drives collectives hands them `grads[bucket].data`, and
-    `shards(bucket)[rank]` as the part of this rank.
+    `grad_data`, `param_data`: their memory [layout.numel]. Who drives collectives hands them
+    `buckets()[bucket].data`, and `shards(bucket)[rank]` as the part of this rank. With `of_params`
+    these are of the parameters, or a ValueError where there are none.
     """
 
     def __init__(
@@ -167,37 +159,36 @@ class ParamAndGradBuffer:
         """Both are zero. param_dtype: None for gradients alone."""
         self.layout = layout
         self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
-        self.grads = layout.cut(self.grad_data)
         self.param_data: Tensor | None = None
         if param_dtype is not None:
             self.param_data = torch.zeros(layout.numel, dtype=param_dtype, device=device)
 
-    @property
-    def params(self) -> list[FlatBuffer]:
-        """Those of parameters.
-
-        Raises:
-            ValueError: there are none.
-        """
-        if self.param_data is None:
-            raise ValueError(
-                "params: expected a buffer with parameters, got one of gradients alone; make it "
-                "with param_dtype"
-            )
-        return self.layout.cut(self.param_data)
-
-    def main_grads(self) -> list[Tensor]:
+    def views(self, *, of_params: bool = False) -> list[Tensor]:
         """The gradient of each tensor [its shape], as registered: views."""
-        return self.layout.views(self.grads)
+        data, placed = (
+            self._data(of_params),
+            zip(self.layout.shapes, self.layout.places, strict=True),
+        )
+        return [data[start:stop].view(shape) for shape, (start, stop, _) in placed]
 
-    def param_views(self) -> list[Tensor]:
-        """Each parameter [its shape], as registered: views of `param_data`. Raises as `params`."""
-        return self.layout.views(self.params)
+    def buckets(self, *, of_params: bool = False) -> list[FlatBuffer]:
+        """The memory cut as the layout says: views."""
+        data = self._data(of_params)
+        return [FlatBuffer(data[b.start : b.stop], b.layout) for b in self.layout.buckets]
 
     def shards(self, bucket: int, *, of_params: bool = False) -> list[Tensor]:
-        """Bucket number `bucket` in equal parts, that of rank r at r: views. Raises as `params`."""
-        flat = (self.params if of_params else self.grads)[bucket]
+        """Bucket number `bucket` in equal parts, that of rank r at r: views."""
+        flat = self.buckets(of_params=of_params)[bucket]
         return cut(flat.data, flat.layout.world_size)
+
+    def _data(self, of_params: bool) -> Tensor:
+        data = self.param_data if of_params else self.grad_data
+        if data is None:
+            raise ValueError(
+                "of_params: expected a buffer with parameters, got one of gradients alone; make it "
+                "with param_dtype"
+            )
+        return data
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor`."""

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .arguments import require_forward
-from .data_parallel_base import DataParallelBase, config_or_default, one_factor
+from .arguments import require_forward, require_kind
+from .data_parallel_base import DataParallelBase, one_factor
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
 from .data_parallel_groups import held_device_type, initialize_from_environment
 from .entries import gathered
@@ -75,7 +75,8 @@ class DistributedDataParallel(DataParallelBase):
         """
         super().__init__(module, process_groups)
         require_forward(module)
-        self.config = config = config_or_default(config, DistributedDataParallelConfig)
+        self.config = config = DistributedDataParallelConfig() if config is None else config
+        require_kind("config", config, DistributedDataParallelConfig)
         self.averages_gradients = not config.calculate_per_token_loss
         _check_patterns(module, config)
         device_type = held_device_type(module)
@@ -83,8 +84,8 @@ class DistributedDataParallel(DataParallelBase):
         of_experts = None
         if process_groups is not None and any(map(is_expert, module.parameters())):
             of_experts = process_groups.data_parallel_mesh(expert=True, device_type=device_type)
-        is_grid = mesh is not None and mesh.ndim > 1
-        outer, inner = (OUTER_AXIS, SHARD_AXIS) if is_grid else (None, None)
+        inner = None if mesh is None else SHARD_AXIS
+        outer = OUTER_AXIS if config.num_distributed_optimizer_instances > 1 else None
         runtime = shard(
             module,
             optimizer,

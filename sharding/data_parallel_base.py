@@ -7,31 +7,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..kernels.checks import check_number
-from .arguments import require_kind, require_module
+from .arguments import require_module
 from .modules.partition import is_dtensor
 from .process_groups import ProcessGroupCollection, require_groups
 from .tensor.sharded_tensor import ShardedTensor
 
-Config = TypeVar("Config")
 
-
-def config_or_default(config: Config | None, kind: type[Config]) -> Config:
-    """`config`, or for None one of `kind` with the defaults.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    found = kind() if config is None else config
-    require_kind("config", found, kind)
-    return found
-
-
-def own_part(tensor: Tensor) -> Tensor:
+def own_part(tensor: Any) -> Tensor:
     """This rank's elements of a gradient or parameter: a view.
 
     Raises:
@@ -40,7 +27,7 @@ def own_part(tensor: Tensor) -> Tensor:
     if isinstance(tensor, ShardedTensor):
         tensor.require_exchanged()
         return tensor.local
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[operator]
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return local.detach()
 
 
@@ -125,8 +112,9 @@ class DataParallelBase(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the module; `parameters()` gives them too."""
-        holder = self.module if recurse else super()
-        return holder.named_parameters(prefix, recurse, remove_duplicate)
+        # None are the wrapper's own: torch's tools would take the module's for tied ones.
+        held = self.module.named_parameters(prefix, recurse, remove_duplicate)
+        return held if recurse else iter(())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""

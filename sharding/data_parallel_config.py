@@ -132,7 +132,7 @@ def _problems(config: DistributedDataParallelConfig) -> Iterator[str]:
     checked, problems = checked_fields(config, DistributedDataParallelConfig)
     yield from problems
     given = {f.name for f in fields(config) if getattr(checked, f.name) != f.default}
-    if len(sizes := [name for name in _SIZES if name in given]) > 1:
+    if len(sizes := [name for name in _SIZES if getattr(config, name) is not None]) > 1:
         yield f"expected at most one of {', '.join(sizes)}, which all size buckets; keep one"
     for name, needed, reason in _NEEDS:
         if name in given and needed not in given:

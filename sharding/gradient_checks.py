@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ..kernels.optim.norm_op import largest_magnitudes
 from ..kernels.optim.norm_reference import INFINITY_BITS
-from .errors import NonFiniteGradientError
 from .messages import listed
-from .optim.nonfinite import described
+from .optim.nonfinite import nonfinite_error
 from .runtime import Runtime
 from .unit import Unit
 
@@ -90,24 +89,16 @@ class GradientChecks:
     def _read(self, noted: _Noted, runtime: Runtime) -> None:
         if noted.event is not None:
             noted.event.synchronize()  # of an exchange ago
-        largest, bad = noted.found.amax(0), noted.found >= INFINITY_BITS
+        largest, bad = noted.found.amax(0), (noted.found >= INFINITY_BITS).any(0)
         if self._raises and bad.any():
-            raise self._error(noted, bad.any(0).tolist(), runtime)
+            own = self._names_where(noted.own[0] >= INFINITY_BITS)
+            summed = self._names_where(bad)
+            raise nonfinite_error(runtime, summed, own, "exchange", noted.number)
         if self._warns:
             self._compare(noted.number, largest.view(torch.float32), runtime.collectives.rank)
 
-    def _error(self, noted: _Noted, is_bad: list[bool], runtime: Runtime) -> NonFiniteGradientError:
-        """What all ranks know about it (a collective)."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        mine = (noted.own[0] >= INFINITY_BITS).tolist()
-        told = runtime.collectives.gather_objects((rank, mine))
-        ranks = {
-            name: tuple(rank for rank, own in told if own[at])
-            for at, name in enumerate(self._names)
-            if is_bad[at]
-        }
-        text = f"exchange {noted.number}: expected finite gradients, got NaN or infinity in "
-        return NonFiniteGradientError(text + described(ranks), ranks, noted.number)
+    def _names_where(self, flags: Tensor) -> list[str]:
+        return [name for name, flag in zip(self._names, flags.tolist(), strict=True) if flag]
 
     def _compare(self, number: int, largest: Tensor, rank: int) -> None:
         is_large = (self._usual > 0) & largest.isfinite() & (largest > LARGE * self._usual)

@@ -34,8 +34,7 @@ class ReduceScatterWork:
         self, name: str, tensors: Sequence[Tensor], channel: Channel, scale: float
     ) -> None:
         """tensors: the output and the input, and memory for what arrives, if there is some."""
-        flat: list[Tensor | None] = [tensor.detach().view(-1) for tensor in tensors]
-        self._output, self._sent, self._received, *_ = [*flat, None]
+        self._held: list[Tensor] = [tensor.detach().view(-1) for tensor in tensors]
         self._name, self._channel, self._scale = name, channel, scale
         self._wire = PlainWire(tensors[1].dtype)
 
@@ -47,21 +46,20 @@ class ReduceScatterWork:
             CommunicationError: the exchange failed, for example because a rank died.
         """
         self.event.wait()
-        self._output = self._sent = self._received = None
+        self._held = []
 
     def exchange(self) -> Sequence[Pending]:
         """The first stage: start to bring what the ranks have for us."""
-        assert self._output is not None and self._sent is not None
-        numel = self._channel.received_parts * self._output.numel()
-        if self._received is None:  # allocated where the lane runs, which owns it
-            self._received = self._sent.new_empty(numel)
-        self._received = self._received[:numel]
-        return self._wire.exchange(self._channel, self._received, self._sent, self._name)
+        output, sent, *scratch = self._held
+        numel = self._channel.received_parts * output.numel()
+        # Without scratch allocated where the lane runs, which owns it.
+        received = (scratch[0] if scratch else sent.new_empty(numel))[:numel]
+        self._held = [output, sent, received]
+        return self._wire.exchange(self._channel, received, sent, self._name)
 
     def sum(self) -> Sequence[Pending]:
         """The second stage: add it up."""
-        output, sent, received = self._output, self._sent, self._received
-        assert output is not None and sent is not None and received is not None
+        output, sent, received = self._held
         table = received.view(-1, output.numel())
         rows = self._wire.rows(self._channel, table.unbind(), sent)
         whole = table if len(rows) == len(table) else None

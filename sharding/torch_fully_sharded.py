@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .arguments import require_flag, require_forward, require_kind
 from .bits import once_in_memory
 from .build import refuse_assignment
-from .data_parallel_base import DataParallelBase, config_or_default, own_part
+from .data_parallel_base import DataParallelBase, own_part
 from .data_parallel_groups import held_device_type
 from .errors import communicating
 from .fsdp2_units import require_apart, require_shardable, units_in
@@ -96,7 +96,8 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             )
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        self.config = config = config_or_default(config, TorchFullyShardedDataParallelConfig)
+        self.config = config = TorchFullyShardedDataParallelConfig() if config is None else config
+        require_kind("config", config, TorchFullyShardedDataParallelConfig)
         policy = config.mp_policy or MixedPrecisionPolicy()
         require_kind("mp_policy", policy, MixedPrecisionPolicy)
         self._mesh = _mesh_of(process_groups, mesh, held_device_type(module))
@@ -113,9 +114,9 @@ class TorchFullyShardedDataParallel(DataParallelBase):
                 reshard_after_forward=config.reshard_after_forward,
                 mp_policy=policy,
             )
-        for part in self._sharded_modules() if config.calculate_per_token_loss else ():
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+        for sharded in self._sharded_modules() if config.calculate_per_token_loss else ():
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
         for inner in module.modules():
             inner.register_load_state_dict_pre_hook(refuse_assignment)
             inner.register_load_state_dict_pre_hook(_take_own_parts)
@@ -125,13 +126,14 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         """Backwards inside add to this rank's own, whole gradients; the next one outside exchanges
         the sum.
         """
+        root: Any = self.module
         before, self._syncs = self._syncs, False
-        self._root.set_requires_gradient_sync(False)
+        root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             self._syncs = before
-            self._root.set_requires_gradient_sync(before)
+            root.set_requires_gradient_sync(before)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -190,10 +192,6 @@ class TorchFullyShardedDataParallel(DataParallelBase):
                     with communicating("broadcast of the first rank's values"):
                         dist.broadcast(staged, group=group, group_src=0)
             once.copy_(staged.view(once.dtype).view(once.shape))
-
-    @property
-    def _root(self) -> FSDPModule:
-        return self.module  # type: ignore[return-value]
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         """The units and the root; none before they are sharded."""

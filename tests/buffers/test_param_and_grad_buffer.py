@@ -84,7 +84,7 @@ def test_divided_buckets(case, world_size):
 def test_places_of_a_small_model_by_hand():
     layout = param_and_grad_layout([(3, 50), (60,), (7, 10)], 100, num_shards=3)
     # Tensor 2 (70), then tensor 1 at 128 closes the first bucket at 188; tensor 0 is the second.
-    assert [layout.place(index) for index in range(3)] == [
+    assert layout.places == [
         (384, 534, 1),
         (128, 188, 0),
         (0, 70, 0),
@@ -93,8 +93,6 @@ def test_places_of_a_small_model_by_hand():
         (0, 384, (2, 1)),
         (384, 768, (0,)),
     ]
-    with pytest.raises(IndexError, match="one of 3 tensors, got number 3"):
-        layout.place(3)
 
 
 SHARED = {
@@ -123,14 +121,14 @@ def test_every_element_has_one_owner(world_size):
     for number in range(len(layout.buckets)):
         for rank, shard in enumerate(buffer.shards(number)):
             shard += 1 + rank  # views: what is added twice would show
-    for index, grad in enumerate(buffer.main_grads()):
-        start, stop, number = layout.place(index)
+    for index, grad in enumerate(buffer.views()):
+        start, stop, number = layout.places[index]
         bucket = layout.buckets[number]
         places = torch.arange(start - bucket.start, stop - bucket.start)
         assert torch.equal(grad.reshape(-1), 1.0 + places // bucket.layout.shard_numel)
-        assert grad.shape == _shapes(True)[index] == buffer.param_views()[index].shape
+        assert grad.shape == _shapes(True)[index] == buffer.views(of_params=True)[index].shape
     buffer.scale_gradients(0.5)
-    assert buffer.main_grads()[0][0, 0] == 0.5  # of the first rank
+    assert buffer.views()[0][0, 0] == 0.5  # of the first rank
     assert buffer.shards(0, of_params=True)[0].dtype == torch.bfloat16
     buffer.reset()
     assert not buffer.grad_data.any()
@@ -159,11 +157,11 @@ def test_half_an_element_is_refused():
 
 def test_a_buffer_of_gradients_has_no_parameters():
     buffer = ParamAndGradBuffer(param_and_grad_layout([(2, 3)]))
-    for call in (buffer.param_views, lambda: buffer.shards(0, of_params=True)):
-        with pytest.raises(ValueError, match="params: expected a buffer with parameters"):
-            call()
+    for call in (buffer.views, buffer.buckets):
+        with pytest.raises(ValueError, match="of_params: expected a buffer with parameters"):
+            call(of_params=True)
 
 
 def test_nothing_at_all():
     layout = param_and_grad_layout([])
-    assert layout.numel == 0 and not ParamAndGradBuffer(layout).main_grads()
+    assert layout.numel == 0 and not ParamAndGradBuffer(layout).views()
