@@ -99,4 +99,4 @@ def require_number(name: str, value: object, expected: str, fits: Callable[[Any]
 def require_count(name: str, value: object, least: int = 1) -> None:
     """Refuse what is no whole number of at least `least`; raises as `require_number` does."""
     expected = f"a whole number of at least {least}"
-    require_number(name, value, expected, lambda n: isinstance(n, int) and n >= least)
+    require_number(name, value, expected, lambda n: n >= least and isinstance(n, numbers.Integral))

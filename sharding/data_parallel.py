@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import require_forward, require_kind
-from .data_parallel_base import DataParallelBase, one_factor
+from .data_parallel_base import DataParallelBase
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
 from .data_parallel_groups import held_device_type, initialize_from_environment
 from .entries import gathered
@@ -31,17 +31,13 @@ from .exchange_sums import exchange_sums
 from .expert_ranks import is_expert, model_ranks
 from .fully_shard import no_sync, runtime_of, shard
 from .fused_gradients import allow_fused_gradients
-from .gradient_checks import GradientChecks
+from .gradient_checks import CHECKS, GradientChecks
 from .mesh_axes import SHARD_AXIS
 from .messages import listed
-from .optimizer_view import FlatRun
 from .param_waits import ParamWaits
 from .process_groups import OUTER_AXIS, ProcessGroupCollection, initialize_model_parallel
 from .runtime import Runtime
 from .shard_config import ShardConfig, resolve_config
-
-_COMPARED = ("check_for_nan_in_grad", "check_for_large_grads")
-"""Options of which `fully_shard` knows nothing, for which ranks communicate."""
 
 
 class DistributedDataParallel(DataParallelBase):
@@ -86,21 +82,19 @@ class DistributedDataParallel(DataParallelBase):
             of_experts = process_groups.data_parallel_mesh(expert=True, device_type=device_type)
         inner = None if mesh is None else SHARD_AXIS
         outer = OUTER_AXIS if config.num_distributed_optimizer_instances > 1 else None
+        # Options of which `fully_shard` knows nothing, for which ranks communicate.
+        checks = [name for name in CHECKS if getattr(config, name)]
         runtime = shard(
             module,
             optimizer,
             _shard_config(config, mesh, outer),
             functools.partial(model_ranks, mesh, inner, outer, of_experts),
             elementwise=False,
-            told={name: str(getattr(config, name)) for name in _COMPARED},
+            told={name: str(name in checks) for name in CHECKS},
         )
         runtime.sync = config.overlap_grad_reduce
-        if config.check_for_nan_in_grad or config.check_for_large_grads:
-            runtime.after_exchanges = GradientChecks(
-                runtime,
-                nonfinite=config.check_for_nan_in_grad,
-                large=config.check_for_large_grads,
-            )
+        if checks:
+            runtime.after_exchanges = GradientChecks(runtime, checks)
         allow_fused_gradients(runtime)
         if config.overlap_param_gather:
             ParamWaits(module, runtime)
@@ -135,24 +129,11 @@ class DistributedDataParallel(DataParallelBase):
         """Multiply all gradients by `factor`, a number or a tensor of one element.
 
         Raises:
-            RuntimeError: some were not exchanged yet, or a backward runs.
+            RuntimeError: some were not exchanged yet, or the model runs.
             TypeError, ValueError: it is no such factor.
         """
-        factor = one_factor(factor)
-        if self._runtime.runs_backward:
-            raise RuntimeError(
-                "scale_gradients: expected no backward to run, got a call from inside one, where "
-                "gradients are still to come; call it after finish_grad_sync"
-            )
-        self._runtime.check_reduced("scale_gradients")
-        grads = [run.param.grad for run in self._runs() if run.param.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor)
-
-    def zero_grad_buffer(self) -> None:
-        """Clear all gradients, those that were not exchanged too; the next forward frees them."""
-        for run in self._runs():
-            run.param.grad = None
+        self._require_rest("scale_gradients")
+        super().scale_gradients(factor)
 
     def broadcast_params(self) -> None:
         """Give all ranks that hold the same parameters the values of the first (a collective).
@@ -161,11 +142,7 @@ class DistributedDataParallel(DataParallelBase):
         Raises:
             RuntimeError: the model runs, forward or backward.
         """
-        if self._runtime.runs_backward or self._runtime.root_calls:
-            raise RuntimeError(
-                "broadcast_params: expected a model that does not run, got a call from inside its "
-                "forward or backward, which use the parameters; call it between steps"
-            )
+        self._require_rest("broadcast_params")
         with gathered(self.module, write=True), torch.no_grad():
             for unit in self._runtime.units:
                 assert unit.faces.whole is not None
@@ -173,8 +150,12 @@ class DistributedDataParallel(DataParallelBase):
                     flat = param.detach().view(-1).view(torch.uint8)  # gloo refuses some dtypes
                     unit.collectives.broadcast(flat, f"broadcast of parameter '{name}'")
 
-    def _runs(self) -> list[FlatRun]:
-        return [run for unit in self._runtime.units for run in unit.gradients.runs]
+    def _require_rest(self, caller: str) -> None:
+        if self._runtime.runs_backward or self._runtime.root_calls:
+            raise RuntimeError(
+                f"{caller}: expected a model that does not run, got a call from inside its forward "
+                "or backward, which use its parameters and gradients; call it between steps"
+            )
 
 
 def _check_patterns(module: nn.Module, config: DistributedDataParallelConfig) -> None:

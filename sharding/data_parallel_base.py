@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.checks import check_number
@@ -93,14 +94,15 @@ class DataParallelBase(nn.Module):
 
         Raises:
             TypeError, ValueError: another factor.
+            RuntimeError: some gradients were not exchanged yet.
         """
         factor = one_factor(factor)
-        for param in self.parameters():
-            if param.grad is not None:
-                own_part(param.grad).mul_(factor)
+        grads = [own_part(param.grad) for param in self.parameters() if param.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
 
     def zero_grad_buffer(self) -> None:
-        """Clear all gradients."""
+        """Clear all gradients, those that were not exchanged too."""
         self.zero_grad(set_to_none=True)
 
     def broadcast_params(self) -> None:

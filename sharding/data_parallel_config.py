@@ -100,17 +100,13 @@ class DistributedDataParallelConfig:
     def unit_sizes(self, world_size: int) -> UnitSizes:
         """Where a model is cut, over so many ranks."""
         whole = BUS_NUMEL if self.pad_buckets_for_high_nccl_busbw else 1
-        return UnitSizes(reverse_buckets=self._buckets(world_size), whole_numel=whole)
-
-    def _buckets(self, world_size: int) -> ReverseBuckets:
+        size, overlaps = self.bucket_size, self.overlap_grad_reduce or self.overlap_param_gather
+        if size is None and overlaps and self.num_buckets is None:
+            size = max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_A_RANK * world_size)
+        buckets = ReverseBuckets(size, count=self.num_buckets)
         if self.bucket_mib is not None:
-            return ReverseBuckets(math.ceil(self.bucket_mib * 2**20), counts_bytes=True)
-        if self.num_buckets is not None:
-            return ReverseBuckets(None, count=self.num_buckets)
-        if self.bucket_size is None and not (self.overlap_grad_reduce or self.overlap_param_gather):
-            return ReverseBuckets(None)  # nothing would start earlier
-        default = max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_A_RANK * world_size)
-        return ReverseBuckets(self.bucket_size or default)
+            buckets = ReverseBuckets(math.ceil(self.bucket_mib * 2**20), counts_bytes=True)
+        return UnitSizes(reverse_buckets=buckets, whole_numel=whole)
 
 
 _SIZES = ("bucket_size", "bucket_mib", "num_buckets")

@@ -119,12 +119,7 @@ def model_ranks(
     dense = Collectives(groups)
     if expert_mesh is None:
         return ModelRanks(dense, dense)
-    require_kind(
-        "expt_device_mesh",
-        expert_mesh,
-        DeviceMesh,
-        "make one over ranks that hold the same experts",
-    )
+    require_kind("expt_device_mesh", expert_mesh, DeviceMesh)
     try:
         groups = data_parallel_groups(
             expert_mesh,

@@ -13,7 +13,6 @@ No step reads a value of a gradient on the host.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .arguments import kind_of, require_number
+from .arguments import kind_of, require_count, require_number
 from .data_parallel_base import DataParallelBase
 from .errors import communicating
 from .process_groups import ProcessGroupCollection, require_groups
@@ -175,8 +174,7 @@ def _count(num_tokens: int | Tensor, chunks: Sequence[DataParallelBase]) -> Tens
             "of calculate_per_token_loss=True, or leave it out"
         )
     if not isinstance(num_tokens, Tensor):
-        expected = "a whole number of at least 0"
-        require_number("num_tokens", num_tokens, expected, _is_count)
+        require_count("num_tokens", num_tokens, 0)
     elif num_tokens.numel() != 1 or num_tokens.dtype not in _INTEGERS:
         raise ValueError(
             f"num_tokens: expected one whole number, got {num_tokens.dtype} of shape "
@@ -184,7 +182,3 @@ def _count(num_tokens: int | Tensor, chunks: Sequence[DataParallelBase]) -> Tens
         )
     device = next((param.device for param in chunks[0].parameters()), None)
     return torch.as_tensor(num_tokens).detach().reshape(()).to(device, torch.int64, copy=True)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and int(value) >= 0

@@ -11,6 +11,7 @@ the same place.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from .runtime import Runtime
 from .unit import Unit
 
 _logger = logging.getLogger("sidestream")
+CHECKS = RAISES, WARNS = "check_for_nan_in_grad", "check_for_large_grads"
 LARGE = 10.0
 """How many times the largest magnitude before counts as large."""
 
@@ -45,12 +47,12 @@ class GradientChecks:
     """Called after each exchange of a runtime, on all ranks alike."""
 
     def __init__(
-        self, runtime: Runtime, *, nonfinite: bool, large: bool, is_late: bool | None = None
+        self, runtime: Runtime, wanted: Collection[str], *, is_late: bool | None = None
     ) -> None:
-        """nonfinite: raise for such gradients. large: warn of those. is_late: read what an exchange
-        brought after the next one (None: on a GPU).
+        """wanted: `RAISES` for gradients that are not finite, `WARNS` of large ones. is_late: read
+        what an exchange brought after the next one (None: on a GPU).
         """
-        self._raises, self._warns = nonfinite, large
+        self._wanted = wanted
         self._on_gpu = runtime.pool.device.type == "cuda"
         self._is_late = self._on_gpu if is_late is None else is_late
         self._names: list[str] = []
@@ -90,11 +92,11 @@ class GradientChecks:
         if noted.event is not None:
             noted.event.synchronize()  # of an exchange ago
         largest, bad = noted.found.amax(0), (noted.found >= INFINITY_BITS).any(0)
-        if self._raises and bad.any():
+        if RAISES in self._wanted and bad.any():
             own = self._names_where(noted.own[0] >= INFINITY_BITS)
             summed = self._names_where(bad)
             raise nonfinite_error(runtime, summed, own, "exchange", noted.number)
-        if self._warns:
+        if WARNS in self._wanted:
             self._compare(noted.number, largest.view(torch.float32), runtime.collectives.rank)
 
     def _names_where(self, flags: Tensor) -> list[str]:

@@ -30,6 +30,7 @@ from ..kernels.checks import SOURCE_DTYPES, check_dtype
 from .collectives import start_all_gather
 from .communicators import gather_objects, host_group, require_alike
 from .data_parallel_base import DataParallelBase, own_part
+from .errors import communicating
 from .process_groups import ProcessGroupCollection
 from .reduce_scatter import reduce_scatter_with_fp32_accumulation
 from .tensor.sharded_tensor import ShardedTensor
@@ -166,10 +167,13 @@ def require_same(told: Sequence[str], what: str, group: dist.ProcessGroup, *, fi
         ValueError: they do not; on all ranks.
         CommunicationError: a rank is gone.
     """
-    where = host_group(group), torch.device("cpu"), f"comparison of {what}"
-    digest = hashlib.sha256("\n".join(told).encode()).digest()
-    if len({*gather_objects(digest, *where)}) > 1:
-        everyone = gather_objects(list(told), *where)
+    hosts, where = host_group(group), f"comparison of {what}"
+    number = int.from_bytes(hashlib.sha256("\n".join(told).encode()).digest()[:7], "big")
+    extremes = torch.tensor([number, -number])
+    with communicating(where):
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=hosts)
+    if extremes[0] != -extremes[1]:
+        everyone = gather_objects(list(told), hosts, torch.device("cpu"), where)
         ranks = dist.get_process_group_ranks(group)
         expected = f"{what}: expected the same ones, and of each the same elements,"
         require_alike(dict(zip(ranks, everyone, strict=True)), expected, fix)
@@ -209,9 +213,9 @@ def sum_gradients(replicas: Replicas) -> None:
     what = f"sum of the gradients of {replicas.kind.what}"
     reduce_scatter_with_fp32_accumulation(own, flat, replicas.kind.op, group, name=what)
     start_all_gather(group, flat, own, what).wait()
-    for copies, total in zip(grads, flat[:numel].split(numels), strict=True):
-        for grad in copies:
-            grad.copy_(total.view_as(grad))
+    summed = zip(grads, flat[:numel].split(numels), strict=True)
+    pairs = [(grad, total.view_as(grad)) for copies, total in summed for grad in copies]
+    torch._foreach_copy_([grad for grad, _ in pairs], [total for _, total in pairs])
 
 
 def _gradient(param: nn.Parameter) -> Tensor:

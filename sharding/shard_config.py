@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 
 from torch import nn
 
-from .arguments import require_flag, require_number
+from .arguments import require_count, require_flag, require_number
 from .modules.init_stages import Initialiser, require_initialiser
 from .placements import Held, Strategy, resolve_outer, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
@@ -160,10 +159,7 @@ def resolve_config(
             "gradient_divide_factor", gradient_divide_factor, expected, lambda n: 0 < n < math.inf
         )
     level = resolve_strategy(strategy)
-    expected = "a whole number of at least 0"
-    require_number(
-        "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
-    )
+    require_count("prefetch", prefetch, 0)
     require_initialiser(initialiser)
     _require_symmetric_memory(symmetric_memory, reduce)
     return ShardConfig(

@@ -98,7 +98,7 @@ class TorchFullyShardedDataParallel(DataParallelBase):
 
         self.config = config = TorchFullyShardedDataParallelConfig() if config is None else config
         require_kind("config", config, TorchFullyShardedDataParallelConfig)
-        policy = config.mp_policy or MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy() if config.mp_policy is None else config.mp_policy
         require_kind("mp_policy", policy, MixedPrecisionPolicy)
         self._mesh = _mesh_of(process_groups, mesh, held_device_type(module))
         require_shardable(module)
