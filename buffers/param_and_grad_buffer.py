@@ -35,46 +35,27 @@ BUS_NUMEL = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements [start, start + layout.numel) of a buffer. `indices`: its tensors, in the order of
-    `layout.segments`, the last registered first.
-    """
+    """Elements [start, stop) of a buffer. `indices`: its tensors, the last registered first."""
 
     start: int
+    stop: int
     indices: tuple[int, ...]
-    layout: FlatLayout
 
     @property
-    def stop(self) -> int:
-        """One past the last element."""
-        return self.start + self.layout.numel
-
-    @property
-    def unpadded_numel(self) -> int:
-        """Elements up to the end of its last tensor."""
-        return self.layout.segments[-1].stop
+    def numel(self) -> int:
+        """Elements, with those that pad it."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class ParamAndGradLayout:
-    """The buckets of a buffer one after the other; `shapes` are its tensors', as registered."""
+    """`flat`: where tensors lie, as registered. `num_shards`: over how many ranks each of `buckets`
+    is divided, in equal parts; 1 where all hold all.
+    """
 
-    shapes: tuple[tuple[int, ...], ...]
+    flat: FlatLayout
     buckets: tuple[Bucket, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the buffer."""
-        return self.buckets[-1].stop if self.buckets else 0
-
-    @property
-    def places(self) -> list[tuple[int, int, int]]:
-        """(start, stop, bucket) of each tensor in the buffer, as registered."""
-        found = {
-            index: (bucket.start + segment.start, bucket.start + segment.stop, number)
-            for number, bucket in enumerate(self.buckets)
-            for index, segment in zip(bucket.indices, bucket.layout.segments, strict=True)
-        }
-        return [found[index] for index in range(len(self.shapes))]
+    num_shards: int
 
 
 def param_and_grad_layout(
@@ -121,31 +102,27 @@ def param_and_grad_layout(
         align, apart = PARAM_START_NUMEL, frozenset(shared_embeddings)
         length = math.lcm(num_shards, BUCKET_END_NUMEL, BUS_NUMEL if pad_for_bus_bandwidth else 1)
     numels = [math.prod(shape) for shape in sizes]
+    segments: dict[int, Segment] = {}
     buckets: list[Bucket] = []
+    stop = 0
     for indices in reverse_buckets(numels, bucket_size, align_numel=align, apart=apart):
-        layout = _bucket_layout([sizes[i] for i in indices], num_shards or 1, align, length)
-        start = buckets[-1].stop if buckets else 0
-        buckets.append(Bucket(start, tuple(indices), layout))
-    return ParamAndGradLayout(sizes, tuple(buckets))
-
-
-def _bucket_layout(
-    shapes: Sequence[tuple[int, ...]], num_shards: int, align: int, length: int
-) -> FlatLayout:
-    segments: list[Segment] = []
-    for shape in shapes:
-        start = round_up(segments[-1].stop if segments else 0, align)
-        segments.append(Segment(shape, start, math.prod(shape)))
-    order, numel = tuple(range(len(segments))), round_up(segments[-1].stop, length) // num_shards
-    return FlatLayout(tuple(segments), order, num_shards, numel, math.gcd(align, numel))
+        start = stop
+        for index in indices:
+            segments[index] = Segment(sizes[index], round_up(stop, align), numels[index])
+            stop = segments[index].stop
+        stop = round_up(stop, length)
+        buckets.append(Bucket(start, stop, tuple(indices)))
+    placed = tuple(segments[index] for index in range(len(sizes)))
+    flat = FlatLayout(placed, tuple(segments), 1, stop, align_numel=1)
+    return ParamAndGradLayout(flat, tuple(buckets), num_shards or 1)
 
 
 class ParamAndGradBuffer:
     """The gradients of a model on one rank, and its parameters if asked for, in buckets.
 
-    `grad_data`, `param_data`: their memory [layout.numel]. Who drives collectives hands them
-    `buckets()[bucket].data`, and `shards(bucket)[rank]` as the part of this rank. With `of_params`
-    these are of the parameters, or a ValueError where there are none.
+    `grads`, `params`: the memory with its layout; their `views()` are the tensors, as registered.
+    Who drives collectives hands them `grads.data[bucket.start : bucket.stop]`, and
+    `shards(number)[rank]` as the part of this rank.
     """
 
     def __init__(
@@ -157,43 +134,37 @@ class ParamAndGradBuffer:
         device: torch.device | str = "cpu",
     ) -> None:
         """Both are zero. param_dtype: None for gradients alone."""
+        flats = [
+            FlatBuffer(torch.zeros(layout.flat.numel, dtype=dtype, device=device), layout.flat)
+            for dtype in (grad_dtype, param_dtype)
+            if dtype is not None
+        ]
         self.layout = layout
-        self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
-        self.param_data: Tensor | None = None
-        if param_dtype is not None:
-            self.param_data = torch.zeros(layout.numel, dtype=param_dtype, device=device)
+        self.grads, *self._params = flats
 
-    def views(self, *, of_params: bool = False) -> list[Tensor]:
-        """The gradient of each tensor [its shape], as registered: views."""
-        data, placed = (
-            self._data(of_params),
-            zip(self.layout.shapes, self.layout.places, strict=True),
-        )
-        return [data[start:stop].view(shape) for shape, (start, stop, _) in placed]
+    @property
+    def params(self) -> FlatBuffer:
+        """That of the parameters.
 
-    def buckets(self, *, of_params: bool = False) -> list[FlatBuffer]:
-        """The memory cut as the layout says: views."""
-        data = self._data(of_params)
-        return [FlatBuffer(data[b.start : b.stop], b.layout) for b in self.layout.buckets]
-
-    def shards(self, bucket: int, *, of_params: bool = False) -> list[Tensor]:
-        """Bucket number `bucket` in equal parts, that of rank r at r: views."""
-        flat = self.buckets(of_params=of_params)[bucket]
-        return cut(flat.data, flat.layout.world_size)
-
-    def _data(self, of_params: bool) -> Tensor:
-        data = self.param_data if of_params else self.grad_data
-        if data is None:
+        Raises:
+            ValueError: there are none.
+        """
+        if not self._params:
             raise ValueError(
-                "of_params: expected a buffer with parameters, got one of gradients alone; make it "
+                "params: expected a buffer with parameters, got one of gradients alone; make it "
                 "with param_dtype"
             )
-        return data
+        return self._params[0]
+
+    def shards(self, bucket: int, *, of_params: bool = False) -> list[Tensor]:
+        """Bucket number `bucket` in equal parts, that of rank r at r: views. Raises as `params`."""
+        flat, where = (self.params if of_params else self.grads), self.layout.buckets[bucket]
+        return cut(flat.data[where.start : where.stop], self.layout.num_shards)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor`."""
-        self.grad_data.mul_(factor)
+        self.grads.data.mul_(factor)
 
     def reset(self) -> None:
         """Set all gradients to zero."""
-        self.grad_data.zero_()
+        self.grads.data.zero_()
