@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,7 @@ class DistributedDataParallel(DataParallelBase):
             TypeError, ValueError: it is no such factor.
         """
         self._require_rest("scale_gradients")
+        self._runtime.check_reduced("scale_gradients")
         super().scale_gradients(factor)
 
     def broadcast_params(self) -> None:
@@ -149,6 +151,10 @@ class DistributedDataParallel(DataParallelBase):
                 for name, param in zip(unit.spec.names, unit.faces.whole, strict=True):
                     flat = param.detach().view(-1).view(torch.uint8)  # gloo refuses some dtypes
                     unit.collectives.broadcast(flat, f"broadcast of parameter '{name}'")
+
+    def _holders(self) -> Iterable[Tensor]:
+        # Those of the optimizer: a unit has few.
+        return [run.param for unit in self._runtime.units for run in unit.gradients.runs]
 
     def _require_rest(self, caller: str) -> None:
         if self._runtime.runs_backward or self._runtime.root_calls:

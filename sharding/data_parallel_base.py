@@ -6,7 +6,7 @@ The names are those of Megatron-Core's base class, so that a loop written for it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,13 +97,18 @@ class DataParallelBase(nn.Module):
             RuntimeError: some gradients were not exchanged yet.
         """
         factor = one_factor(factor)
-        grads = [own_part(param.grad) for param in self.parameters() if param.grad is not None]
+        grads = [own_part(grad) for one in self._holders() if (grad := one.grad) is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
 
     def zero_grad_buffer(self) -> None:
         """Clear all gradients, those that were not exchanged too."""
-        self.zero_grad(set_to_none=True)
+        for holder in self._holders():
+            holder.grad = None
+
+    def _holders(self) -> Iterable[Tensor]:
+        """What has the gradients."""
+        return self.parameters()
 
     def broadcast_params(self) -> None:
         """Give all ranks the values of the first."""
