@@ -91,18 +91,8 @@ class NcclMemPool:
         block, self._block = self._block, None
         assert block is not None, "entered"
         block.__exit__(*raised)
-        if raised[0] is None:
-            self._register()
-
-    def close(self) -> None:
-        """End all registrations, the latest first; tensors stay. Once more does nothing.
-
-        Raises:
-            RuntimeError: NCCL's, of a group that refused, after all were asked.
-        """
-        self._registrations.close()
-
-    def _register(self) -> None:
+        if raised[0] is not None:
+            return
         options = {"symm": True} if self._symm else {}
         try:
             for backend in self._backends:
@@ -120,6 +110,14 @@ class NcclMemPool:
                 "that the communicator is there by now, and symm=False where torch or NCCL (2.27) "
                 "knows no windows. Nothing is registered"
             ) from error
+
+    def close(self) -> None:
+        """End all registrations, the latest first; tensors stay. Once more does nothing.
+
+        Raises:
+            RuntimeError: NCCL's, of a group that refused, after all were asked.
+        """
+        self._registrations.close()
 
 
 def _nccl_of(group: dist.ProcessGroup, device: torch.device) -> Any:

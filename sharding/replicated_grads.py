@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,47 +40,42 @@ Copies = tuple[tuple[str, nn.Parameter], ...]
 """One parameter of this rank, with its name, or what its chunks hold of one."""
 
 
-def _is_marked(mark: str) -> Callable[[str, nn.Parameter], bool]:
-    return lambda _, param: bool(getattr(param, mark, False))
-
-
-_is_averaged = _is_marked("average_gradients_across_tp_domain")
-
-
-def _is_summed_over_tp(name: str, param: nn.Parameter) -> bool:
-    # Heads are divided among the ranks: each has its own heads' part of the norms' gradients.
-    is_norm = not {"q_layernorm", "k_layernorm"}.isdisjoint(name.split("."))
-    is_partial = is_norm or _is_marked("sequence_parallel")(name, param)
-    return is_partial and not _is_averaged(name, param)
-
-
-def _is_position(name: str, param: nn.Parameter) -> bool:
-    return "position_embeddings" in name.split(".")
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`group`: its name in the collection. `includes`: whether a parameter of that name is one.
-    `is_in_all_chunks`: chunks hold copies of one, told by name. `is_named_alike`: it has one name
-    on all ranks. `is_optional`: without the group no other rank holds one.
+    """`group`: its name in the collection. `is_in_all_chunks`: chunks hold copies of one, told by
+    name. `is_named_alike`: it has one name on all ranks. `is_optional`: without the group no other
+    rank holds one.
     """
 
     what: str
     group: str
-    includes: Callable[[str, nn.Parameter], bool]
+    mark: str = ""
+    modules: tuple[str, ...] = ()
+    unless: str = ""
     op: dist.ReduceOp.RedOpType = SUM
     is_in_all_chunks: bool = False
     is_named_alike: bool = True
     is_optional: bool = False
 
+    def includes(self, name: str, param: nn.Parameter) -> bool:
+        """Whether a parameter of that name is one: it has the `mark`, or is in a module called as
+        one of `modules`, and does not have the mark `unless`.
+        """
+        is_in_one = not {*self.modules}.isdisjoint(name.split("."))
+        is_one = is_in_one or getattr(param, self.mark, False)
+        return bool(is_one) and not getattr(param, self.unless, False)
 
+
+_AVERAGED = "average_gradients_across_tp_domain"
+# Heads are divided among the ranks: each has its own heads' part of the norms' gradients.
+_NORMS, _POSITIONS = ("q_layernorm", "k_layernorm"), ("position_embeddings",)
 KINDS = (
-    Kind("conditional embedders", "pp", _is_marked("pipeline_parallel"), is_in_all_chunks=True),
-    Kind("elastic routers", "pp", _is_marked("flextron_router_pp_sync"), is_in_all_chunks=True),
-    Kind("sequence-parallel parameters", "tp", _is_summed_over_tp),
-    Kind("parameters averaged over tensor parallelism", "tp", _is_averaged, AVG),
-    Kind("tied word embeddings", "embd", _is_marked("shared_embedding"), is_named_alike=False),
-    Kind("position embeddings", "pos_embd", _is_position, is_named_alike=False, is_optional=True),
+    Kind("conditional embedders", "pp", "pipeline_parallel", is_in_all_chunks=True),
+    Kind("elastic routers", "pp", "flextron_router_pp_sync", is_in_all_chunks=True),
+    Kind("sequence-parallel parameters", "tp", "sequence_parallel", _NORMS, _AVERAGED),
+    Kind("parameters averaged over tensor parallelism", "tp", _AVERAGED, op=AVG),
+    Kind("tied word embeddings", "embd", "shared_embedding", is_named_alike=False),
+    Kind("position embeddings", "pos_embd", "", _POSITIONS, is_named_alike=False, is_optional=True),
 )
 """In the order in which they are summed."""
 
