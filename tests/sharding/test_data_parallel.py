@@ -765,6 +765,8 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     groups = ProcessGroupCollection(dp_cp=dist.group.WORLD)
     note("other instances", _net(), groups, num_distributed_optimizer_instances=2, **zero1)
     note("containers", nn.ModuleList([_net()]))
+    made = initialize_model_parallel(groups=["dp_cp"])
+    note("groups of some", _net(), made if rank == 1 else None)  # or each would wait in its own
     for name in ("check_for_nan_in_grad", "check_for_large_grads"):
         note(name, _net(), **{name: rank == 1})  # or one would wait for the other in a check
     marked = _net()
@@ -798,6 +800,7 @@ def test_what_cannot_be_is_refused():
     assert "'router.*', which matches none of" in first["pattern"]
     assert "expected a ProcessGroupCollection or None, got object" in first["groups"]
     assert "expected 1, as process_groups have, got 2" in first["other instances"]
+    assert "in a group of its own on rank 1; make one mesh, or process" in first["groups of some"]
     assert "expected a model with a forward, got ModuleList" in first["containers"]
     for name in ("check_for_nan_in_grad", "check_for_large_grads"):
         assert f"rank 1: {name} is True, on rank 0 False" in first[name]
