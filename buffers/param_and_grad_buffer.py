@@ -35,44 +35,27 @@ BUS_NUMEL = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements [start, start + layout.numel) of a buffer. `indices`: its tensors, in the order of
-    `layout.segments`, the last registered first.
-    """
+    """Elements [start, stop) of a buffer. `indices`: its tensors, the last registered first."""
 
     start: int
+    stop: int
     indices: tuple[int, ...]
-    layout: FlatLayout
 
     @property
-    def stop(self) -> int:
-        """One past the last element."""
-        return self.start + self.layout.numel
-
-    @property
-    def unpadded_numel(self) -> int:
-        """Elements up to the end of its last tensor."""
-        return self.layout.segments[-1].stop
+    def numel(self) -> int:
+        """Elements, with those that pad it."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class ParamAndGradLayout:
-    """The buckets of a buffer one after the other; `shapes` are its tensors', as registered."""
+    """`flat`: where tensors lie, as registered. `num_shards`: over how many ranks each of `buckets`
+    is divided, in equal parts; 1 where all hold all.
+    """
 
-    shapes: tuple[tuple[int, ...], ...]
+    flat: FlatLayout
     buckets: tuple[Bucket, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the buffer."""
-        return self.buckets[-1].stop if self.buckets else 0
-
-    def place(self, index: int) -> tuple[int, int, int]:
-        """(start, stop, bucket) of tensor `index` in the buffer."""
-        for number, bucket in enumerate(self.buckets):
-            if index in bucket.indices:
-                segment = bucket.layout.segments[bucket.indices.index(index)]
-                return bucket.start + segment.start, bucket.start + segment.stop, number
-        raise IndexError(f"expected one of {len(self.shapes)} tensors, got number {index}")
+    num_shards: int
 
 
 def param_and_grad_layout(
@@ -101,14 +84,14 @@ def param_and_grad_layout(
     for name, value in (("bucket_size", bucket_size), ("num_shards", num_shards)):
         if value is not None and operator.index(value) < 1:
             raise ValueError(f"{name}: expected None or at least 1, got {value}")
+    sizes = tuple(tuple(operator.index(size) for size in shape) for shape in shapes)
+    if any(size < 0 for shape in sizes for size in shape):
+        raise ValueError(f"shapes: expected sizes of at least 0, got {sizes}")
     if pad_for_bus_bandwidth and num_shards is None:
         raise ValueError(
             "pad_for_bus_bandwidth: expected False without num_shards, where no bucket is padded, "
             "got True; pass num_shards, or leave it out"
         )
-    sizes = tuple(tuple(operator.index(size) for size in shape) for shape in shapes)
-    if any(size < 0 for shape in sizes for size in shape):
-        raise ValueError(f"shapes: expected sizes of at least 0, got {sizes}")
     if not set(shared_embeddings) <= set(range(len(sizes))):
         raise ValueError(
             f"shared_embeddings: expected indices of {len(sizes)} tensors, got "
@@ -119,34 +102,27 @@ def param_and_grad_layout(
         align, apart = PARAM_START_NUMEL, frozenset(shared_embeddings)
         length = math.lcm(num_shards, BUCKET_END_NUMEL, BUS_NUMEL if pad_for_bus_bandwidth else 1)
     numels = [math.prod(shape) for shape in sizes]
+    segments: dict[int, Segment] = {}
     buckets: list[Bucket] = []
+    stop = 0
     for indices in reverse_buckets(numels, bucket_size, align_numel=align, apart=apart):
-        layout = _bucket_layout([sizes[i] for i in indices], num_shards or 1, align, length)
-        start = buckets[-1].stop if buckets else 0
-        buckets.append(Bucket(start, tuple(indices), layout))
-    return ParamAndGradLayout(sizes, tuple(buckets))
-
-
-def _bucket_layout(
-    shapes: Sequence[tuple[int, ...]], num_shards: int, align: int, length: int
-) -> FlatLayout:
-    segments: list[Segment] = []
-    for shape in shapes:
-        start = round_up(segments[-1].stop if segments else 0, align)
-        segments.append(Segment(shape, start, math.prod(shape)))
-    shard_numel = round_up(segments[-1].stop, length) // num_shards
-    order = tuple(range(len(segments)))
-    return FlatLayout(
-        tuple(segments), order, num_shards, shard_numel, align_numel=math.gcd(align, shard_numel)
-    )
+        start = stop
+        for index in indices:
+            segments[index] = Segment(sizes[index], round_up(stop, align), numels[index])
+            stop = segments[index].stop
+        stop = round_up(stop, length)
+        buckets.append(Bucket(start, stop, tuple(indices)))
+    placed = tuple(segments[index] for index in range(len(sizes)))
+    flat = FlatLayout(placed, tuple(segments), 1, stop, align_numel=1)
+    return ParamAndGradLayout(flat, tuple(buckets), num_shards or 1)
 
 
 class ParamAndGradBuffer:
     """The gradients of a model on one rank, and its parameters if asked for, in buckets.
 
-    `grads`, `params`: one `FlatBuffer` a bucket over the memory `grad_data` and `param_data`
-    [layout.numel]. Who drives collectives hands them `grads[bucket].data`, and
-    `shards(bucket)[rank]` as the part of this rank.
+    `grads`, `params`: the memory with its layout; their `views()` are the tensors, as registered.
+    Who drives collectives hands them `grads.data[bucket.start : bucket.stop]`, and
+    `shards(number)[rank]` as the part of this rank.
     """
 
     def __init__(
@@ -157,65 +133,38 @@ class ParamAndGradBuffer:
         param_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Gradients are zero. param_dtype: None for gradients alone."""
+        """Both are zero. param_dtype: None for gradients alone."""
+        flats = [
+            FlatBuffer(torch.zeros(layout.flat.numel, dtype=dtype, device=device), layout.flat)
+            for dtype in (grad_dtype, param_dtype)
+            if dtype is not None
+        ]
         self.layout = layout
-        self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
-        self.grads = _cut(self.grad_data, layout)
-        self.param_data: Tensor | None = None
-        self.params: list[FlatBuffer] = []
-        if param_dtype is not None:
-            self.param_data = torch.zeros(layout.numel, dtype=param_dtype, device=device)
-            self.params = _cut(self.param_data, layout)
+        self.grads, *self._params = flats
 
-    def main_grads(self) -> list[Tensor]:
-        """The gradient of each tensor [its shape], as registered: views."""
-        return _views(self.grads, self.layout)
-
-    def param_views(self) -> list[Tensor]:
-        """Each parameter [its shape], as registered: views of `param_data`.
+    @property
+    def params(self) -> FlatBuffer:
+        """That of the parameters.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there are none.
         """
-        self._require_params()
-        return _views(self.params, self.layout)
-
-    def shards(self, bucket: int, *, of_params: bool = False) -> list[Tensor]:
-        """Bucket number `bucket` in equal parts, that of rank r at r: views.
-
-        Raises:
-            ValueError: parts of parameters, of which there are none.
-            IndexError: no such bucket.
-        """
-        if of_params:
-            self._require_params()
-        flat = (self.params if of_params else self.grads)[bucket]
-        return cut(flat.data, flat.layout.world_size)
-
-    def _require_params(self) -> None:
-        if self.param_data is None:
+        if not self._params:
             raise ValueError(
                 "params: expected a buffer with parameters, got one of gradients alone; make it "
                 "with param_dtype"
             )
+        return self._params[0]
+
+    def shards(self, bucket: int, *, of_params: bool = False) -> list[Tensor]:
+        """Bucket number `bucket` in equal parts, that of rank r at r: views. Raises as `params`."""
+        flat, where = (self.params if of_params else self.grads), self.layout.buckets[bucket]
+        return cut(flat.data[where.start : where.stop], self.layout.num_shards)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor`."""
-        self.grad_data.mul_(factor)
+        self.grads.data.mul_(factor)
 
     def reset(self) -> None:
         """Set all gradients to zero."""
-        self.grad_data.zero_()
-
-
-def _cut(data: Tensor, layout: ParamAndGradLayout) -> list[FlatBuffer]:
-    return [FlatBuffer(data[b.start : b.stop], b.layout) for b in layout.buckets]
-
-
-def _views(buffers: Sequence[FlatBuffer], layout: ParamAndGradLayout) -> list[Tensor]:
-    found = {
-        index: view
-        for bucket, buffer in zip(layout.buckets, buffers, strict=True)
-        for index, view in zip(bucket.indices, buffer.views(), strict=True)
-    }
-    return [found[index] for index in range(len(layout.shapes))]
+        self.grads.data.zero_()

@@ -15,6 +15,19 @@ def kind_of(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
+def require_kind(name: str, value: object, kind: type, fix: str = "pass such a one") -> None:
+    """Refuse what is no `kind`, such as another package's of that name.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, kind):
+        ours, theirs = (of.__module__.partition(".")[0] for of in (kind, type(value)))
+        raise TypeError(
+            f"{name}: expected a {kind.__name__} of {ours}, got {kind_of(value)} of {theirs}; {fix}"
+        )
+
+
 def require_module(module: object) -> None:
     """Refuse what is no module.
 
@@ -86,4 +99,4 @@ def require_number(name: str, value: object, expected: str, fits: Callable[[Any]
 def require_count(name: str, value: object, least: int = 1) -> None:
     """Refuse what is no whole number of at least `least`; raises as `require_number` does."""
     expected = f"a whole number of at least {least}"
-    require_number(name, value, expected, lambda n: isinstance(n, int) and n >= least)
+    require_number(name, value, expected, lambda n: n >= least and isinstance(n, numbers.Integral))

@@ -16,32 +16,29 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from .arguments import require_forward
-from .data_parallel_base import DataParallelBase, config_or_default, one_factor
+from .arguments import require_forward, require_kind
+from .data_parallel_base import DataParallelBase
 from .data_parallel_config import ALL_PATTERNS, DistributedDataParallelConfig
-from .data_parallel_groups import device_of, held_device_type, initialize_from_environment
+from .data_parallel_groups import held_device_type, initialize_from_environment
 from .entries import gathered
 from .exchange_sums import exchange_sums
 from .expert_ranks import is_expert, model_ranks
 from .fully_shard import no_sync, runtime_of, shard
 from .fused_gradients import allow_fused_gradients
-from .gradient_checks import GradientChecks
+from .gradient_checks import CHECKS, GradientChecks
 from .mesh_axes import SHARD_AXIS
 from .messages import listed
-from .optimizer_view import FlatRun
 from .param_waits import ParamWaits
-from .process_groups import OUTER_AXIS, ProcessGroupCollection
+from .process_groups import OUTER_AXIS, ProcessGroupCollection, initialize_model_parallel
 from .runtime import Runtime
 from .shard_config import ShardConfig, resolve_config
-
-_COMPARED = ("check_for_nan_in_grad", "check_for_large_grads")
-"""Options of which `fully_shard` knows nothing, for which ranks communicate."""
 
 
 class DistributedDataParallel(DataParallelBase):
@@ -75,7 +72,8 @@ class DistributedDataParallel(DataParallelBase):
         """
         super().__init__(module, process_groups)
         require_forward(module)
-        self.config = config = config_or_default(config, DistributedDataParallelConfig)
+        self.config = config = DistributedDataParallelConfig() if config is None else config
+        require_kind("config", config, DistributedDataParallelConfig)
         self.averages_gradients = not config.calculate_per_token_loss
         _check_patterns(module, config)
         device_type = held_device_type(module)
@@ -83,23 +81,21 @@ class DistributedDataParallel(DataParallelBase):
         of_experts = None
         if process_groups is not None and any(map(is_expert, module.parameters())):
             of_experts = process_groups.data_parallel_mesh(expert=True, device_type=device_type)
-        is_grid = mesh is not None and mesh.ndim > 1
-        outer, inner = (OUTER_AXIS, SHARD_AXIS) if is_grid else (None, None)
+        inner = None if mesh is None else SHARD_AXIS
+        outer = OUTER_AXIS if config.num_distributed_optimizer_instances > 1 else None
+        # Options of which `fully_shard` knows nothing, for which ranks communicate.
+        checks = [name for name in CHECKS if getattr(config, name)]
         runtime = shard(
             module,
             optimizer,
-            _shard_config(config, _world_size(mesh), outer),
+            _shard_config(config, mesh, outer),
             functools.partial(model_ranks, mesh, inner, outer, of_experts),
             elementwise=False,
-            told={name: str(getattr(config, name)) for name in _COMPARED},
+            told={name: str(name in checks) for name in CHECKS},
         )
         runtime.sync = config.overlap_grad_reduce
-        if config.check_for_nan_in_grad or config.check_for_large_grads:
-            runtime.after_exchanges = GradientChecks(
-                runtime,
-                nonfinite=config.check_for_nan_in_grad,
-                large=config.check_for_large_grads,
-            )
+        if checks:
+            runtime.after_exchanges = GradientChecks(runtime, checks)
         allow_fused_gradients(runtime)
         if config.overlap_param_gather:
             ParamWaits(module, runtime)
@@ -119,10 +115,6 @@ class DistributedDataParallel(DataParallelBase):
         for unit in self._runtime.units:
             self._runtime.start_gather(unit)
 
-    def start_grad_sync(self) -> None:
-        """Exchange what was added up on each rank, bucket by bucket."""
-        exchange_sums(self._runtime)
-
     def finish_grad_sync(self) -> None:
         """Have all gradients exchanged, on all ranks alike: what a backward has exchanged already
         stays as it is, however often this is called.
@@ -138,24 +130,12 @@ class DistributedDataParallel(DataParallelBase):
         """Multiply all gradients by `factor`, a number or a tensor of one element.
 
         Raises:
-            RuntimeError: some were not exchanged yet, or a backward runs.
+            RuntimeError: some were not exchanged yet, or the model runs.
             TypeError, ValueError: it is no such factor.
         """
-        factor = one_factor(factor)
-        if self._runtime.runs_backward:
-            raise RuntimeError(
-                "scale_gradients: expected no backward to run, got a call from inside one, where "
-                "gradients are still to come; call it after finish_grad_sync"
-            )
+        self._require_rest("scale_gradients")
         self._runtime.check_reduced("scale_gradients")
-        grads = [run.param.grad for run in self._runs() if run.param.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor)
-
-    def zero_grad_buffer(self) -> None:
-        """Clear all gradients, those that were not exchanged too; the next forward frees them."""
-        for run in self._runs():
-            run.param.grad = None
+        super().scale_gradients(factor)
 
     def broadcast_params(self) -> None:
         """Give all ranks that hold the same parameters the values of the first (a collective).
@@ -164,11 +144,7 @@ class DistributedDataParallel(DataParallelBase):
         Raises:
             RuntimeError: the model runs, forward or backward.
         """
-        if self._runtime.runs_backward or self._runtime.root_calls:
-            raise RuntimeError(
-                "broadcast_params: expected a model that does not run, got a call from inside its "
-                "forward or backward, which use the parameters; call it between steps"
-            )
+        self._require_rest("broadcast_params")
         with gathered(self.module, write=True), torch.no_grad():
             for unit in self._runtime.units:
                 assert unit.faces.whole is not None
@@ -176,8 +152,16 @@ class DistributedDataParallel(DataParallelBase):
                     flat = param.detach().view(-1).view(torch.uint8)  # gloo refuses some dtypes
                     unit.collectives.broadcast(flat, f"broadcast of parameter '{name}'")
 
-    def _runs(self) -> list[FlatRun]:
-        return [run for unit in self._runtime.units for run in unit.gradients.runs]
+    def _holders(self) -> Iterable[Tensor]:
+        # Those of the optimizer: a unit has few.
+        return [run.param for unit in self._runtime.units for run in unit.gradients.runs]
+
+    def _require_rest(self, caller: str) -> None:
+        if self._runtime.runs_backward or self._runtime.root_calls:
+            raise RuntimeError(
+                f"{caller}: expected a model that does not run, got a call from inside its forward "
+                "or backward, which use its parameters and gradients; call it between steps"
+            )
 
 
 def _check_patterns(module: nn.Module, config: DistributedDataParallelConfig) -> None:
@@ -186,8 +170,7 @@ def _check_patterns(module: nn.Module, config: DistributedDataParallelConfig) ->
     Raises:
         ValueError: they match no parameter.
     """
-    named = dict(module.named_parameters())
-    trained = [name for name, param in named.items() if param.requires_grad]
+    trained = [name for name, param in module.named_parameters() if param.requires_grad]
     for pattern in config.param_name_patterns_for_fp32_local_accumulation:
         if pattern != ALL_PATTERNS and not fnmatch.filter(trained, pattern):
             raise ValueError(
@@ -205,55 +188,37 @@ def _mesh(
     """(instances, ranks of an instance), all ranks of one instance, or None for all there are."""
     initialize_from_environment()
     instances = config.num_distributed_optimizer_instances
-    if process_groups is not None:
-        mesh = process_groups.data_parallel_mesh(device_type=device_type)
-        found = 1 if mesh.ndim == 1 else mesh.size(0)
-        if found != instances:
-            raise ValueError(
-                f"num_distributed_optimizer_instances: expected {found}, as process_groups have, "
-                f"got {instances}; make the groups with as many instances as the config says"
-            )
-        return mesh
-    if instances == 1:
+    if process_groups is None and instances == 1:
         return None
-    world_size = _world_size(None)
-    if world_size % instances:
+    groups = process_groups or _groups_of(instances)
+    mesh = groups.data_parallel_mesh(device_type=device_type)
+    found = 1 if mesh.ndim == 1 else mesh.size(0)
+    if found != instances:
         raise ValueError(
-            "num_distributed_optimizer_instances: expected a number that divides the "
-            f"{world_size} data-parallel ranks, got {instances}; pass one that does"
+            f"num_distributed_optimizer_instances: expected {found}, as process_groups have, "
+            f"got {instances}; make the groups with as many instances as the config says"
         )
-    return init_device_mesh(
-        device_type or device_of(dist.group.WORLD).type,
-        (instances, world_size // instances),
-        mesh_dim_names=(OUTER_AXIS, SHARD_AXIS),
-    )
+    return mesh
 
 
-def _world_size(mesh: DeviceMesh | None) -> int:
-    if mesh is not None:
-        return mesh.size()
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _groups_of(instances: int) -> ProcessGroupCollection:
+    """All ranks, in that many instances (a collective)."""
+    names = ("intra_dp_cp", "inter_dist_opt")
+    made = initialize_model_parallel(num_distributed_optimizer_instances=instances, groups=names)
+    return ProcessGroupCollection(**made.groups, dp_cp=dist.group.WORLD)
 
 
 def _shard_config(
-    config: DistributedDataParallelConfig, world_size: int, outer_dim: str | None
+    config: DistributedDataParallelConfig, mesh: DeviceMesh | None, outer_dim: str | None
 ) -> ShardConfig:
     resolved = resolve_config(
         int(config.use_distributed_optimizer),
         config.policy(),
-        (),
         outer_dim=outer_dim,
-        outer_strategy="no_shard",
-        reduce="exact",
-        symmetric_memory="off",
         gradient_divide_factor=1.0 if config.calculate_per_token_loss else None,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
-        reshard_after_forward=None,
-        bucket_mib=None,
-        split_root_mib=None,
-        prefetch=1,
-        ranks_may_differ=False,
-        initialiser=False,
     )
-    return dataclasses.replace(resolved, sizes=config.unit_sizes(world_size))
+    all_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = config.unit_sizes(all_ranks if mesh is None else mesh.size())
+    return dataclasses.replace(resolved, sizes=sizes)

@@ -6,31 +6,30 @@ The names are those of Megatron-Core's base class, so that a loop written for it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.checks import check_number
-from .arguments import kind_of, require_module
+from .arguments import require_module
+from .modules.partition import is_dtensor
 from .process_groups import ProcessGroupCollection, require_groups
+from .tensor.sharded_tensor import ShardedTensor
 
-Config = TypeVar("Config")
 
-
-def config_or_default(config: Config | None, kind: type[Config]) -> Config:
-    """`config`, or for None one of `kind` with the defaults.
+def own_part(tensor: Any) -> Tensor:
+    """This rank's elements of a gradient or parameter: a view.
 
     Raises:
-        TypeError: it is something else.
+        RuntimeError: it waits for its exchange.
     """
-    found = kind() if config is None else config
-    if not isinstance(found, kind):
-        raise TypeError(
-            f"config: expected a {kind.__name__}, got {kind_of(found)}; make one with the options "
-            "that are meant"
-        )
-    return found
+    if isinstance(tensor, ShardedTensor):
+        tensor.require_exchanged()
+        return tensor.local
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local.detach()
 
 
 def one_factor(factor: float | Tensor) -> float | Tensor:
@@ -73,6 +72,7 @@ class DataParallelBase(nn.Module):
         require_groups(process_groups)
         self.module = module
         self.process_groups = process_groups
+        self.register_load_state_dict_pre_hook(_name_as_held)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""
@@ -83,7 +83,8 @@ class DataParallelBase(nn.Module):
         return contextlib.nullcontext()
 
     def start_grad_sync(self) -> None:
-        """Start to exchange the gradients that are there."""
+        """The same as `finish_grad_sync`: what can overlap backward has begun there."""
+        self.finish_grad_sync()
 
     def finish_grad_sync(self) -> None:
         """Wait until all gradients are exchanged."""
@@ -93,23 +94,37 @@ class DataParallelBase(nn.Module):
 
         Raises:
             TypeError, ValueError: another factor.
+            RuntimeError: some gradients were not exchanged yet.
         """
         factor = one_factor(factor)
-        for param in self.parameters():
-            if param.grad is not None:
-                param.grad.mul_(factor)
+        grads = [own_part(grad) for one in self._holders() if (grad := one.grad) is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
 
     def zero_grad_buffer(self) -> None:
-        """Clear all gradients."""
-        self.zero_grad(set_to_none=True)
+        """Clear all gradients, those that were not exchanged too."""
+        for holder in self._holders():
+            holder.grad = None
+
+    def _holders(self) -> Iterable[Tensor]:
+        """What has the gradients."""
+        return self.parameters()
 
     def broadcast_params(self) -> None:
         """Give all ranks the values of the first."""
 
-    # ---- state, under the names of the module
+    # ---- state, under the names of the module: they have no prefix `module.`
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the module; `parameters()` gives them too."""
+        # None are the wrapper's own: torch's tools would take the module's for tied ones.
+        held = self.module.named_parameters(prefix, recurse, remove_duplicate)
+        return held if recurse else iter(())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the module: names have no prefix `module.`."""
+        """That of the module."""
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(
@@ -127,3 +142,15 @@ class DataParallelBase(nn.Module):
     ) -> Any:
         """That of the module; what it raises, too."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """By which torch's `get_state_dict` and its like find what has these names."""
+        inside = self.module
+        names = (*inside._modules, *inside._parameters, *inside._buffers)
+        return dict.fromkeys(names, "module")
+
+
+def _name_as_held(_wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """A module around it loads, each child by the name under which it is held."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)

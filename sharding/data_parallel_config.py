@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -100,31 +100,26 @@ class DistributedDataParallelConfig:
     def unit_sizes(self, world_size: int) -> UnitSizes:
         """Where a model is cut, over so many ranks."""
         whole = BUS_NUMEL if self.pad_buckets_for_high_nccl_busbw else 1
-        return UnitSizes(reverse_buckets=self._buckets(world_size), whole_numel=whole)
-
-    def _buckets(self, world_size: int) -> ReverseBuckets:
+        size, overlaps = self.bucket_size, self.overlap_grad_reduce or self.overlap_param_gather
+        if size is None and overlaps and self.num_buckets is None:
+            size = max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_A_RANK * world_size)
+        buckets = ReverseBuckets(size, count=self.num_buckets)
         if self.bucket_mib is not None:
-            return ReverseBuckets(math.ceil(self.bucket_mib * 2**20), counts_bytes=True)
-        if self.num_buckets is not None:
-            return ReverseBuckets(None, count=self.num_buckets)
-        if self.bucket_size is None and not (self.overlap_grad_reduce or self.overlap_param_gather):
-            return ReverseBuckets(None)  # nothing would start earlier
-        default = max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_A_RANK * world_size)
-        return ReverseBuckets(self.bucket_size or default)
+            buckets = ReverseBuckets(math.ceil(self.bucket_mib * 2**20), counts_bytes=True)
+        return UnitSizes(reverse_buckets=buckets, whole_numel=whole)
 
 
 _SIZES = ("bucket_size", "bucket_mib", "num_buckets")
+_PATTERNS = "param_name_patterns_for_fp32_local_accumulation"
+_OPTIMIZER, _INSTANCES = "use_distributed_optimizer", "num_distributed_optimizer_instances"
 _NEEDS = (
-    ("overlap_param_gather", "use_distributed_optimizer", "else no parameter is gathered"),
+    ("overlap_param_gather", _OPTIMIZER, "else no parameter is gathered"),
     ("align_param_gather", "overlap_param_gather", "else there is no gather to align"),
+    (_INSTANCES, _OPTIMIZER, "else every rank has a whole optimizer"),
 )
 _EXCLUDES = (
     ("average_in_collective", "calculate_per_token_loss", "gradients are means or sums"),
-    (
-        "grad_reduce_in_fp32",
-        "param_name_patterns_for_fp32_local_accumulation",
-        "with the first all are added up and sent in FP32",
-    ),
+    ("grad_reduce_in_fp32", _PATTERNS, "with the first all are added up and sent in FP32"),
     ("grad_reduce_in_fp32", "grad_wire", "each says how gradients travel"),
 )
 
@@ -132,21 +127,15 @@ _EXCLUDES = (
 def _problems(config: DistributedDataParallelConfig) -> Iterator[str]:
     checked, problems = checked_fields(config, DistributedDataParallelConfig)
     yield from problems
-    given = [name for name in _SIZES if getattr(config, name) is not None]
-    if len(given) > 1:
-        yield f"expected at most one of {', '.join(given)}, which all size buckets; keep one"
+    given = {f.name for f in fields(config) if getattr(checked, f.name) != f.default}
+    if len(sizes := [name for name in _SIZES if getattr(config, name) is not None]) > 1:
+        yield f"expected at most one of {', '.join(sizes)}, which all size buckets; keep one"
     for name, needed, reason in _NEEDS:
-        if getattr(checked, name) and not getattr(checked, needed):
+        if name in given and needed not in given:
             yield f"{name} needs {needed}=True, {reason}: set that too, or leave {name} out"
     for one, other, reason in _EXCLUDES:
-        if getattr(checked, one) and getattr(checked, other):
+        if one in given and other in given:
             yield f"{one} and {other} exclude each other, as {reason}: leave one of them out"
-    instances = checked.num_distributed_optimizer_instances
-    if instances > 1 and not checked.use_distributed_optimizer:
-        yield (
-            f"num_distributed_optimizer_instances={instances} needs use_distributed_optimizer=True"
-            ", else every rank has a whole optimizer: set that too, or leave it at 1"
-        )
     for check, name in ((resolve_grad_wire, "grad_wire"), (require_param_wire, "param_wire")):
         try:
             check(name, getattr(config, name))

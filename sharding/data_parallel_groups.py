@@ -146,7 +146,9 @@ def data_parallel_groups(
     device = device_of(bases[0], mesh, devices)
     ranks = tuple(axes.coordinates)
     group = group_over(ranks, bases)
-    axes = _agree(axes, ranks_per_node, group, device, told)
+    if len(bases) == 1 and bases[0] is not dist.group.WORLD:
+        told += ", in a group of its own"
+    axes = _agree(axes, ranks_per_node, _meeting_of(ranks, group), device, told)
     split = len(axes.names) - len(bases)
     made = []
     for number, name in enumerate(axes.names):
@@ -223,6 +225,16 @@ def group_over(ranks: tuple[int, ...], bases: tuple[dist.ProcessGroup, ...]) -> 
     return communicator("all", ranks, first)
 
 
+def _meeting_of(ranks: tuple[int, ...], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The job's group in place of `group`, over the same `ranks`: those that were passed no group
+    are there, and all find at once that others were.
+    """
+    job = dist.group.WORLD
+    assert job is not None
+    is_alike = dist.get_backend(job) == dist.get_backend(group)
+    return job if is_alike and tuple(dist.get_process_group_ranks(job)) == ranks else group
+
+
 def _agree(
     axes: MeshAxes,
     ranks_per_node: int | None,
@@ -241,7 +253,7 @@ def _agree(
     require_alike(
         {rank: [theirs] for rank, (theirs, *_) in told.items()},
         "device_mesh: expected the same dimensions",
-        "make one mesh on all ranks and name the same dimensions",
+        "make one mesh, or process_groups, on all ranks and name the same dimensions",
     )
     asked = {rank: count for rank, (_, count, _) in told.items()}
     nodes = {rank: node for rank, (*_, node) in told.items()}

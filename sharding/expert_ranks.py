@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .arguments import kind_of
+from .arguments import require_kind
 from .collectives import Channel, Collectives
 from .data_parallel_groups import DataParallelGroups, data_parallel_groups
 from .messages import listed
@@ -119,11 +119,7 @@ def model_ranks(
     dense = Collectives(groups)
     if expert_mesh is None:
         return ModelRanks(dense, dense)
-    if not isinstance(expert_mesh, DeviceMesh):
-        raise TypeError(
-            f"expt_device_mesh: expected a DeviceMesh, got {kind_of(expert_mesh)}; make one over "
-            "the ranks that hold the same experts, or leave it out"
-        )
+    require_kind("expt_device_mesh", expert_mesh, DeviceMesh)
     try:
         groups = data_parallel_groups(
             expert_mesh,

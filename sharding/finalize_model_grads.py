@@ -13,7 +13,6 @@ No step reads a value of a gradient on the host.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .arguments import kind_of, require_number
+from .arguments import kind_of, require_count, require_number
 from .data_parallel_base import DataParallelBase
 from .errors import communicating
 from .process_groups import ProcessGroupCollection, require_groups
@@ -32,6 +31,8 @@ from .replicated_grads import (
     require_same,
     sum_gradients,
 )
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def finalize_model_grads(
@@ -57,10 +58,10 @@ def finalize_model_grads(
     when the group's time limit ends.
 
     Raises:
-        TypeError: the model is no `DataParallelBase`, num_tokens no integer, process_groups none.
-        ValueError: no chunks; several counts or a negative one; a count for gradients that are
-            means; a negative rate; ranks of a group that share other parameters or, such as stages
-            that cut a tied embedding differently, other parts.
+        TypeError: the model is no `DataParallelBase`, num_tokens no number, process_groups none.
+        ValueError: no chunks; several counts, a negative one or a fraction; one for gradients that
+            are means; a negative rate; ranks of a group that share other parameters or, such as
+            stages that cut a tied embedding differently, other parts.
         AttributeError: a group that is needed is unset.
         RuntimeError: gradients were accumulated under `no_sync` and not exchanged.
         CommunicationError: a rank is gone.
@@ -72,11 +73,13 @@ def finalize_model_grads(
     expected = "a number of at least 0"
     require_number("expert_bias_update_rate", expert_bias_update_rate, expected, lambda x: x >= 0)
     replicas = find_replicas(chunks, process_groups)
-    routers = _routers_of(chunks)
-    across = _group(process_groups, "tp_dp_cp") if routers else None
-    count = None if num_tokens is None else _count(num_tokens, chunks)
-    pipeline = _group(process_groups, "pp") if count is not None else None
-    data_parallel = _group(process_groups, "dp_cp") if count is not None else None
+    modules = [module for chunk in chunks for module in chunk.module.modules()]
+    routers = [*filter(_is_router, modules)]
+    across = group_with_others(process_groups, "tp_dp_cp") if routers else None
+    if num_tokens is not None:
+        count = _count(num_tokens, chunks)
+        pipeline = group_with_others(process_groups, "pp")
+        data_parallel = group_with_others(process_groups, "dp_cp")
 
     for chunk in chunks:
         chunk.finish_grad_sync()
@@ -86,41 +89,33 @@ def finalize_model_grads(
         sum_gradients(one)
     if routers:
         update_expert_bias(routers, across, expert_bias_update_rate)
-    reset_temporaries(chunks)
-    if count is not None:
+    for module in modules:
+        if callable(reset := getattr(module, "reset_global_aux_loss_tracker", None)):
+            reset()
+    if num_tokens is not None:
         scale_by_tokens(chunks, count, pipeline, data_parallel)
 
 
 def _chunks_of(model: object) -> list[DataParallelBase]:
     chunks: list[Any] = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
-    if not chunks:
-        raise ValueError("model: expected at least one chunk, got none; pass what this rank holds")
-    for chunk in chunks:
-        if not isinstance(chunk, DataParallelBase):
-            raise TypeError(
-                f"model: expected a DataParallelBase or a list of them, got {kind_of(chunk)}; wrap "
-                "the module in DistributedDataParallel"
-            )
+    if not chunks or not all(isinstance(chunk, DataParallelBase) for chunk in chunks):
+        found = ", ".join(map(kind_of, chunks)) or "none"
+        raise (TypeError if chunks else ValueError)(
+            f"model: expected a DataParallelBase or a list of at least one, got {found}; wrap the "
+            "module in DistributedDataParallel"
+        )
     return chunks
 
 
-def _group(process_groups: ProcessGroupCollection | None, name: str) -> dist.ProcessGroup | None:
-    """That group if it has other ranks; without a collection, all ranks are data-parallel."""
-    if process_groups is not None:
-        return group_with_others(process_groups, name)
-    return dist.group.WORLD if "dp" in name and dist.is_initialized() else None
-
-
-def _routers_of(chunks: Sequence[DataParallelBase]) -> list[nn.Module]:
-    """Modules with an `expert_bias` and a count of tokens, of as many experts."""
+def _is_router(module: nn.Module) -> bool:
+    """Whether it has an `expert_bias` and a count of tokens, of as many experts."""
     marks = ("expert_bias", "local_tokens_per_expert")
-    modules = (module for chunk in chunks for module in chunk.module.modules())
-    return [one for one in modules if all(getattr(one, mark, None) is not None for mark in marks)]
+    return all(getattr(module, mark, None) is not None for mark in marks)
 
 
 @torch.no_grad()
 def update_expert_bias(
-    routers: Sequence[nn.Module], group: dist.ProcessGroup | None, rate: float
+    routers: Sequence[Any], group: dist.ProcessGroup | None, rate: float
 ) -> None:
     """expert_bias += rate * sign(average - tokens): for each router, with the tokens that each
     expert got on all ranks of `group` (None: this one alone), whose counts then begin at 0 again.
@@ -132,33 +127,19 @@ def update_expert_bias(
         ValueError: ranks hold other routers.
         CommunicationError: a rank is gone.
     """
-    counts = [_buffer(router, "local_tokens_per_expert") for router in routers]
+    counts = [router.local_tokens_per_expert for router in routers]
     # FP64 holds sums of counts as they are, in whatever order a backend adds them.
     tokens = torch.cat([count.to(torch.float64) for count in counts])
     if group is not None:
         what = "biases of experts"
-        told = [f"{count.numel()} experts" for count in counts]
+        told = [f"{len(count)} experts" for count in counts]
         require_same(told, what, group, fix="build the same routers on these ranks")
         with communicating(f"sum of tokens for {what}"):
             dist.all_reduce(tokens, group=group)
-    numels = [count.numel() for count in counts]
-    for router, count, total in zip(routers, counts, tokens.split(numels), strict=True):
-        bias = _buffer(router, "expert_bias")
-        bias.add_(torch.sign(total.mean() - total).to(bias.dtype), alpha=rate)
-        count.zero_()
-
-
-def _buffer(module: nn.Module, name: str) -> Tensor:
-    found: Tensor = getattr(module, name)
-    return found
-
-
-def reset_temporaries(chunks: Sequence[DataParallelBase]) -> None:
-    """Have modules forget what they keep for one step, where they have a method for it."""
-    for chunk in chunks:
-        for module in chunk.module.modules():
-            if callable(reset := getattr(module, "reset_global_aux_loss_tracker", None)):
-                reset()
+    for router, total in zip(routers, tokens.split([*map(len, counts)]), strict=True):
+        sign = torch.sign(total.mean() - total)
+        router.expert_bias.add_(sign.to(router.expert_bias.dtype), alpha=rate)
+        router.local_tokens_per_expert.zero_()
 
 
 def scale_by_tokens(
@@ -189,21 +170,15 @@ def _count(num_tokens: int | Tensor, chunks: Sequence[DataParallelBase]) -> Tens
     if any(chunk.averages_gradients for chunk in chunks):
         raise ValueError(
             "num_tokens: expected None for a model that averages gradients over the ranks, got "
-            f"{num_tokens!r}, by which they would be divided as well; make the "
-            "model with a config of calculate_per_token_loss=True, or leave it out"
+            f"{num_tokens!r}, by which they would be divided as well; make the model with a config "
+            "of calculate_per_token_loss=True, or leave it out"
+        )
+    if not isinstance(num_tokens, Tensor):
+        require_count("num_tokens", num_tokens, 0)
+    elif num_tokens.numel() != 1 or num_tokens.dtype not in _INTEGERS:
+        raise ValueError(
+            f"num_tokens: expected one whole number, got {num_tokens.dtype} of shape "
+            f"{tuple(num_tokens.shape)}; pass the sum of the counts"
         )
     device = next((param.device for param in chunks[0].parameters()), None)
-    is_number = isinstance(num_tokens, numbers.Integral | Tensor)
-    told = torch.as_tensor(num_tokens if is_number else 0.0)
-    if told.is_floating_point() or told.is_complex() or told.dtype == torch.bool:
-        raise TypeError(
-            f"num_tokens: expected an integer, got {num_tokens!r}; count tokens, and sum weighted "
-            "ones into the loss"
-        )
-    if told.numel() != 1:
-        raise ValueError(
-            f"num_tokens: expected one number, got shape {tuple(told.shape)}; pass their sum"
-        )
-    if not isinstance(num_tokens, Tensor) and num_tokens < 0:  # what is on a GPU nobody reads
-        raise ValueError(f"num_tokens: expected at least 0, got {num_tokens}; count tokens")
-    return told.detach().reshape(()).to(device, torch.int64, copy=True)
+    return torch.as_tensor(num_tokens).detach().reshape(()).to(device, torch.int64, copy=True)

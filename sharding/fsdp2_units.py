@@ -17,11 +17,8 @@ def units_in(module: nn.Module, given: Iterable[UnitClass] | None) -> list[nn.Mo
         ValueError: one has no forward.
     """
     declared = [kind for part in module.modules() for kind in getattr(part, "_fsdp_modules", ())]
-    classes = {
-        *resolve_unit_classes(given, module),
-        *resolve_unit_classes(declared, module),
-    }
-    found = [part for part in module.modules() if isinstance(part, tuple(classes))]
+    classes = (*resolve_unit_classes(given, module), *resolve_unit_classes(declared, module))
+    found = [part for part in module.modules() if isinstance(part, classes)]
     units = [part for part in reversed(found) if part is not module]
     for unit in units:
         require_forward(unit)
@@ -50,14 +47,10 @@ def require_apart(module: nn.Module, units: list[nn.Module]) -> None:
 
 def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
     """`unit` and what is in it, but for other units."""
-    seen = {unit}
-    left = [unit]
-    while left:
-        part = left.pop()
-        yield part
-        inside = {child for child in part.children() if child not in units} - seen
-        seen |= inside
-        left += inside
+    yield unit
+    for child in unit.children():
+        if child not in units:
+            yield from _own_parts(child, units)
 
 
 def require_shardable(module: nn.Module) -> None:

@@ -11,6 +11,7 @@ the same place.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +20,13 @@ from torch import Tensor
 
 from ..kernels.optim.norm_op import largest_magnitudes
 from ..kernels.optim.norm_reference import INFINITY_BITS
-from .errors import NonFiniteGradientError
 from .messages import listed
-from .optim.nonfinite import described
+from .optim.nonfinite import nonfinite_error
 from .runtime import Runtime
 from .unit import Unit
 
 _logger = logging.getLogger("sidestream")
+CHECKS = RAISES, WARNS = "check_for_nan_in_grad", "check_for_large_grads"
 LARGE = 10.0
 """How many times the largest magnitude before counts as large."""
 
@@ -46,12 +47,12 @@ class GradientChecks:
     """Called after each exchange of a runtime, on all ranks alike."""
 
     def __init__(
-        self, runtime: Runtime, *, nonfinite: bool, large: bool, is_late: bool | None = None
+        self, runtime: Runtime, wanted: Collection[str], *, is_late: bool | None = None
     ) -> None:
-        """nonfinite: raise for such gradients. large: warn of those. is_late: read what an exchange
-        brought after the next one (None: on a GPU).
+        """wanted: `RAISES` for gradients that are not finite, `WARNS` of large ones. is_late: read
+        what an exchange brought after the next one (None: on a GPU).
         """
-        self._raises, self._warns = nonfinite, large
+        self._wanted = wanted
         self._on_gpu = runtime.pool.device.type == "cuda"
         self._is_late = self._on_gpu if is_late is None else is_late
         self._names: list[str] = []
@@ -75,12 +76,8 @@ class GradientChecks:
             self._read(before, runtime)
 
     def _note(self, runtime: Runtime) -> _Noted:
-        own = torch.stack(
-            [
-                torch.cat([_own_magnitudes(unit) for unit in runtime.units]),
-                torch.cat([_magnitudes_of_sums(unit) for unit in runtime.units]),
-            ]
-        )
+        makers = (_own_magnitudes, _magnitudes_of_sums)
+        own = torch.stack([torch.cat([*map(make, runtime.units)]) for make in makers])
         found = own.clone()
         runtime.collectives.all_reduce(found, dist.ReduceOp.MAX, "check of the gradients")
         event = None
@@ -94,46 +91,28 @@ class GradientChecks:
     def _read(self, noted: _Noted, runtime: Runtime) -> None:
         if noted.event is not None:
             noted.event.synchronize()  # of an exchange ago
-        largest, bad = noted.found.amax(0), noted.found >= INFINITY_BITS
-        if self._raises and bad.any():
-            raise self._error(noted, bad.any(0).tolist(), runtime)
-        if self._warns:
+        largest, bad = noted.found.amax(0), (noted.found >= INFINITY_BITS).any(0)
+        if RAISES in self._wanted and bad.any():
+            own = self._names_where(noted.own[0] >= INFINITY_BITS)
+            summed = self._names_where(bad)
+            raise nonfinite_error(runtime, summed, own, "exchange", noted.number)
+        if WARNS in self._wanted:
             self._compare(noted.number, largest.view(torch.float32), runtime.collectives.rank)
 
-    def _error(self, noted: _Noted, is_bad: list[bool], runtime: Runtime) -> NonFiniteGradientError:
-        """What all ranks know about it (a collective)."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        mine = (noted.own[0] >= INFINITY_BITS).tolist()
-        told = runtime.collectives.gather_objects((rank, mine))
-        ranks = {
-            name: tuple(rank for rank, own in told if own[place])
-            for place, name in enumerate(self._names)
-            if is_bad[place]
-        }
-        return NonFiniteGradientError(
-            f"exchange {noted.number}: expected finite gradients, got NaN or infinity in "
-            f"{described(ranks)}",
-            ranks,
-            noted.number,
-        )
+    def _names_where(self, flags: Tensor) -> list[str]:
+        return [name for name, flag in zip(self._names, flags.tolist(), strict=True) if flag]
 
     def _compare(self, number: int, largest: Tensor, rank: int) -> None:
         is_large = (self._usual > 0) & largest.isfinite() & (largest > LARGE * self._usual)
         if rank == 0 and is_large.any():
             found = [
-                f"'{name}' ({float(now):.3g}, {float(usual):.3g} before)"
-                for name, now, usual, large in zip(
-                    self._names, largest, self._usual, is_large, strict=True
-                )
-                if large
+                f"'{self._names[at]}' ({largest[at]:.3g}, {self._usual[at]:.3g} before)"
+                for at in is_large.nonzero().flatten()
             ]
-            _logger.warning(
+            text = (
                 "exchange %d: gradients are more than %g times as large as ever before: %s; look "
-                "at the batch, or clip",
-                number,
-                LARGE,
-                listed(found),
             )
+            _logger.warning(text + "at the batch, or clip", number, LARGE, listed(found))
         self._usual = torch.maximum(self._usual, largest.nan_to_num(0, 0, 0))
 
 
@@ -149,6 +128,5 @@ def _magnitudes_of_sums(unit: Unit) -> Tensor:
     for index in layout.order:
         start, stop = layout.overlap(index, unit.owned_span)
         base = layout.segments[index].start - unit.main_span[0]
-        has_part = flat is not None and start < stop
-        parts.append([flat[base + start : base + stop]] if has_part else [])  # type: ignore[index]
+        parts.append([flat[base + start : base + stop]] if flat is not None else [])
     return largest_magnitudes(parts, unit.main.device)

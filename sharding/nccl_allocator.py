@@ -91,8 +91,25 @@ class NcclMemPool:
         block, self._block = self._block, None
         assert block is not None, "entered"
         block.__exit__(*raised)
-        if raised[0] is None:
-            self._register()
+        if raised[0] is not None:
+            return
+        options = {"symm": True} if self._symm else {}
+        try:
+            for backend in self._backends:
+                # First: torch notes a pool before it registers what is in it.
+                self._registrations.callback(backend.deregister_mem_pool, self.pool)
+                backend.register_mem_pool(self.pool, **options)
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):
+                self.close()
+            if not isinstance(error, (RuntimeError, TypeError)):
+                raise
+            raise RuntimeError(
+                f"nccl_mem_pool: expected NCCL to register the pool with {type(backend).__name__}, "
+                f"got {type(error).__name__} ({error}); pass device_id to init_process_group, so "
+                "that the communicator is there by now, and symm=False where torch or NCCL (2.27) "
+                "knows no windows. Nothing is registered"
+            ) from error
 
     def close(self) -> None:
         """End all registrations, the latest first; tensors stay. Once more does nothing.
@@ -101,29 +118,6 @@ class NcclMemPool:
             RuntimeError: NCCL's, of a group that refused, after all were asked.
         """
         self._registrations.close()
-
-    def _register(self) -> None:
-        options = {"symm": True} if self._symm else {}
-        for backend in self._backends:
-            # First: torch notes a pool before it registers what is in it.
-            self._registrations.callback(backend.deregister_mem_pool, self.pool)
-            try:
-                backend.register_mem_pool(self.pool, **options)
-            except BaseException as error:
-                with contextlib.suppress(RuntimeError):
-                    self.close()
-                if not isinstance(error, (RuntimeError, TypeError)):
-                    raise
-                raise RuntimeError(_refusal(backend, self._symm, error)) from error
-
-
-def _refusal(backend: Any, symm: bool, error: Exception) -> str:
-    fixes = ["pass device_id to init_process_group, so that the communicator is there by now"]
-    fixes += ["pass symm=False where torch or NCCL (2.27) knows no windows"] * symm
-    return (
-        f"nccl_mem_pool: expected NCCL to register the pool with {type(backend).__name__}, got "
-        f"{type(error).__name__} ({error}); {', or '.join(fixes)}. Nothing is registered"
-    )
 
 
 def _nccl_of(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.aliasing import PLAIN_TYPES, check_apart
-from ..kernels.checks import SOURCE_DTYPES, check_contiguous, check_device, check_dtype
+from ..kernels.checks import SOURCE_DTYPES, check_contiguous, check_device, check_dtype, check_like
 from .arguments import kind_of, require_flag, require_member
 from .collectives import Channel, Pending, Traffic
 from .data_parallel_groups import Axis
@@ -34,8 +34,7 @@ class ReduceScatterWork:
         self, name: str, tensors: Sequence[Tensor], channel: Channel, scale: float
     ) -> None:
         """tensors: the output and the input, and memory for what arrives, if there is some."""
-        flat: list[Tensor | None] = [tensor.detach().view(-1) for tensor in tensors]
-        self._output, self._sent, self._received, *_ = [*flat, None]
+        self._held: list[Tensor] = [tensor.detach().view(-1) for tensor in tensors]
         self._name, self._channel, self._scale = name, channel, scale
         self._wire = PlainWire(tensors[1].dtype)
 
@@ -47,21 +46,20 @@ class ReduceScatterWork:
             CommunicationError: the exchange failed, for example because a rank died.
         """
         self.event.wait()
-        self._output = self._sent = self._received = None
+        self._held = []
 
     def exchange(self) -> Sequence[Pending]:
         """The first stage: start to bring what the ranks have for us."""
-        assert self._output is not None and self._sent is not None
-        numel = self._channel.received_parts * self._output.numel()
-        if self._received is None:  # allocated where the lane runs, which owns it
-            self._received = self._sent.new_empty(numel)
-        self._received = self._received[:numel]
-        return self._wire.exchange(self._channel, self._received, self._sent, self._name)
+        output, sent, *scratch = self._held
+        numel = self._channel.received_parts * output.numel()
+        # Without scratch allocated where the lane runs, which owns it.
+        received = (scratch[0] if scratch else sent.new_empty(numel))[:numel]
+        self._held = [output, sent, received]
+        return self._wire.exchange(self._channel, received, sent, self._name)
 
     def sum(self) -> Sequence[Pending]:
         """The second stage: add it up."""
-        output, sent, received = self._output, self._sent, self._received
-        assert output is not None and sent is not None and received is not None
+        output, sent, received = self._held
         table = received.view(-1, output.numel())
         rows = self._wire.rows(self._channel, table.unbind(), sent)
         whole = table if len(rows) == len(table) else None
@@ -139,9 +137,7 @@ def _scale_of(op: dist.ReduceOp.RedOpType, world_size: int) -> float:
 
 def _checked(output: Tensor, sent: Tensor, scratch: Tensor | None) -> list[Tensor]:
     """Those that there are, if they fit."""
-    named = {"output": output, "input": sent}
-    if scratch is not None:
-        named["scratch"] = scratch
+    named = {"output": output, "input": sent, **({} if scratch is None else {"scratch": scratch})}
     for name, tensor in named.items():
         check_dtype(name, tensor, SOURCE_DTYPES)
         if type(tensor) not in PLAIN_TYPES:
@@ -150,19 +146,12 @@ def _checked(output: Tensor, sent: Tensor, scratch: Tensor | None) -> list[Tenso
             )
         check_contiguous(name, tensor)
         check_device(name, tensor, output.device)
-    if output.dtype not in (sent.dtype, torch.float32):
-        raise ValueError(
-            f"output: expected {sent.dtype}, as input has, or torch.float32, got {output.dtype}; "
-            "round the sum to others afterwards"
-        )
+    check_dtype("output", output, (sent.dtype, torch.float32))
     if scratch is not None:
-        if (scratch.numel(), scratch.dtype) != (sent.numel(), sent.dtype):
-            raise ValueError(
-                f"scratch: expected {sent.numel()} elements of {sent.dtype}, as input has, got "
-                f"{scratch.numel()} of {scratch.dtype}; pass memory like the input"
-            )
-        check_apart({"scratch": scratch}, {"input": sent, "output": output})
-    return list(named.values())
+        flat = scratch.view(-1)
+        check_like("scratch", flat, (sent.numel(),), sent.dtype, output.device)
+        check_apart({"scratch": flat}, {"input": sent, "output": output})
+    return [*named.values()]
 
 
 def _check_sizes(output: Tensor, sent: Tensor, world_size: int) -> None:

@@ -16,21 +16,20 @@ gather. Of a sharded parameter that is this rank's part, since the sum is elemen
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buffers.layout import round_up
-from ..kernels import pack_, unpack_
 from ..kernels.checks import SOURCE_DTYPES, check_dtype
 from .collectives import start_all_gather
 from .communicators import gather_objects, host_group, require_alike
-from .data_parallel_base import DataParallelBase
+from .data_parallel_base import DataParallelBase, own_part
 from .errors import communicating
 from .process_groups import ProcessGroupCollection
 from .reduce_scatter import reduce_scatter_with_fp32_accumulation
@@ -41,53 +40,42 @@ Copies = tuple[tuple[str, nn.Parameter], ...]
 """One parameter of this rank, with its name, or what its chunks hold of one."""
 
 
-def _is_marked(mark: str) -> Callable[[str, nn.Parameter], bool]:
-    return lambda _, param: bool(getattr(param, mark, False))
-
-
-_is_averaged = _is_marked("average_gradients_across_tp_domain")
-
-
-def _is_summed_over_tp(name: str, param: nn.Parameter) -> bool:
-    # Heads are divided among the ranks: each has its own heads' part of the norms' gradients.
-    is_norm = not {"q_layernorm", "k_layernorm"}.isdisjoint(name.split("."))
-    is_partial = is_norm or _is_marked("sequence_parallel")(name, param)
-    return is_partial and not _is_averaged(name, param)
-
-
-def _is_position_embedding(name: str, param: nn.Parameter) -> bool:
-    return "position_embeddings" in name.split(".")
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`group`: its name in the collection. `includes`: whether a parameter of that name is one.
-    `is_in_all_chunks`: chunks hold copies of one, told by name. `is_named_alike`: it has one name
-    on all ranks. `is_optional`: without the group no other rank holds one.
+    """`group`: its name in the collection. `is_in_all_chunks`: chunks hold copies of one, told by
+    name. `is_named_alike`: it has one name on all ranks. `is_optional`: without the group no other
+    rank holds one.
     """
 
     what: str
     group: str
-    includes: Callable[[str, nn.Parameter], bool]
+    mark: str = ""
+    modules: tuple[str, ...] = ()
+    unless: str = ""
     op: dist.ReduceOp.RedOpType = SUM
     is_in_all_chunks: bool = False
     is_named_alike: bool = True
     is_optional: bool = False
 
+    def includes(self, name: str, param: nn.Parameter) -> bool:
+        """Whether a parameter of that name is one: it has the `mark`, or is in a module called as
+        one of `modules`, and does not have the mark `unless`.
+        """
+        is_in_one = not {*self.modules}.isdisjoint(name.split("."))
+        is_one = is_in_one or getattr(param, self.mark, False)
+        return bool(is_one) and not getattr(param, self.unless, False)
 
+
+_AVERAGED = "average_gradients_across_tp_domain"
+# Heads are divided among the ranks: each has its own heads' part of the norms' gradients.
+_NORMS, _POSITIONS = ("q_layernorm", "k_layernorm"), ("position_embeddings",)
 KINDS = (
-    Kind("conditional embedders", "pp", _is_marked("pipeline_parallel"), is_in_all_chunks=True),
-    Kind("elastic routers", "pp", _is_marked("flextron_router_pp_sync"), is_in_all_chunks=True),
-    Kind("sequence-parallel parameters", "tp", _is_summed_over_tp),
-    Kind("parameters averaged over tensor parallelism", "tp", _is_averaged, AVG),
-    Kind("tied word embeddings", "embd", _is_marked("shared_embedding"), is_named_alike=False),
-    Kind(
-        "position embeddings",
-        "pos_embd",
-        _is_position_embedding,
-        is_named_alike=False,
-        is_optional=True,
-    ),
+    Kind("conditional embedders", "pp", "pipeline_parallel", is_in_all_chunks=True),
+    Kind("elastic routers", "pp", "flextron_router_pp_sync", is_in_all_chunks=True),
+    Kind("sequence-parallel parameters", "tp", "sequence_parallel", _NORMS, _AVERAGED),
+    Kind("parameters averaged over tensor parallelism", "tp", _AVERAGED, op=AVG),
+    Kind("tied word embeddings", "embd", "shared_embedding", is_named_alike=False),
+    Kind("position embeddings", "pos_embd", "", _POSITIONS, is_named_alike=False, is_optional=True),
 )
 """In the order in which they are summed."""
 
@@ -100,55 +88,48 @@ class Replicas:
     group: dist.ProcessGroup
     params: tuple[Copies, ...]
 
-    @property
-    def what(self) -> str:
-        """For errors and traces."""
-        return f"sum of the gradients of {self.kind.what}"
-
 
 def find_replicas(
     chunks: Sequence[DataParallelBase], process_groups: ProcessGroupCollection | None
 ) -> list[Replicas]:
-    """The trainable ones of `chunks`, kind by kind, where a group has other ranks; None: there are
-    none but data-parallel ones.
+    """The trainable ones of `chunks`, kind by kind, where a group has other ranks.
 
     Raises:
         AttributeError: a group that is needed is unset.
     """
-    found: dict[str, dict[object, list[tuple[str, nn.Parameter]]]] = {}
-    for number, chunk in enumerate(chunks):
-        # The chunk's own, which are those that have the gradients.
-        for full, param in chunk.named_parameters():
-            name = full.removeprefix("module.")
-            for kind in KINDS if param.requires_grad else ():
-                if kind.includes(name, param):
-                    key = name if kind.is_in_all_chunks else (number, name)
-                    found.setdefault(kind.what, {}).setdefault(key, []).append((name, param))
+    # The chunks' own, which are those that have the gradients.
+    trained = [
+        (number, *named)
+        for number, chunk in enumerate(chunks)
+        for named in chunk.named_parameters()
+        if named[1].requires_grad
+    ]
     replicas = []
     for kind in KINDS:
-        if kind.what in found and (group := _group_of(kind, process_groups)) is not None:
-            replicas.append(Replicas(kind, group, tuple(map(tuple, found[kind.what].values()))))
+        found: dict[object, list[tuple[str, nn.Parameter]]] = {}
+        for number, name, param in trained:
+            if kind.includes(name, param):
+                key = name if kind.is_in_all_chunks else (number, name)
+                found.setdefault(key, []).append((name, param))
+        if found and (group := group_with_others(process_groups, kind.group, kind.is_optional)):
+            replicas.append(Replicas(kind, group, tuple(map(tuple, found.values()))))
     return replicas
 
 
-def _group_of(
-    kind: Kind, process_groups: ProcessGroupCollection | None
-) -> dist.ProcessGroup | None:
-    if process_groups is None or (kind.is_optional and process_groups.get(kind.group) is None):
-        return None
-    return group_with_others(process_groups, kind.group)
-
-
 def group_with_others(
-    process_groups: ProcessGroupCollection, name: str
+    process_groups: ProcessGroupCollection | None, name: str, is_optional: bool = False
 ) -> dist.ProcessGroup | None:
-    """That group, None if this rank is alone in it.
+    """That group, None if this rank is alone in it, or it is unset and optional. Without a
+    collection all ranks are data-parallel, and nothing else.
 
     Raises:
         AttributeError: it is unset.
     """
-    group: dist.ProcessGroup = getattr(process_groups, name)
-    return group if dist.get_world_size(group) > 1 else None
+    if process_groups is None:
+        group = dist.group.WORLD if "dp" in name and dist.is_initialized() else None
+    else:
+        group = process_groups.get(name) if is_optional else getattr(process_groups, name)
+    return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
 _FIX = (
@@ -167,8 +148,8 @@ def agree_on(replicas: Replicas) -> None:
         CommunicationError: a rank is gone.
     """
     for name, param in itertools.chain(*replicas.params):
-        if (part := _part_of(param.grad)) is not None:
-            check_dtype(f"gradient of '{name}'", part, SOURCE_DTYPES)
+        if param.grad is not None:
+            check_dtype(f"gradient of '{name}'", own_part(param.grad), SOURCE_DTYPES)
     kind = replicas.kind
     layouts = [_layout_of(*copies[0], named=kind.is_named_alike) for copies in replicas.params]
     require_same(layouts, kind.what, replicas.group, fix=_FIX)
@@ -181,17 +162,16 @@ def require_same(told: Sequence[str], what: str, group: dist.ProcessGroup, *, fi
         ValueError: they do not; on all ranks.
         CommunicationError: a rank is gone.
     """
+    hosts, where = host_group(group), f"comparison of {what}"
     number = int.from_bytes(hashlib.sha256("\n".join(told).encode()).digest()[:7], "big")
-    extremes = torch.tensor([number, -number], dtype=torch.int64)
-    hosts = host_group(group)
-    with communicating(f"comparison of {what}"):
+    extremes = torch.tensor([number, -number])
+    with communicating(where):
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=hosts)
-    if extremes[0] == -extremes[1]:
-        return
-    everyone = gather_objects(list(told), hosts, torch.device("cpu"), f"comparison of {what}")
-    ranks = dist.get_process_group_ranks(group)
-    expected = f"{what}: expected the same ones, and of each the same elements,"
-    require_alike(dict(zip(ranks, everyone, strict=True)), expected, fix)
+    if extremes[0] != -extremes[1]:
+        everyone = gather_objects(list(told), hosts, torch.device("cpu"), where)
+        ranks = dist.get_process_group_ranks(group)
+        expected = f"{what}: expected the same ones, and of each the same elements,"
+        require_alike(dict(zip(ranks, everyone, strict=True)), expected, fix)
 
 
 def _layout_of(name: str, param: nn.Parameter, *, named: bool) -> str:
@@ -207,20 +187,6 @@ def _layout_of(name: str, param: nn.Parameter, *, named: bool) -> str:
     return text if placements is None else f"{text}, placed {placements} by a mesh"
 
 
-def _part_of(grad: Tensor | None) -> Tensor | None:
-    """This rank's elements of a gradient: a view.
-
-    Raises:
-        RuntimeError: it waits for its exchange.
-    """
-    if isinstance(grad, ShardedTensor):
-        grad.require_exchanged()
-        return grad.local
-    to_local = getattr(grad, "to_local", None)  # of a DTensor
-    local: Tensor | None = grad if to_local is None else to_local()
-    return None if local is None else local.detach()
-
-
 def sum_gradients(replicas: Replicas) -> None:
     """Give all ranks of the group, and all copies on them, the sum or the average of all, of which
     an absent one counts as zeros, as in the exchange of a unit (a collective).
@@ -229,34 +195,25 @@ def sum_gradients(replicas: Replicas) -> None:
         CommunicationError: a rank is gone.
     """
     grads = [[_gradient(param) for _, param in copies] for copies in replicas.params]
-    starts = list(itertools.accumulate((copies[0].numel() for copies in grads), initial=0))
+    totals = [
+        functools.reduce(torch.add, (grad.float().reshape(-1) for grad in copies))
+        for copies in grads
+    ]
     group, world_size = replicas.group, dist.get_world_size(replicas.group)
-    if not starts[-1]:
+    numels = [*map(len, totals)]
+    if not (numel := sum(numels)):
         return
-    numel = round_up(starts[-1], world_size)
-    flat = grads[0][0].new_zeros(numel, dtype=torch.float32)
-    for number, (tensors, offsets) in enumerate(_by_copy(grads, starts)):
-        pack_(flat, tensors, offsets, accumulate=number > 0)
+    flat = torch.cat([*totals, totals[0].new_zeros(-numel % world_size)])
     own = flat.chunk(world_size)[dist.get_rank(group)]
-    reduce_scatter_with_fp32_accumulation(own, flat, replicas.kind.op, group, name=replicas.what)
-    start_all_gather(group, flat, own, replicas.what).wait()
-    for tensors, offsets in _by_copy(grads, starts):
-        unpack_(tensors, flat, offsets)
+    what = f"sum of the gradients of {replicas.kind.what}"
+    reduce_scatter_with_fp32_accumulation(own, flat, replicas.kind.op, group, name=what)
+    start_all_gather(group, flat, own, what).wait()
+    summed = zip(grads, flat[:numel].split(numels), strict=True)
+    pairs = [(grad, total.view_as(grad)) for copies, total in summed for grad in copies]
+    torch._foreach_copy_([grad for grad, _ in pairs], [total for _, total in pairs])
 
 
 def _gradient(param: nn.Parameter) -> Tensor:
     if param.grad is None:
         param.grad = torch.zeros_like(param, requires_grad=False)
-    part = _part_of(param.grad)
-    assert part is not None
-    return part
-
-
-def _by_copy(
-    grads: Sequence[Sequence[Tensor]], starts: Sequence[int]
-) -> Iterator[tuple[list[Tensor], list[int]]]:
-    """The first of each, then the second of those that have one, and so on, and where they lie."""
-    for number in range(max(map(len, grads))):
-        placed = zip(grads, starts[:-1], strict=True)
-        some = [(copies[number], start) for copies, start in placed if number < len(copies)]
-        yield [tensor for tensor, _ in some], [start for _, start in some]
+    return own_part(param.grad)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 
 from torch import nn
 
-from .arguments import require_flag, require_number
+from .arguments import require_count, require_flag, require_number
 from .modules.init_stages import Initialiser, require_initialiser
 from .placements import Held, Strategy, resolve_outer, resolve_strategy
 from .precision import MixedPrecisionPolicy, require_policy
@@ -129,21 +128,21 @@ def _bytes(name: str, mib: float | None) -> int | None:
 def resolve_config(
     strategy: int | str,
     policy: MixedPrecisionPolicy | None,
-    classes: tuple[type[nn.Module], ...],
+    classes: tuple[type[nn.Module], ...] = (),
     *,
     outer_dim: str | None,
-    outer_strategy: str,
-    reduce: str,
-    symmetric_memory: str,
+    outer_strategy: str = "no_shard",
+    reduce: str = "exact",
+    symmetric_memory: str = "off",
     gradient_divide_factor: float | None,
     overlap_grad_reduce: bool | str,
     overlap_param_gather: bool,
-    reshard_after_forward: bool | None,
-    bucket_mib: float | None,
-    split_root_mib: float | None,
-    prefetch: int,
-    ranks_may_differ: bool,
-    initialiser: Initialiser,
+    reshard_after_forward: bool | None = None,
+    bucket_mib: float | None = None,
+    split_root_mib: float | None = None,
+    prefetch: int = 1,
+    ranks_may_differ: bool = False,
+    initialiser: Initialiser = False,
 ) -> ShardConfig:
     """Resolve the options of `fully_shard`; raises what that says about them."""
     if policy is not None:
@@ -160,10 +159,7 @@ def resolve_config(
             "gradient_divide_factor", gradient_divide_factor, expected, lambda n: 0 < n < math.inf
         )
     level = resolve_strategy(strategy)
-    expected = "a whole number of at least 0"
-    require_number(
-        "prefetch", prefetch, expected, lambda n: n >= 0 and isinstance(n, numbers.Integral)
-    )
+    require_count("prefetch", prefetch, 0)
     require_initialiser(initialiser)
     _require_symmetric_memory(symmetric_memory, reduce)
     return ShardConfig(

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from .arguments import kind_of, require_flag, require_forward
+from .arguments import require_flag, require_forward, require_kind
 from .bits import once_in_memory
 from .build import refuse_assignment
-from .collectives import Pending
-from .data_parallel_base import DataParallelBase, config_or_default, one_factor
-from .data_parallel_groups import device_of, held_device_type
+from .data_parallel_base import DataParallelBase, own_part
+from .data_parallel_groups import held_device_type
+from .errors import communicating
 from .fsdp2_units import require_apart, require_shardable, units_in
 from .fully_shard import is_sharded
 from .messages import listed
@@ -94,54 +94,46 @@ class TorchFullyShardedDataParallel(DataParallelBase):
                 "module: expected plain parameters, got some that are sharded already; pass the "
                 "model as it was before fully_shard"
             )
-        self.config = config_or_default(config, TorchFullyShardedDataParallelConfig)
-        _require_kinds(self.config.mp_policy, mesh)
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        self.config = config = TorchFullyShardedDataParallelConfig() if config is None else config
+        require_kind("config", config, TorchFullyShardedDataParallelConfig)
+        policy = MixedPrecisionPolicy() if config.mp_policy is None else config.mp_policy
+        require_kind("mp_policy", policy, MixedPrecisionPolicy)
+        self._mesh = _mesh_of(process_groups, mesh, held_device_type(module))
         require_shardable(module)
         units = units_in(module, fsdp_unit_modules)
         require_apart(module, units)
-        self._mesh = _mesh_of(process_groups, mesh, held_device_type(module))
         self._syncs = True
+        self.averages_gradients = not config.calculate_per_token_loss
         self.broadcast_params()
-        attributes = {name: dict(vars(param)) for name, param in module.named_parameters()}
         for part in (*units, module):
-            self._shard(part)
-        self._choose_sums()
-        for name, kept in attributes.items():
-            vars(module.get_parameter(name)).update(kept)
-        for part in (*units, module):
-            _keep_attributes(part)
-        for part in module.modules():
-            part.register_load_state_dict_pre_hook(refuse_assignment)
-            part.register_load_state_dict_pre_hook(_take_own_parts)
-
-    def _shard(self, part: nn.Module) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        fully_shard(
-            part,
-            mesh=self._mesh,
-            reshard_after_forward=self.config.reshard_after_forward,
-            mp_policy=self.config.mp_policy or MixedPrecisionPolicy(),
-        )
-
-    def _choose_sums(self) -> None:
-        self.averages_gradients = not self.config.calculate_per_token_loss
-        for part in self._sharded_modules() if not self.averages_gradients else ():
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+            _shard(
+                part,
+                mesh=self._mesh,
+                reshard_after_forward=config.reshard_after_forward,
+                mp_policy=policy,
+            )
+        for sharded in self._sharded_modules() if config.calculate_per_token_loss else ():
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+        for inner in module.modules():
+            inner.register_load_state_dict_pre_hook(refuse_assignment)
+            inner.register_load_state_dict_pre_hook(_take_own_parts)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside add to this rank's own, whole gradients; the next one outside exchanges
         the sum.
         """
+        root: Any = self.module
         before, self._syncs = self._syncs, False
-        self._root.set_requires_gradient_sync(False)
+        root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             self._syncs = before
-            self._root.set_requires_gradient_sync(before)
+            root.set_requires_gradient_sync(before)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -149,7 +141,8 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         """Those that an optimizer takes, sharded: a forward without gradients may have left
         gathered ones in their place. `parameters()` gives them too.
         """
-        self._params_at_rest()
+        for part in self._sharded_modules():
+            part.reshard()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def finish_grad_sync(self) -> None:
@@ -160,7 +153,6 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         """
         self._require_exchanged("finish_grad_sync")
 
-    @torch.no_grad()
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor`, a number or a tensor of one element.
 
@@ -168,18 +160,14 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             RuntimeError: some gradients wait for their exchange under `no_sync`.
             TypeError, ValueError: another factor.
         """
-        factor = one_factor(factor)
         self._require_exchanged("scale_gradients")
-        for param in self._params_at_rest():
-            if param.grad is not None:
-                _local(param.grad).mul_(factor)
+        super().scale_gradients(factor)
 
     def zero_grad_buffer(self) -> None:
         """Clear all gradients, also those that were only added under `no_sync`, which
         `optimizer.zero_grad()` leaves there.
         """
-        for param in self._params_at_rest():
-            param.grad = None
+        super().zero_grad_buffer()
         for _, state in self._unexchanged():
             state.unsharded_accumulated_grad = None
             state.unsharded_param.grad = None
@@ -192,36 +180,24 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         Raises:
             CommunicationError: a rank is gone.
         """
-        kind = self._mesh.device_type
-        tensors: list[Any] = [*self._params_at_rest(), *self.module.buffers()]
+        tensors: list[Any] = [*self.parameters(), *self.module.buffers()]
         for tensor in tensors:
             if tensor.is_meta:
                 continue
-            once = once_in_memory(_local(tensor))
+            once = once_in_memory(own_part(tensor))
             # As bytes of memory in one piece: gloo refuses some dtypes.
-            staged = once.to(kind).contiguous().view(-1).view(torch.uint8).clone()
-            for axis in range(self._mesh.ndim):
+            staged = once.to(self._mesh.device_type).contiguous().view(-1).view(torch.uint8).clone()
+            for axis, group in enumerate(self._mesh.get_all_groups()):
                 if not is_dtensor(tensor) or tensor.placements[axis].is_replicate():
-                    group = self._mesh.get_group(axis)
-                    work = dist.broadcast(staged, group=group, group_src=0, async_op=True)
-                    Pending(work, "broadcast of the first rank's values", group).wait()
+                    with communicating("broadcast of the first rank's values"):
+                        dist.broadcast(staged, group=group, group_src=0)
             once.copy_(staged.view(once.dtype).view(once.shape))
-
-    @property
-    def _root(self) -> FSDPModule:
-        return self.module  # type: ignore[return-value]
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         """The units and the root; none before they are sharded."""
         from torch.distributed.fsdp import FSDPModule
 
         return (part for part in self.module.modules() if isinstance(part, FSDPModule))
-
-    def _params_at_rest(self) -> list[nn.Parameter]:
-        """The sharded parameters, which a forward without gradients does not leave everywhere."""
-        for part in self._sharded_modules():
-            part.reshard()
-        return [*self.module.parameters()]
 
     def _unexchanged(self) -> Iterator[tuple[str, Any]]:
         """What holds a whole gradient that no backward has exchanged, with its parameter's name."""
@@ -245,31 +221,6 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             )
 
 
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local
-
-
-def _require_kinds(policy: object, mesh: object) -> None:
-    """Refuse what is something else, or another package's of that name.
-
-    Raises:
-        TypeError: it is.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    for name, value, kind in (
-        ("mp_policy", policy, MixedPrecisionPolicy),
-        ("mesh", mesh, DeviceMesh),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(
-                f"{name}: expected a {kind.__name__} of {kind.__module__.partition('.')[0]}, got "
-                f"{kind_of(value)} of {type(value).__module__.partition('.')[0]}; pass such a one, "
-                "or leave it out"
-            )
-
-
 def _mesh_of(
     groups: ProcessGroupCollection | None, mesh: DeviceMesh | None, device_type: str | None
 ) -> DeviceMesh:
@@ -278,32 +229,36 @@ def _mesh_of(
             "mesh: expected process_groups or mesh, got both; pass the one that names the ranks"
         )
     if mesh is not None:
+        require_kind("mesh", mesh, DeviceMesh)
         return mesh
     if not dist.is_initialized():
         raise RuntimeError(
             "TorchFullyShardedDataParallel: expected a process group, got none; call "
             "torch.distributed.init_process_group first, on one rank too"
         )
-    if groups is not None:
-        return groups.data_parallel_mesh(device_type=device_type)
-    device_type = device_type or device_of(dist.group.WORLD).type
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    groups = groups or ProcessGroupCollection(dp_cp=dist.group.WORLD)
+    return groups.data_parallel_mesh(device_type=device_type)
 
 
-def _keep_attributes(part: nn.Module) -> None:
-    """At the first forward of `part`, give its gathered parameters, which stay the same objects,
-    the attributes of the sharded ones.
-    """
+def _shard(part: nn.Module, **options: Any) -> None:
+    """Shard `part`, whose parameters keep their attributes."""
+    from torch.distributed.fsdp import fully_shard
+
     kept = {name: dict(vars(param)) for name, param in part.named_parameters()}
+    fully_shard(part, **options)
 
-    def give(_module: nn.Module, _inputs: object) -> None:
+    def give(*_: object) -> None:
         for name, attributes in kept.items():
             shown = vars(part.get_parameter(name))
             shown.update({key: attributes[key] for key in attributes if key not in shown})
+
+    def give_once(*_: object) -> None:
+        give()
         handle.remove()
 
-    # After that of FSDP2, which gathers.
-    handle = part.register_forward_pre_hook(give)
+    give()
+    # To the gathered ones, which stay the same objects, after FSDP2's hook, which gathers.
+    handle = part.register_forward_pre_hook(give_once)
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from torch import nn
 
 from ..sharding import (
     MixedPrecisionPolicy,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
     clip_grad_norm_,
     explain,
     fully_shard,
@@ -101,11 +103,6 @@ def _sharded_by_us(options: TrainOptions, model: nn.Module, device: torch.device
 def _sharded_by_fsdp2(options: TrainOptions, model: nn.Module, device: torch.device) -> Engine:
     # Seconds of import, for those alone who ask for it.
     from torch.distributed import fsdp
-
-    from ..sharding.torch_fully_sharded import (
-        TorchFullyShardedDataParallel,
-        TorchFullyShardedDataParallelConfig,
-    )
 
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=DTYPES[options.compute], reduce_dtype=torch.float32

@@ -171,8 +171,9 @@ def _problem_of_any(tensor: Tensor, takes_meta: bool) -> str | None:
         )
     if tensor.is_meta and not takes_meta:
         return (
-            "is on the meta device: pass init_model_with_meta_device=True, or a function that sets "
-            "what a module has, or materialise it first (module.to_empty, reset_parameters)"
+            "is on the meta device: materialise it first (module.to_empty, reset_parameters), or "
+            "have fully_shard do so with init_model_with_meta_device=True, or a function that sets "
+            "what a module has"
         )
     # An integer tensor stays as it is, so it may be of any class.
     if tensor.is_floating_point() and (base := _base_with_rules(type(tensor))) is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,25 +122,30 @@ def _is_nonfinite(runtime: Runtime, runs: Runs) -> bool:
 
 
 def _error(runtime: Runtime, runs: Runs, step: int) -> NonFiniteGradientError:
-    """What all ranks know about it (a collective)."""
-    summed = tuple(name for unit, run in runs for name in _names_summed(unit, run))
-    own = tuple(name for unit, run in runs for name in _names_own(unit, run))
+    summed = [name for unit, run in runs for name in _names_summed(unit, run)]
+    own = [name for unit, run in runs for name in _names_own(unit, run)]
+    fix = _OTHERWISE[runtime.options.nonfinite_grads]
+    return nonfinite_error(runtime, summed, own, "step", step, fix)
+
+
+def nonfinite_error(
+    runtime: Runtime,
+    summed: Sequence[str],
+    own: Sequence[str],
+    what: str,
+    number: int,
+    fix: str = "",
+) -> NonFiniteGradientError:
+    """What all ranks know about parameters whose sum, as far as this rank answers for it, or own
+    gradient was not finite in `what` (a collective).
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = runtime.collectives.gather_objects(_Found(rank, summed, own))
+    found = runtime.collectives.gather_objects(_Found(rank, tuple(summed), tuple(own)))
     bad = {name for one in found for name in one.summed}
-    names = [name for unit, _ in _by_unit(runs) for name in unit.spec.names if name in bad]
+    names = [name for unit in runtime.units for name in unit.spec.names if name in bad]
     ranks = {name: tuple(one.rank for one in found if name in one.own) for name in names}
-    text = f"step {step}: expected finite gradients, got NaN or infinity in {described(ranks)}"
-    return NonFiniteGradientError(text + _OTHERWISE[runtime.options.nonfinite_grads], ranks, step)
-
-
-def _by_unit(runs: Runs) -> Iterator[tuple[Unit, FlatRun]]:
-    """The first run of each unit."""
-    seen: set[int] = set()
-    for unit, run in runs:
-        if unit.spec.index not in seen:
-            seen.add(unit.spec.index)
-            yield unit, run
+    text = f"{what} {number}: expected finite gradients, got NaN or infinity in {_described(ranks)}"
+    return NonFiniteGradientError(text + fix, ranks, number)
 
 
 def _names_summed(unit: Unit, run: FlatRun) -> Iterable[str]:
@@ -159,7 +164,7 @@ def _names_own(unit: Unit, run: FlatRun) -> Iterable[str]:
     return (unit.spec.names[index] for index in own.nonfinite() & set(run.indices))
 
 
-def described(ranks: Mapping[str, tuple[int, ...]]) -> str:
+def _described(ranks: Mapping[str, tuple[int, ...]]) -> str:
     """What was not finite, and what to do. ranks: whose own gradient was not finite, of each
     parameter whose sum is not.
     """

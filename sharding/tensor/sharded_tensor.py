@@ -117,6 +117,28 @@ class ShardedTensor(WithoutStorage, GroupParts, CheckpointChunks, torch.Tensor):
         tensor._guard_gradient()
         return tensor
 
+    @property
+    def allreduce(self) -> object:
+        """The mark of an expert, if it was left on the plain parameter that this was made of.
+
+        Raises:
+            AttributeError: there was none.
+            RuntimeError: it is to say something else now, when nobody reads it.
+        """
+        if "allreduce" in vars(self):
+            return vars(self)["allreduce"]
+        raise AttributeError("allreduce")
+
+    @allreduce.setter
+    def allreduce(self, value: object) -> None:
+        if bool(value) != bool(getattr(self, "allreduce", True)):
+            raise RuntimeError(
+                f"allreduce of '{self.name}': expected a mark that was there when the model was "
+                f"sharded, which chose the ranks that sum its gradient, got {value!r} later; mark "
+                "the parameter first"
+            )
+        vars(self)["allreduce"] = value
+
     def _guard_gradient(self) -> None:
         """Refuse what autograd would put into a gradient of its own, beside that of the unit."""
         if self.grad_source is not None and self.requires_grad and not self._is_guarded:

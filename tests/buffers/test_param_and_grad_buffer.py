@@ -59,8 +59,8 @@ DIVIDED = {
 def test_buckets_that_all_ranks_hold(case):
     size, bias = case
     layout = param_and_grad_layout(_shapes(bias), size, shared_embeddings={0})
-    assert [bucket.layout.numel for bucket in layout.buckets] == WHOLE[case]
-    assert layout.numel == LAYERS * (W + bias * B)  # no padding anywhere
+    assert [bucket.numel for bucket in layout.buckets] == WHOLE[case]
+    assert layout.flat.numel == LAYERS * (W + bias * B)  # no padding anywhere
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8], ids="{} ranks".format)
@@ -72,29 +72,25 @@ def test_divided_buckets(case, world_size):
         layout = param_and_grad_layout(
             _shapes(bias), size, num_shards=world_size, pad_for_bus_bandwidth=bus
         )
-        assert [bucket.unpadded_numel for bucket in layout.buckets] == DIVIDED[case]
+        segments = layout.flat.segments
+        assert [segments[b.indices[-1]].stop - b.start for b in layout.buckets] == DIVIDED[case]
         multiple = math.lcm(multiple, 2**16) if bus else multiple
         for bucket in layout.buckets:
-            assert bucket.layout.numel % multiple == 0
-            assert bucket.layout.numel - bucket.unpadded_numel < multiple
-            assert bucket.layout.shard_numel * world_size == bucket.layout.numel
-            assert all(segment.start % 64 == 0 for segment in bucket.layout.segments)
+            assert bucket.numel % multiple == 0 == bucket.start % multiple
+            assert bucket.stop - segments[bucket.indices[-1]].stop < multiple
+        assert multiple % world_size == 0 and layout.num_shards == world_size
+        assert all(segment.start % 64 == 0 for segment in segments)
 
 
 def test_places_of_a_small_model_by_hand():
     layout = param_and_grad_layout([(3, 50), (60,), (7, 10)], 100, num_shards=3)
     # Tensor 2 (70), then tensor 1 at 128 closes the first bucket at 188; tensor 0 is the second.
-    assert [layout.place(index) for index in range(3)] == [
-        (384, 534, 1),
-        (128, 188, 0),
-        (0, 70, 0),
-    ]
+    segments = layout.flat.segments
+    assert [(one.start, one.stop) for one in segments] == [(384, 534), (128, 188), (0, 70)]
     assert [(b.start, b.stop, b.indices) for b in layout.buckets] == [
         (0, 384, (2, 1)),
         (384, 768, (0,)),
     ]
-    with pytest.raises(IndexError, match="one of 3 tensors, got number 3"):
-        layout.place(3)
 
 
 SHARED = {
@@ -112,8 +108,9 @@ def test_shared_embeddings_are_apart(case):
     assert [bucket.indices for bucket in layout.buckets] == expected
     # Whatever else a stage has, it cuts this weight in the same places.
     alone = param_and_grad_layout([(SIDE, SIDE)], num_shards=2)
-    (bucket,) = [b.layout for b in layout.buckets if b.indices == (min(shared),)]
-    assert bucket == alone.buckets[0].layout
+    (bucket,) = [b for b in layout.buckets if b.indices == (min(shared),)]
+    assert bucket.numel == alone.flat.numel
+    assert layout.flat.segments[min(shared)].start == bucket.start
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8], ids="{} ranks".format)
@@ -123,17 +120,19 @@ def test_every_element_has_one_owner(world_size):
     for number in range(len(layout.buckets)):
         for rank, shard in enumerate(buffer.shards(number)):
             shard += 1 + rank  # views: what is added twice would show
-    for index, grad in enumerate(buffer.main_grads()):
-        start, stop, number = layout.place(index)
-        bucket = layout.buckets[number]
-        places = torch.arange(start - bucket.start, stop - bucket.start)
-        assert torch.equal(grad.reshape(-1), 1.0 + places // bucket.layout.shard_numel)
-        assert grad.shape == _shapes(True)[index] == buffer.param_views()[index].shape
+    views, params = buffer.grads.views(), buffer.params.views()
+    for number, bucket in enumerate(layout.buckets):
+        for index in bucket.indices:
+            segment, grad = layout.flat.segments[index], views[index]
+            places = torch.arange(segment.start - bucket.start, segment.stop - bucket.start)
+            rank_numel = len(buffer.shards(number)[0])
+            assert torch.equal(grad.reshape(-1), 1.0 + places // rank_numel)
+            assert grad.shape == _shapes(True)[index] == params[index].shape
     buffer.scale_gradients(0.5)
-    assert buffer.main_grads()[0][0, 0] == 0.5  # of the first rank
+    assert views[0][0, 0] == 0.5  # of the first rank
     assert buffer.shards(0, of_params=True)[0].dtype == torch.bfloat16
     buffer.reset()
-    assert not buffer.grad_data.any()
+    assert not buffer.grads.data.any()
 
 
 BAD = {
@@ -159,11 +158,11 @@ def test_half_an_element_is_refused():
 
 def test_a_buffer_of_gradients_has_no_parameters():
     buffer = ParamAndGradBuffer(param_and_grad_layout([(2, 3)]))
-    for call in (buffer.param_views, lambda: buffer.shards(0, of_params=True)):
+    for call in (lambda: buffer.params, lambda: buffer.shards(0, of_params=True)):
         with pytest.raises(ValueError, match="params: expected a buffer with parameters"):
             call()
 
 
 def test_nothing_at_all():
     layout = param_and_grad_layout([])
-    assert layout.numel == 0 and not ParamAndGradBuffer(layout).main_grads()
+    assert layout.flat.numel == 0 and not ParamAndGradBuffer(layout).grads.views()

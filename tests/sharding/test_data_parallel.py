@@ -357,7 +357,7 @@ def _checks(rank: int, world_size: int) -> dict[str, Any]:
 
     late = DistributedDataParallel(_net(), _config())
     runtime = runtime_of(late.module)
-    runtime.after_exchanges = GradientChecks(runtime, nonfinite=True, large=False, is_late=True)
+    runtime.after_exchanges = GradientChecks(runtime, ["check_for_nan_in_grad"], is_late=True)
     found["late"] = [step(late, x), step(late, bad), step(late, x), step(late, x)]
 
     large = DistributedDataParallel(_net(), _config(check_for_large_grads=True))
@@ -585,6 +585,49 @@ def test_wires_states_and_checkpoints_are_those_of_the_core(tmp_path):
         assert all(found.values()), found
 
 
+def _tools_of_torch(rank: int, world_size: int) -> dict[str, bool]:
+    from torch.distributed.checkpoint import state_dict as tools
+
+    found: dict[str, bool] = {}
+    plain = _net(layers=2)
+    made = [DistributedDataParallel(_net(layers=2), _config()) for _ in range(2)]
+    optimizers = [_bound(model) for model in made]
+    made[0](_batch(0, rank)).square().mean().backward()
+    optimizers[0].step()
+    whole = tools.StateDictOptions(full_state_dict=True)
+    for name, options in {"parts": None, "whole": whole}.items():
+        model, state = tools.get_state_dict(made[0], optimizers[0], options=options)
+        found[name] = {*model} == {*state["state"]} == {*plain.state_dict()}
+    tools.set_state_dict(
+        made[1], optimizers[1], model_state_dict=model, optim_state_dict=state, options=whole
+    )
+    for one, optimizer in zip(made, optimizers, strict=True):
+        one.zero_grad_buffer()
+        one(_batch(1, rank)).square().mean().backward()
+        optimizer.step()
+    weights = [[p.full_tensor() for p in one.parameters()] for one in made]
+    found["goes on alike"] = all(map(torch.equal, *weights))
+
+    # Chunks of a pipeline in one module; and the same without wrappers.
+    held, other = nn.ModuleList(made), nn.ModuleList(_net(layers=2) for _ in made)
+    state = ss.full_state_dict(made[0])
+    chunks = {f"{number}.{key}": value for number in (0, 1) for key, value in state.items()}
+    found["names"] = list(held.state_dict()) == list(other.state_dict()) == list(chunks)
+    held.load_state_dict({key: value + 1 for key, value in chunks.items()})
+    other.load_state_dict(ss.full_state_dict(held))
+    found["chunks"] = all(torch.equal(other.state_dict()[key], chunks[key] + 1) for key in chunks)
+    with pytest.raises(RuntimeError, match=r"Missing key.*1\.module\.layers\.1\.bias"):
+        held.load_state_dict({key: chunks[key] for key in chunks if key != "1.layers.1.bias"})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.module\.more"):
+        held.load_state_dict({**chunks, "0.more": torch.zeros(1)})
+    return found
+
+
+def test_torchs_own_tools_and_modules_around_find_the_names_of_the_module():
+    for found in run_on_ranks(_tools_of_torch, 2):
+        assert all(found.values()), found
+
+
 # ---- experts and instances, over process groups
 
 
@@ -722,11 +765,20 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     groups = ProcessGroupCollection(dp_cp=dist.group.WORLD)
     note("other instances", _net(), groups, num_distributed_optimizer_instances=2, **zero1)
     note("containers", nn.ModuleList([_net()]))
+    made = initialize_model_parallel(groups=["dp_cp"])
+    note("groups of some", _net(), made if rank == 1 else None)  # or each would wait in its own
     for name in ("check_for_nan_in_grad", "check_for_large_grads"):
         note(name, _net(), **{name: rank == 1})  # or one would wait for the other in a check
     marked = _net()
     marked.layers[0].weight.shared_embedding = rank == 1
     note("marks", marked)  # or the buckets would differ
+    with torch.device("meta"):
+        note("meta", Net())
+    late = DistributedDataParallel(_net(), _config())
+    weight = late.module.layers[2].weight
+    weight.allreduce = True  # as it is
+    with pytest.raises(RuntimeError, match=r"allreduce of 'layers.2.weight': .* got False later"):
+        weight.allreduce = False
     fine = {"param_name_patterns_for_fp32_local_accumulation": ("layers.?.weight", "all")}
     model = DistributedDataParallel(_net(), _config(**fine), groups)
     with pytest.raises(TypeError, match="config: expected a DistributedDataParallelConfig"):
@@ -742,10 +794,13 @@ def test_what_cannot_be_is_refused():
     first, second = run_on_ranks(_refused, 2)
     assert first == second
     assert "marked so (allreduce=False): layers.2.weight" in first["expert"]
-    assert "divides the 2 data-parallel ranks, got 3" in first["instances"]
+    assert "a divisor of the 2 data-parallel ranks" in first["instances"]
+    assert "materialise it first" in first["meta"]
+    assert "have fully_shard do so with init_model_with_meta_device" in first["meta"]
     assert "'router.*', which matches none of" in first["pattern"]
     assert "expected a ProcessGroupCollection or None, got object" in first["groups"]
     assert "expected 1, as process_groups have, got 2" in first["other instances"]
+    assert "in a group of its own on rank 1; make one mesh, or process" in first["groups of some"]
     assert "expected a model with a forward, got ModuleList" in first["containers"]
     for name in ("check_for_nan_in_grad", "check_for_large_grads"):
         assert f"rank 1: {name} is True, on rank 0 False" in first[name]

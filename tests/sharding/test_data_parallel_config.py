@@ -25,7 +25,7 @@ WRONG = {
     ),
     "instances of whole optimizers": (
         {"num_distributed_optimizer_instances": 2},
-        ["num_distributed_optimizer_instances=2 needs use_distributed_optimizer=True"],
+        ["num_distributed_optimizer_instances needs use_distributed_optimizer=True"],
     ),
     "no instance": (
         {"num_distributed_optimizer_instances": 0},
@@ -70,7 +70,7 @@ WRONG = {
             "bucket_size: expected",
             "at most one of bucket_size, bucket_mib",
             "align_param_gather needs",
-            "instances=4 needs",
+            "optimizer_instances needs",
             "check_for_nan_in_grad: expected True or False, got 1",
         ],
     ),

@@ -444,7 +444,7 @@ REFUSALS = {
     "other shapes": "on rank 0 ((8, 8), 'torch.float32, expert', True)",
     "ranks that cross": "ValueError: expt_device_mesh: expected expert ranks that are all among",
     "no such dimension": "ValueError: expt_device_mesh: dp_outer_dim: expected one of",
-    "no mesh at all": "TypeError: expt_device_mesh: expected a DeviceMesh, got int",
+    "no mesh at all": "TypeError: expt_device_mesh: expected a DeviceMesh of torch, got int",
     "symmetric": "ValueError: symmetric_memory: expected 'off' with experts",
     "meta": "'expert.weight' is an expert's (allreduce=False) and on the meta device",
     "checkpoint": "ValueError: module: expected parameters with one value on all ranks",

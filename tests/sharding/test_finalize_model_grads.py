@@ -215,7 +215,7 @@ def _refusals(rank, pairs):
         "unset for tokens": refusal(
             AttributeError, chunk, 4, ProcessGroupCollection(tp=pairs, dp_cp=pairs)
         ),
-        "tokens": refusal(TypeError, chunk, 4.0, ProcessGroupCollection(tp=pairs)),
+        "tokens": refusal(ValueError, chunk, 4.0, ProcessGroupCollection(tp=pairs)),
         "a text": refusal(TypeError, chunk, "4", ProcessGroupCollection(tp=pairs)),
         "negative": refusal(ValueError, chunk, -4, ProcessGroupCollection(tp=pairs)),
         "many tokens": refusal(
@@ -256,13 +256,13 @@ def test_each_step_gives_what_its_definition_says():
             "module": ("DataParallelBase", "Module", "DistributedDataParallel"),
             "dtype": ("gradient of 'a'", "torch.float64"),
             "groups": ("ProcessGroupCollection", "ProcessGroup;"),
-            "none": ("at least one chunk",),
+            "none": ("at least one, got none",),
             "unset": ("tp:",),
             "unset for tokens": ("pp:",),
-            "tokens": ("num_tokens: expected an integer, got 4.0",),
-            "a text": ("num_tokens: expected an integer, got '4'",),
-            "negative": ("num_tokens: expected at least 0, got -4",),
-            "many tokens": ("one number", "(2,)"),
+            "tokens": ("num_tokens: expected a whole number of at least 0, got 4.0",),
+            "a text": ("num_tokens: expected a whole number of at least 0, got '4'",),
+            "negative": ("num_tokens: expected a whole number of at least 0, got -4",),
+            "many tokens": ("one whole number", "(2,)"),
             "rate": ("expert_bias_update_rate", "-1.0"),
             "shape": ("'b.weight' of shape (2,)", "rank 0", "'b.weight' of shape (3,)", "rank 2"),
             "mark": ("'b.weight'", "rank 0", "nothing on rank 3"),

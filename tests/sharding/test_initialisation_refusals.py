@@ -89,7 +89,9 @@ def test_modules_that_nothing_sets_are_named() -> None:
 
 
 def test_without_the_option_the_error_names_it() -> None:
-    with pytest.raises(ValueError, match=r"on the meta device: pass init_model_with_meta_device="):
+    with pytest.raises(
+        ValueError, match=r"on the meta device: materialise it .*init_model_with_meta_device="
+    ):
         ss.fully_shard(on_meta(gpt))
 
 

@@ -286,8 +286,8 @@ def test_ranks_with_different_meshes_are_told():
     swapped, missing, other, absent, strategy = found[0]
     assert swapped == (
         "device_mesh: expected the same dimensions on every rank, got a 2 x b 2 of ranks "
-        "[0, 1, 2, 3] on rank 0 and b 2 x a 2 of ranks [0, 1, 2, 3] on rank 3; make one mesh on "
-        "all ranks and name the same dimensions"
+        "[0, 1, 2, 3] on rank 0 and b 2 x a 2 of ranks [0, 1, 2, 3] on rank 3; make one mesh, "
+        "or process_groups, on all ranks and name the same dimensions"
     )
     assert "got a 2 x b 2 of ranks [0, 1, 2, 3] on rank 0 and dp_shard 4 of ranks" in missing
     assert other.startswith(

@@ -179,8 +179,8 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
         for name, words in {
             "uneven": ("2 parts", "4 elements", "got 9"),
             "short": ("3 elements", "got 8"),
-            "scratch": ("8 elements of torch.bfloat16", "got 6"),
-            "scratch dtype": ("of torch.bfloat16", "of torch.float32"),
+            "scratch": ("scratch", "(8,)", "(6,)"),
+            "scratch dtype": ("scratch", "torch.bfloat16", "got torch.float32"),
             "scratch shared": ("scratch", "input"),
             "strides": ("input", "contiguous"),
             "strides of output": ("output", "contiguous"),

@@ -315,7 +315,9 @@ def _refuses(rank: int, world_size: int) -> None:
         TorchFullyShardedDataParallel(Model(), fsdp_unit_modules=["Nope"])
     with pytest.raises(ValueError, match="sharded already"):
         TorchFullyShardedDataParallel(ss.fully_shard(Model(), None)[0])
-    with pytest.raises(TypeError, match="expected a TorchFullyShardedDataParallelConfig, got dict"):
+    with pytest.raises(
+        TypeError, match="expected a TorchFullyShardedDataParallelConfig of sidestream, got dict"
+    ):
         TorchFullyShardedDataParallel(Model(), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got both"):
         _adapter(process_groups=groups, mesh=init_device_mesh("cpu", (1,)))
