@@ -48,7 +48,8 @@ class Float8Linear(nn.Linear):
 
     Raises:
         TypeError: no linear layer, no recipe.
-        ValueError: features that are no such multiples, parameters that are sharded already.
+        ValueError: features that are no such multiples, parameters that are sharded already, parts
+            beside weight and bias, as adapters and parametrizations have them.
     """
 
     def __init__(self, linear: nn.Linear, recipe: Recipe) -> None:
@@ -62,6 +63,12 @@ class Float8Linear(nn.Linear):
             raise ValueError(
                 f"linear: expected plain parameters, got a {kind_of(linear.weight)}; quantise the "
                 "layers of a model before it is sharded"
+            )
+        parts = {name for kind in _ITS_OWN for name in vars(linear)[kind]} - {"scaling"}
+        if parts != {"weight", "bias"}:
+            raise ValueError(
+                f"linear: expected a weight and a bias alone, got {sorted(parts)}; leave this layer "
+                "as it is, or take out what else it has"
             )
         sizes = linear.in_features, linear.out_features
         if any(size < 1 or size % recipe.align_numel for size in sizes):
@@ -84,7 +91,7 @@ class Float8Linear(nn.Linear):
                 for role in ROLES
                 if recipe.history is not None
             }
-        )
+        ).train(linear.training)
 
     def forward(self, input: Tensor, weight: QuantizedTensor | None = None) -> Tensor:
         """input [..., in_features] -> [..., out_features] of its dtype.
