@@ -67,8 +67,8 @@ class Float8Linear(nn.Linear):
         parts = {name for kind in _ITS_OWN for name in vars(linear)[kind]} - {"scaling"}
         if parts != {"weight", "bias"}:
             raise ValueError(
-                f"linear: expected a weight and a bias alone, got {sorted(parts)}; leave this layer "
-                "as it is, or take out what else it has"
+                f"linear: expected a weight and a bias alone, got {sorted(parts)}; leave this "
+                "layer as it is, or take out what else it has"
             )
         sizes = linear.in_features, linear.out_features
         if any(size < 1 or size % recipe.align_numel for size in sizes):
