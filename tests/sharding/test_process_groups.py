@@ -336,7 +336,7 @@ def _wrong_arguments() -> None:
     with pytest.raises(
         ValueError, match=r"expected some of the job's 4, got 9 to 9; .* offset small"
     ):
-        state.initialize_model_parallel(rank_offset=9)
+        state.initialize_model_parallel(2, rank_offset=9)
     with pytest.raises(ValueError, match=r"local_world_size: expected .* of at least 1, got 0"):
         state.initialize_model_parallel(local_world_size=0)
     assert not state.is_initialized()
