@@ -135,15 +135,15 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             self._syncs = before
             root.set_requires_gradient_sync(before)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that an optimizer takes, sharded: a forward without gradients may have left
-        gathered ones in their place. `parameters()` gives them too.
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """With the parameters that an optimizer takes, sharded: a forward without gradients may
+        have left gathered ones in their place. So `parameters()` gives those, here and around it.
         """
         for part in self._sharded_modules():
             part.reshard()
-        return super().named_parameters(prefix, recurse, remove_duplicate)
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def finish_grad_sync(self) -> None:
         """See that every gradient was exchanged, which the backward has done.

@@ -236,7 +236,11 @@ def _loads(rank: int, world_size: int, folder: str) -> None:
 
 def _in_a_list(rank: int) -> None:
     """Several, with one optimizer over all."""
-    lists = [nn.ModuleList(_adapter(seed + place) for place in range(2)) for seed in (0, 5)]
+    config = TorchFullyShardedDataParallelConfig(reshard_after_forward=False)
+    lists = [nn.ModuleList(_adapter(seed + n, config=config) for n in (0, 1)) for seed in (0, 5)]
+    with torch.no_grad():  # leaves parameters gathered, which no optimizer may get
+        for chunk in lists[0]:
+            chunk(_data(0, 0))
     optimizers = [torch.optim.AdamW(held.parameters(), lr=0.1) for held in lists]
     for chunk in lists[0]:
         _loss(chunk, _data(0, rank)).backward()
