@@ -35,6 +35,8 @@ from .quantized import QuantizedTensor, block_amaxes, codec_function, quantize
 from .recipes import ROLES, Recipe
 
 _ITS_OWN = ("_parameters", "_buffers", "_modules")
+# What would go on computing the plain product in its place: `linear.compile()` sets the latter.
+_CALLS = ("forward", "_compiled_call_impl")
 
 
 class Float8Linear(nn.Linear):
@@ -49,7 +51,8 @@ class Float8Linear(nn.Linear):
     Raises:
         TypeError: no linear layer, no recipe.
         ValueError: features that are no such multiples, parameters that are sharded already, parts
-            beside weight and bias, as adapters and parametrizations have them.
+            beside weight and bias, as adapters and parametrizations have them, a forward of its
+            own or a compiled one.
     """
 
     def __init__(self, linear: nn.Linear, recipe: Recipe) -> None:
@@ -65,6 +68,7 @@ class Float8Linear(nn.Linear):
                 "layers of a model before it is sharded"
             )
         parts = {name for kind in _ITS_OWN for name in vars(linear)[kind]} - {"scaling"}
+        parts |= vars(linear).keys() & _CALLS
         if parts != {"weight", "bias"}:
             raise ValueError(
                 f"linear: expected a weight and a bias alone, got {sorted(parts)}; leave this "

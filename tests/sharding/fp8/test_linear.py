@@ -248,6 +248,16 @@ def test_refusals(make, recipe, error, words):
         Float8Linear(linear, recipe)
 
 
+def test_a_layer_that_calls_something_else_is_refused(monkeypatch):
+    patched, compiled = nn.Linear(16, 16), nn.Linear(16, 16)
+    patched.forward = patched.forward
+    monkeypatch.setattr(torch, "compile", lambda call: call)  # takes seconds to import
+    compiled.compile()
+    for layer, words in ((patched, "'forward'"), (compiled, "'_compiled_call_impl'")):
+        with pytest.raises(ValueError, match=f"a weight and a bias alone, got .*{words}"):
+            Float8Linear(layer, recipe_for("delayed"))
+
+
 @KINDS
 def test_no_tokens_and_inputs_narrower_than_the_parameters(name):
     layer = layer_of(name)
