@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
 import time
 import weakref
@@ -31,6 +32,7 @@ _LOOKS_PER_LIMIT = 25
 _LEAST_S, _MOST_S = 0.02, 10.0
 # What torch's own dumps of its record begin with; the rank follows.
 _DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+# NCCL's record, which builds without NCCL lack, and that of the other backends.
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
 
 
@@ -167,13 +169,26 @@ def dump_flight_record(environ: Mapping[str, str], rank: int) -> Path | None:
     it does not, or there is no record.
     """
     prefix = next((environ[name] for name in _DUMP_VARIABLES if environ.get(name)), None)
-    dump = next((found for name in _DUMPS if (found := getattr(_c10d, name, None))), None)
-    if prefix is None or dump is None:
+    if prefix is None:
         return None
     path = Path(f"{prefix}{rank}")
     try:
-        path.write_bytes(dump())
+        record = _flight_record()
+        if record is None:
+            return None
+        path.write_bytes(record)
     except (OSError, RuntimeError) as error:
         _logger.warning("torch's flight record was not written to %s: %s", path, error)
         return None
     return path
+
+
+def _flight_record() -> bytes | None:
+    """The first of torch's records with a collective in it, else the last; None if torch has none.
+
+    Raises:
+        RuntimeError: torch cannot give it.
+    """
+    records = [dump() for name in _DUMPS if (dump := getattr(_c10d, name, None))]
+    noted = (record for record in records if pickle.loads(record).get("entries"))
+    return next(noted, records[-1] if records else None)

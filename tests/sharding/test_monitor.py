@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import sidestream as ss
@@ -240,18 +241,29 @@ def test_without_a_group_there_is_nothing_to_watch() -> None:
     assert ss.explain(model).waits == ()
 
 
-def records(rank: int, world_size: int, prefix: str) -> str:
+def records(rank: int, world_size: int, prefix: str, nccl_entries: list[str] | None) -> str:
     dist.barrier()
     assert dump_flight_record({}, rank) is None, "nobody asked for it"
-    path = dump_flight_record({"TORCH_FR_DUMP_TEMP_FILE": prefix}, rank)
-    assert path is not None
-    assert dump_flight_record({"TORCH_FR_DUMP_TEMP_FILE": f"{prefix}/none/"}, rank) is None
+    told: Any = contextlib.nullcontext()
+    if nccl_entries is not None:
+        record = pickle.dumps({"entries": nccl_entries})
+        told = mock.patch.object(_c10d, "_dump_nccl_trace", lambda: record, create=True)
+    with told:
+        path = dump_flight_record({"TORCH_FR_DUMP_TEMP_FILE": prefix}, rank)
+        assert path is not None
+        assert dump_flight_record({"TORCH_FR_DUMP_TEMP_FILE": f"{prefix}/none/"}, rank) is None
     return str(path)
 
 
-def test_torchs_record_is_written_where_its_own_dumps_go(tmp_path: Any) -> None:
-    paths = run_on_ranks(records, 2, str(tmp_path / "record_"))
+@pytest.mark.parametrize(
+    "nccl_entries", [None, [], ["of NCCL"]], ids=["as built", "NCCL unused", "NCCL used"]
+)
+def test_torchs_record_is_written_where_its_own_dumps_go(
+    tmp_path: Any, nccl_entries: list[str] | None
+) -> None:
+    paths = run_on_ranks(records, 2, str(tmp_path / "record_"), nccl_entries)
     assert paths == [str(tmp_path / f"record_{rank}") for rank in range(2)]
     for path in paths:
         with open(path, "rb") as file:
-            assert pickle.load(file)["entries"]
+            entries = pickle.load(file)["entries"]
+        assert entries == nccl_entries if nccl_entries else entries
