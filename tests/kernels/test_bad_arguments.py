@@ -1,7 +1,7 @@
 """Every public function, argument by argument, with what it does not take: who is named, and kept.
 
-The calls of `calls` are good. In each of them one argument at a time is replaced; the error says
-which, what was expected and what came, and no tensor has changed by then.
+The calls below are good. In each of them one argument at a time is replaced; the error says which,
+what was expected and what came, and no tensor has changed by then.
 """
 
 import re
@@ -11,12 +11,94 @@ import pytest
 import torch
 
 from sidestream import kernels as k
-from sidestream.tests.kernels.calls import CALLS, message_of, ones
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested tensors"
 )
 
+STOCHASTIC = {"rounding": "stochastic", "seed": 5, "first_index": 0}
+
+
+def _ones(*shape, dtype=torch.float32):
+    return torch.ones(shape).to(dtype)
+
+
+def _message(numels=(96, 5)):
+    message = torch.zeros(k.message_layout("mxfp8", numels).num_bytes, dtype=torch.uint8)
+    k.pack_message_(message, [_ones(numel) for numel in numels], "mxfp8")
+    return message
+
+
+def _shards(**more):
+    scalars = ("lr", "step", "factor", "compute_scale", "amax")
+    return {
+        "param": _ones(32),
+        "grad": _ones(32),
+        **{name: _ones() for name in scalars},
+        "found_inf": torch.tensor(False),
+        "compute": _ones(32, dtype=torch.float8_e4m3fn),
+        "weight_decay": 0.1,
+        "maximize": False,
+        "segments": k.Segments([0], _ones(1), _ones(1)),
+        **more,
+    }
+
+
+def _calls():
+    """(function, good arguments) by name."""
+    x = _ones(4, 96)
+    tensors = [_ones(96), _ones(5, dtype=torch.bfloat16)]
+    fp8, mx, nvfp4 = k.quantize_fp8(x), k.quantize_mx(x), k.quantize_nvfp4(x)
+    into = {"scale": 1.0, "accumulate": False}
+    of_rows = {"format": "mxfp8", "row_numel": 1024}
+    yield k.cast, {"x": x, "to": "bf16", **STOCHASTIC, "out": _ones(4, 96, dtype=torch.bfloat16)}
+    yield k.cast_back, {"codes": fp8[0], "from_": "e4m3", "dtype": torch.float32, "out": x}
+    yield k.quantize_fp8, {"x": x, "scaling": "tensor", "element": "e4m3", "power_of_2": False,
+                           "scale": _ones(), "amax": _ones(), "out": fp8}  # fmt: skip
+    yield k.dequantize_fp8, {"codes": fp8[0], "scale_inv": fp8[1], "scaling": "tensor",
+                             "dtype": torch.float32, "out": x}  # fmt: skip
+    yield k.update_fp8_scales_, {"amax_history": x, "scales": _ones(4), "element": "e4m3",
+                                 "margin": 0, "algorithm": "max"}  # fmt: skip
+    yield k.quantize_mx, {"x": x, "element": "e4m3", "rule": "even", **STOCHASTIC,
+                          "swizzled": False, "out": mx}  # fmt: skip
+    yield k.dequantize_mx, {"data": mx[0], "scales": mx[1], "element": "e4m3", "row_numel": 96,
+                            "dtype": torch.float32, "swizzled": False, "out": x}  # fmt: skip
+    yield k.quantize_nvfp4, {"x": x, "global_amax": _ones(), **STOCHASTIC, "variant": "te",
+                             "hadamard": False, "swizzled": False, "nonfinite": "nan",
+                             "out": nvfp4[:2]}  # fmt: skip
+    yield k.dequantize_nvfp4, {"data": nvfp4[0], "scales": nvfp4[1], "global_amax": nvfp4[2],
+                               "row_numel": 96, "dtype": torch.float32, "variant": "te",
+                               "swizzled": False, "out": x}  # fmt: skip
+    yield k.amax_nvfp4, {"x": x, "hadamard": False, "nonfinite": "nan", "out": _ones()}
+    yield k.hadamard16, {"x": x, "inverse": False, "out": _ones(4, 96)}
+    yield k.swizzle_scales, {"scales": mx[1]}
+    yield k.unswizzle_scales, {"swizzled": k.swizzle_scales(mx[1]), "rows": 4, "columns": 3}
+    yield k.pack_, {"flat": _ones(200), "tensors": tensors, "offsets": [0, 96], **into}
+    yield k.unpack_, {"flat": _ones(200), "tensors": tensors, "offsets": [0, 96], **into}
+    yield k.reduce_, {"out": _ones(96), "parts": x, **into}
+    yield k.message_layout, {"numels": [96, 5], "parts": 2, **of_rows}
+    yield k.read_header, {"message": _message(), "row_numel": 1024}
+    yield k.pack_message_, {"message": _message(), "tensors": tensors, "offsets": [0, 128],
+                            "scale": 1.0, "rule": "even", "power_of_2": False,
+                            "rounding": "stochastic", "seed": 5, "first_indices": [0, 96],
+                            **of_rows}  # fmt: skip
+    yield k.unpack_message_, {"message": _message(), "tensors": tensors, "offsets": [0, 128],
+                              **into, **of_rows}  # fmt: skip
+    yield k.reduce_messages_, {"out": _ones(256), "messages": torch.stack([_message()] * 2),
+                               **into, **of_rows}  # fmt: skip
+    yield k.reduce_peer_messages_, {"out": _ones(256), "messages": [_message(), _message()],
+                                    **into, **of_rows}  # fmt: skip
+    yield k.flat_adamw_, _shards(exp_avg=_ones(32), exp_avg_sq=_ones(32), betas=(0.9, 0.99),
+                                 eps=1e-8)  # fmt: skip
+    yield k.flat_sgd_, _shards(momentum_buffer=_ones(32), momentum=0.9, dampening=0.0,
+                               nesterov=False)  # fmt: skip
+    yield k.l2_norm_, {"norm": _ones(), "tensors": tensors, "found_inf": torch.tensor(False),
+                       "squared": False}  # fmt: skip
+    yield k.wire_format_named, {"name": "bf16"}
+    yield k.wire_format_of, {"dtype": torch.float32}
+
+
+CALLS = {function.__name__: (function, arguments) for function, arguments in _calls()}
 META = torch.ones((), device="meta")
 NO_TENSORS = (1.5, [1.0], "x", object())
 
@@ -140,12 +222,7 @@ DRAWN = {
         x, rounding="stochastic", seed=seed, first_index=first
     ),
     "message": lambda x, first, seed: k.pack_message_(
-        message_of([x.numel()]),
-        [x],
-        "mxfp8",
-        rounding="stochastic",
-        seed=seed,
-        first_indices=[first],
+        _message([x.numel()]), [x], "mxfp8", rounding="stochastic", seed=seed, first_indices=[first]
     ),
 }
 
@@ -167,7 +244,7 @@ def test_indices_and_seeds_end_where_64_bits_do(name):
 
 def test_an_index_out_of_range_is_refused_without_noise_too():
     with pytest.raises(ValueError, match=r"^first_index: expected 0 to"):
-        k.cast(ones(4), "bf16", first_index=-1)
+        k.cast(_ones(4), "bf16", first_index=-1)
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -229,7 +306,7 @@ def test_the_scale_of_nothing_records_nothing():
 
 
 def test_a_row_that_has_not_these_bytes_is_named():
-    data, scales = k.quantize_mx(ones(4, 95), element="e2m1")
+    data, scales = k.quantize_mx(_ones(4, 95), element="e2m1")
     assert k.dequantize_mx(data, scales, element="e2m1", row_numel=95).shape == (4, 95)
     for row_numel in (94, 97):
         with pytest.raises(ValueError, match=rf"^row_numel: expected 95 to 96, got {row_numel};"):
