@@ -119,7 +119,7 @@ def test_opcheck(name):
         assert set(outcomes.values()) == {"SUCCESS"}, overload
 
 
-def test_every_op_is_checked():
+def test_every_op_is_checked_and_takes_its_numbers_as_tensors():
     with Watching() as watching:
         for name in ON_DEVICE:
             CALLS[name][0](**copy.deepcopy(CALLS[name][1]))
@@ -129,6 +129,10 @@ def test_every_op_is_checked():
         if name.startswith("sidestream::") and not name.startswith("sidestream::toy_")
     }
     assert {overload.name().removesuffix(".default") for overload, *_ in watching.calls} == ours
+    for overload, *_ in watching.calls:
+        taken = {one.name: str(one.type) for one in overload._schema.arguments}
+        numbers_of = {name for name in SCALARS if "Tensor" not in taken.get(name, "Tensor")}
+        assert {f"{name}_tensor" for name in numbers_of} <= taken.keys(), overload
 
 
 @pytest.mark.parametrize("kind", ["numbers", "tensors"])
