@@ -77,7 +77,7 @@ def result_of(
     out: torch.Tensor | None,
     wanted: Wanted,
     device: torch.device,
-    sources: Mapping[str, torch.Tensor],
+    sources: Mapping[str, torch.Tensor | None],
 ) -> torch.Tensor:
     """Memory for a result: `out`, if given, of that shape and dtype, apart from the sources."""
     shape, dtype = wanted

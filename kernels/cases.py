@@ -80,7 +80,10 @@ update.
 ## CUDA graphs
 
 No op waits for the device, and lr, step, clip factor and found_inf are read there, so a graph
-follows them. Tables of addresses that a capture makes are kept until the process ends, since every
+follows them. So are seeds and scales that are tensors of one element, int64 and FP32: a graph that
+adds 1 to a seed draws new noise in each replay, the same as with that number; an integer's noise
+would be that of the capture. A seed is the whole state of the noise, which has no counter besides.
+Tables of addresses that a capture makes are kept until the process ends, since every
 replay reads them; tensors must stay where they were. Run a step before capturing, so that kernels
 are compiled.
 """

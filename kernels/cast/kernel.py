@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..formats import device_codes as device
 from ..formats.device_table import element_of
-from ..formats.noise import GROUP_NUMEL
+from ..formats.noise import GROUP_NUMEL, Seed
 from ..formats.table import BITS_PER_BYTE, CASTS
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, launch
 from ..paths import for_tile, load, store
@@ -152,7 +152,7 @@ def block_numel(name: str, config: LaunchConfig) -> int:
 
 
 def cast_(
-    out: torch.Tensor, x: torch.Tensor, to: str, seed: int | None = None, first_index: int = 0
+    out: torch.Tensor, x: torch.Tensor, to: str, seed: Seed | None = None, first_index: int = 0
 ) -> None:
     """`reference.cast_` in one launch."""
     row = odd_row(x.shape, to)

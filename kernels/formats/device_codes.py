@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..device_numbers import number_of
 from ..portable import INTERPRETED, round_to, to_fp32
 from ..wide import side_by_side
 from . import noise
@@ -135,8 +136,8 @@ def _larger_or_nan(a, b):
 def noise_of(seed, index) -> tl.tensor:
     """`noise.noise_bits` of the elements `index` (int64, global): uint32 of its shape.
 
-    seed: one integer, 64 bits. A compiler shares the Philox call among those of a group's elements
-    that one thread has, if it can tell them: see `noise_of_block`.
+    seed: one integer, 64 bits, or where it lies. A compiler shares the Philox call among those of a
+    group's elements that one thread has, if it can tell them: see `noise_of_block`.
     """
     return _noise(seed, index >> 4, (index & 15).to(tl.int32))
 
@@ -165,7 +166,7 @@ def noise_of_groups(seed, groups) -> tl.tensor:
 def noise_words(seed, groups) -> tuple[tl.tensor, ...]:
     """The four words of noise of each of `groups`, for four elements each: `spread_noise`."""
     low, high = groups.to(tl.uint32), (groups >> 32).to(tl.uint32)
-    return tl.philox(seed, low, high, 0, 0, _PHILOX_ROUNDS)
+    return tl.philox(number_of(seed), low, high, 0, 0, _PHILOX_ROUNDS)
 
 
 @triton.jit
@@ -179,7 +180,7 @@ def spread_noise(first, second) -> tl.tensor:
 @triton.jit
 def _noise(seed, group, lane):
     low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
-    word_0, word_1, word_2, word_3 = tl.philox(seed, low, high, 0, 0, _PHILOX_ROUNDS)
+    word_0, word_1, word_2, word_3 = tl.philox(number_of(seed), low, high, 0, 0, _PHILOX_ROUNDS)
     lower = tl.where((lane & 4) == 0, word_0, word_1)
     upper = tl.where((lane & 4) == 0, word_2, word_3)
     return _rotated(tl.where((lane & 8) == 0, lower, upper), lane)

@@ -31,7 +31,7 @@ from ..formats import device_codes as device
 from ..formats import swizzle
 from ..formats.device_e2m1 import bytes_of
 from ..formats.device_table import codec_of
-from ..formats.noise import GROUP_NUMEL
+from ..formats.noise import GROUP_NUMEL, Seed
 from ..formats.table import ELEMENTS, SCALE_RULES
 from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import INTERPRETED, round_to, to_fp32
@@ -303,7 +303,7 @@ def quantize_mx_(
     x: torch.Tensor,
     element: str,
     rule: str,
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
     swizzled: bool = False,
 ) -> None:

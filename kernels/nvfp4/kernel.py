@@ -24,6 +24,7 @@ import triton.language as tl
 from ..formats import device_codes as device
 from ..formats.device_e2m1 import bytes_of, decode_e2m1, packed_e2m1
 from ..formats.device_swizzle import reciprocal_of, scale_pointers
+from ..formats.noise import Seed
 from ..formats.table import wire_format_of
 from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import covered, round_to
@@ -297,7 +298,7 @@ def quantize_nvfp4_(
     scales: torch.Tensor,
     x: torch.Tensor,
     global_amax: torch.Tensor,
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
     torchao: bool = False,
     hadamard: bool = False,

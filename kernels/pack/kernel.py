@@ -21,9 +21,11 @@ import triton
 import triton.language as tl
 
 from .. import tables
+from ..device_numbers import number_of
 from ..device_tables import NUM_CODES, fields_of, numel_of, pointer_of, row_of
 from ..formats.table import wire_format_of
 from ..launch import LaunchConfig, config_of, launch
+from ..numbers import Scale, unless_one
 from ..paths import for_tile, load, store
 from ..portable import round_to, to_fp32
 from ..tuned import config_for
@@ -41,7 +43,7 @@ def _move_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
     if value.dtype != dtype or scale is not None or ACCUMULATE:
         total = to_fp32(value)
         if scale is not None:
-            total = total * scale
+            total = total * number_of(scale)
         if ACCUMULATE:
             total = to_fp32(load(destination, place, FULL, NUMEL)) + total
         value = round_to(total, dtype)
@@ -70,7 +72,9 @@ def _move_tile(
     for_tile(_move_part, (source, destination, scale, ACCUMULATE), numel - start, aligned, BLOCK)
 
 
-@triton.jit(do_not_specialize=["tiles_at"], do_not_specialize_on_alignment=["flat", "table"])
+@triton.jit(
+    do_not_specialize=["tiles_at", "scale"], do_not_specialize_on_alignment=["flat", "table"]
+)
 def _pack_kernel(
     flat,
     table,
@@ -105,7 +109,7 @@ def pack_(
     flat: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
 ) -> None:
     """`reference.pack_` in one launch; non-contiguous tensors are made contiguous first."""
@@ -117,7 +121,7 @@ def unpack_(
     tensors: Sequence[torch.Tensor],
     flat: torch.Tensor,
     offsets: Sequence[int],
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
 ) -> None:
     """`reference.unpack_` in one launch; non-contiguous tensors are filled by way of a copy."""
@@ -132,7 +136,7 @@ def _launch(
     flat: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
-    scale: float,
+    scale: Scale,
     accumulate: bool,
     *,
     unpack: bool,
@@ -153,7 +157,7 @@ def _launch(
         flat,
         table.entries,
         table.tiles_at,
-        None if scale == 1.0 else scale,
+        unless_one(scale),
         on=flat,
         num_warps=config.num_warps,
         UNPACK=unpack,

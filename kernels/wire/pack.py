@@ -26,6 +26,7 @@ from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, MessageFormat, rule_of
 from ..launch import LaunchConfig, launch
+from ..numbers import unless_one
 from ..tuned import config_for
 from ..wide import side_by_side
 from .layout import HEADER_BYTES, MessageLayout, header_bytes, layout_of_numel
@@ -165,7 +166,7 @@ def _store_frame(message, header, numel, scales_end, rows_at, rows_end, num_byte
 @triton.jit(
     do_not_specialize=[
         *("tiles_at", "num_tiles", "header", "numel", "scales_at", "scales_end"),
-        *("rows_at", "rows_end", "num_bytes", "seed"),
+        *("rows_at", "rows_end", "num_bytes", "scale", "seed"),
     ],
     do_not_specialize_on_alignment=["messages", "table"],
 )
@@ -283,7 +284,7 @@ def _launch(
         layout.row_scales_at,
         layout.row_scales_end,
         layout.num_bytes,
-        None if cast.scale == 1.0 else cast.scale,
+        unless_one(cast.scale),
         cast.seed,
         on=messages,
         num_warps=config.num_warps,

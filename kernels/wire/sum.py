@@ -23,10 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device_numbers import number_of
 from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE, MessageFormat
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, launch
+from ..numbers import Scale, unless_one
 from ..portable import round_to, to_fp32
 from ..tables import TableCache
 from ..tuned import config_for
@@ -145,6 +147,7 @@ def _message_of(rank, messages, num_bytes, TABLE: tl.constexpr):
         "scales_at",
         "row_scales_at",
         "row_shift",
+        "scale",
     ],
     do_not_specialize_on_alignment=["out", "messages"],
 )
@@ -192,7 +195,7 @@ def _reduce_kernel(
                 total += _decoded(message, tile, layout, CODEC, ALIGNED, HARDWARE)
             rank += _ROWS_IN_LOOP
     if scale is not None:
-        total = total * scale
+        total = total * number_of(scale)
     destinations = out + first_group * _GROUP
     if ALIGNED:
         destinations = aligned_pointers(destinations, lanes * _GROUP, _GROUP)
@@ -221,7 +224,7 @@ def reduce_messages_(
     out: torch.Tensor,
     messages: torch.Tensor,
     format: str,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
     row_numel: int = DEFAULT_ROW_NUMEL,
 ) -> None:
@@ -237,7 +240,7 @@ def reduce_peer_messages_(
     out: torch.Tensor,
     messages: Sequence[torch.Tensor],
     format: str,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
     row_numel: int = DEFAULT_ROW_NUMEL,
 ) -> None:
@@ -256,7 +259,7 @@ def _launch(
     messages: torch.Tensor,
     world: int,
     layout: MessageLayout,
-    scale: float,
+    scale: Scale,
     accumulate: bool,
     *,
     aligned: bool,
@@ -278,7 +281,7 @@ def _launch(
         layout.scales_at,
         layout.row_scales_at,
         (layout.row_numel // ALIGN_NUMEL).bit_length() - 1,
-        None if scale == 1.0 else scale,
+        unless_one(scale),
         on=out,
         num_warps=config.num_warps,
         CODEC=codec_of(form),

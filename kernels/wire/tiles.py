@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from .. import tables
+from ..device_numbers import number_of
 from ..device_tables import CODE_BF16, CODE_FP16, CODE_FP32, fields_of, pointer_of, row_of
 from ..formats.noise import GROUP_NUMEL
 from ..launch import ACCESS_BYTES
@@ -249,13 +250,13 @@ def loaded(
         else:
             x = to_fp32(tl.load(aligned_from(source, lanes_of(places, NUMEL))))
         if scale is not None:
-            x = x * scale
+            x = x * number_of(scale)
     else:
         lanes = lanes_of(places, NUMEL)
         exists = lanes < count
         x = to_fp32(tl.load(source + lanes, mask=exists, other=0.0))
         if scale is not None:
-            x = tl.where(exists, x * scale, 0.0)
+            x = tl.where(exists, x * number_of(scale), 0.0)
     return x
 
 

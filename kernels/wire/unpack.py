@@ -20,11 +20,13 @@ import triton
 import triton.language as tl
 
 from .. import tables
+from ..device_numbers import number_of
 from ..device_tables import NUM_CODES, pointer_of
 from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE
 from ..launch import LaunchConfig, launch
+from ..numbers import unless_one
 from ..portable import round_to, to_fp32
 from ..tuned import config_for
 from .layout import HEADER_BYTES, layout_of_numel
@@ -145,7 +147,7 @@ def _store(values, tensor, count, scale, ACCUMULATE: tl.constexpr, FULL: tl.cons
     if not FULL:
         mask = lanes < count
     if scale is not None:
-        values = values * scale
+        values = values * number_of(scale)
     if ACCUMULATE:
         values = to_fp32(tl.load(pointers, mask=mask)) + values
     tl.store(pointers, round_to(values, tensor.dtype.element_ty), mask=mask)
@@ -173,7 +175,7 @@ def _unpack_part(piece, kind, begin, arguments, FULL: tl.constexpr, NUMEL: tl.co
 
 
 @triton.jit(
-    do_not_specialize=["tiles_at", "scales_at", "rows_at"],
+    do_not_specialize=["tiles_at", "scales_at", "rows_at", "scale"],
     do_not_specialize_on_alignment=["messages", "table"],
 )
 def _unpack_kernel(
@@ -248,7 +250,7 @@ def unpack_message_(
         table.tiles_at,
         layout.scales_at,
         layout.row_scales_at,
-        None if scale == 1.0 else scale,
+        unless_one(scale),
         on=message,
         num_warps=config.num_warps,
         CODEC=codec_of(layout.format),

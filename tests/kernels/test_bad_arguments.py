@@ -99,6 +99,7 @@ def _calls():
 
 
 CALLS = {function.__name__: (function, arguments) for function, arguments in _calls()}
+META = torch.ones((), device="meta")
 NO_TENSORS = (1.5, [1.0], "x", object())
 
 
@@ -113,8 +114,8 @@ def _bad_tensors(good: torch.Tensor) -> Iterator[object]:
 
 BY_TYPE = {
     bool: ("yes", 2, None, torch.tensor(True)),
-    int: (1.5, "1", torch.tensor(1), -(2**70)),
-    float: ("a", None, [1.0], torch.tensor(1.0), 10**400, 1j),
+    int: (1.5, "1", torch.tensor([1, 2]), torch.tensor(1).int(), META.long(), -(2**70)),
+    float: ("a", None, [1.0], torch.ones(2), torch.tensor(1.0).double(), META, 10**400, 1j),
     str: ("foo", 1, None, []),
     torch.dtype: (torch.int8, "float32", None, []),
     k.Segments: (1, [0], (0, 1.0, 1.0)),
