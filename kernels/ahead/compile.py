@@ -27,13 +27,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..launch import HARDWARE, Launch
+from ..launch import HARDWARE, Launch, hardware_of
 
 TARGETS: Mapping[str, GPUTarget] = {
     **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 120)},
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-HARDWARE_FP8 = ("sm_90", "sm_100", "sm_120")
+HARDWARE_OF: Mapping[str, int] = {
+    name: hardware_of(divmod(target.arch, 10)) if target.backend == "cuda" else 0
+    for name, target in TARGETS.items()
+}
+"""What HARDWARE is for each target."""
 
 _POINTERS = {
     torch.float64: "*fp64",
@@ -131,7 +135,7 @@ def specialised(launch: Launch, target: str) -> tuple[dict[str, str], dict[str, 
     constants = dict(launch.constants)
     constants |= {name: None for name, value in launch.arguments.items() if value is None}
     if HARDWARE in launch.kernel.arg_names:
-        constants[HARDWARE] = target in HARDWARE_FP8
+        constants[HARDWARE] = HARDWARE_OF[target]
     signature = {
         name: "constexpr" if name in constants else type_of(launch.arguments[name])
         for name in launch.kernel.arg_names

@@ -10,8 +10,8 @@
 | PLAIN           | fp32, bf16, fp16                | casts; bf16 stochastically, too              |
 
 E2M1 codes that eight make a word are `device_e2m1`'s. ELEMENT is the `device_table.Element` of a
-format. HARDWARE is a constexpr, `launch.has_hardware_fp8(device)`, sm_90 and on; where Triton
-interprets there is arithmetic alone. Kernels must be launched with `enable_fp_fusion=False`.
+format. HARDWARE is a constexpr, `launch.hardware_of` the GPU; where Triton interprets FP8 is
+arithmetic alone. Kernels must be launched with `enable_fp_fusion=False`.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -46,7 +46,7 @@ def stored(x, bits, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
     the format packs them itself, uint32 [n, m / 8], else bytes [n, m / 2].
     """
     if ELEMENT.pack is not None:
-        return ELEMENT.pack(x, bits)
+        return ELEMENT.pack(x, bits, HARDWARE)
     else:
         made = code_of(x, bits, ELEMENT, HARDWARE)
         return (

@@ -1,8 +1,12 @@
 """E2M1 codes in words of eight: FP32 to what is stored, as `device_codes` encodes one a byte.
 
-A code is finished in its word. Rounding leaves it in bits 24 to 22 of an FP32's, and its sign in
-bit 31, a field of E2M1 here; eight fields become a word by what 32 bits can do at once, at two
-instructions an element. By way of a byte each it takes four and a half.
+To nearest, Blackwell has an instruction for two codes, and four of them make a word. Elsewhere, and
+stochastically, a code is finished in its word. Rounding leaves it in bits 24 to 22 of an FP32's,
+and its sign in bit 31, a field of E2M1 here; eight fields become a word by what 32 bits can do at
+once, at two instructions an element. By way of a byte each it takes four and a half.
+
+What the instruction makes of a number is in "PTX ISA", 9.0, cvt: nearest even, what is beyond +-6
+is +-6, and so is an infinity; a NaN of either sign is +6; zeros keep their sign.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -13,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..launch import FP4
 from .device_codes import ARITHMETIC, clamp
 from .device_table import Conversions
 from .table import E2M1
@@ -21,18 +26,31 @@ _MAX = tl.constexpr(E2M1.max_finite)
 _SIGN = tl.constexpr(-0x8000_0000)
 _EXPONENT = tl.constexpr(0x7F80_0000)
 _ONE = tl.constexpr(127 << 23)  # the smallest normal
+_FP4 = tl.constexpr(FP4)
+
+# Of two operands, the first has the upper half of the byte.
+_TO_WORD = tl.constexpr("""{
+    .reg .b8 byte<4>;
+    cvt.rn.satfinite.e2m1x2.f32 byte0, $2, $1;
+    cvt.rn.satfinite.e2m1x2.f32 byte1, $4, $3;
+    cvt.rn.satfinite.e2m1x2.f32 byte2, $6, $5;
+    cvt.rn.satfinite.e2m1x2.f32 byte3, $8, $7;
+    mov.b32 $0, {byte0, byte1, byte2, byte3};
+}""")
 
 
 @triton.jit
-def packed_e2m1(x, bits) -> tl.tensor:
+def packed_e2m1(x, bits, HARDWARE: tl.constexpr) -> tl.tensor:
     """FP32 [n, 8 * m] -> uint32 [n, m], the first of eight codes in the lowest four bits.
 
     As `device_codes.code_of`, with `bits` or None.
     """
-    if bits is None:
-        return _packed(_fields(x))
-    else:
+    if bits is not None:
         return _packed(_fields_stochastic(x, bits))
+    elif HARDWARE == _FP4:
+        return _converted(x)
+    else:
+        return _packed(_fields(x))
 
 
 @triton.jit
@@ -53,6 +71,31 @@ def bytes_of(words) -> tl.tensor:
     shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
     made = (words[:, :, None] >> shifts[None, None, :]).to(tl.uint8)
     return tl.reshape(made, [words.shape[0], 4 * words.shape[1]])
+
+
+@triton.jit
+def _converted(x):
+    ROWS: tl.constexpr = x.shape[0]
+    WORDS: tl.constexpr = x.shape[1] // 8
+    even, odd = tl.split(tl.reshape(x, [ROWS * WORDS, 2, 2, 2]))
+    x04, x26 = _split_twice(even)
+    x15, x37 = _split_twice(odd)
+    words = tl.inline_asm_elementwise(
+        _TO_WORD,
+        "=r,f,f,f,f,f,f,f,f",
+        [x04[0], x15[0], x26[0], x37[0], x04[1], x15[1], x26[1], x37[1]],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+    return tl.reshape(words, [ROWS, WORDS])
+
+
+@triton.jit
+def _split_twice(x):
+    """[n, 2, 2] -> [n] four times: of the last index 0 both of the first, and then of 1."""
+    low, high = tl.split(x)
+    return tl.split(low), tl.split(high)
 
 
 @triton.jit

@@ -74,8 +74,8 @@ def _quantize_masked_blocks(
     columns = (blocks % row_blocks)[:, None] * 8 + tl.arange(0, 4)[None, :]
     columns = tl.where((blocks < num_blocks)[:, None], columns, row_bytes)
     data += (blocks // row_blocks)[:, None] * row_bytes + columns
-    low = bytes_of(packed_e2m1(low, low_bits))
-    high = bytes_of(packed_e2m1(high, high_bits))
+    low = bytes_of(packed_e2m1(low, low_bits, HARDWARE))
+    high = bytes_of(packed_e2m1(high, high_bits, HARDWARE))
     tl.store(data, low, mask=columns < row_bytes)
     tl.store(data + 4, high, mask=columns + 4 < row_bytes)
     return scale_bytes
@@ -138,7 +138,7 @@ def _quantize_kernel(
             words = device.noise_words(seed, groups)
             low_bits = device.spread_noise(words[0], words[1])
             high_bits = device.spread_noise(words[2], words[3])
-        made = joined(packed_e2m1(low, low_bits), packed_e2m1(high, high_bits))
+        made = joined(packed_e2m1(low, low_bits, HARDWARE), packed_e2m1(high, high_bits, HARDWARE))
         tl.store(at, scale_bytes)
         places = (data + first_block * 8).to(tl.pointer_type(tl.uint32), bitcast=True)
         tl.store(tl.multiple_of(places + tl.arange(0, TILE // 8), 16), made)
