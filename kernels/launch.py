@@ -85,7 +85,8 @@ def hardware_of(capability: tuple[int, int]) -> int:
 
 
 @functools.cache
-def _hardware_on(device: torch.device) -> int:
+def hardware_on(device: torch.device) -> int:
+    """What HARDWARE is on `device`: 0 on AMD's, and on a CPU, where kernels are interpreted."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     return hardware_of(torch.cuda.get_device_capability(device))
@@ -123,7 +124,7 @@ def launch(
         _records[-1].append(Launch(kernel, programs, named, constants, num_warps))
         return
     if HARDWARE in kernel.arg_names:
-        constants[HARDWARE] = _hardware_on(on.device)
+        constants[HARDWARE] = hardware_on(on.device)
     with device_guard(on.device):
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
 

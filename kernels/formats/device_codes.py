@@ -4,6 +4,7 @@
 |-----------------|---------------------------------|----------------------------------------------|
 | stored, code_of | fp32, noise or None -> codes    | `codes.stored`; the same with one code each  |
 | value_of        | codes -> fp32                   | `codes.decode`                               |
+| values_of       | what is stored -> fp32          | `codes.loaded`                               |
 | ARITHMETIC      | any format with a sign          | from its numbers, or by the GPU's conversion |
 | OF_E5M2         | e5m2                            | decoded by way of fp16                       |
 | OF_E8M0         | e8m0                            |                                              |
@@ -70,6 +71,22 @@ def value_of(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def values_of(kept, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """What `stored` makes in FP32, an element each: codes, bytes of two, or words of eight [n, m].
+
+    Where two codes share a byte, any format's may come as words, uint32.
+    """
+    if ELEMENT.form.stored_bits >= kept.dtype.primitive_bitwidth:
+        return value_of(kept, ELEMENT, HARDWARE)
+    elif kept.dtype != tl.uint32:
+        return value_of(unpack_nibbles(kept), ELEMENT, HARDWARE)
+    elif ELEMENT.unpack is not None:
+        return ELEMENT.unpack(kept, HARDWARE)
+    else:
+        return value_of(nibbles_of(kept), ELEMENT, HARDWARE)
+
+
+@triton.jit
 def round_bf16_stochastic(x, bits) -> tl.tensor:
     """`codes.round_bf16_stochastic(x, bits)`; `bits`: uint32, from `noise_of`."""
     word = x.to(tl.int32, bitcast=True)
@@ -112,6 +129,17 @@ def unpack_nibbles(packed) -> tl.tensor:
     NUMEL: tl.constexpr = packed.shape[-1] * 2
     SHAPE: tl.constexpr = packed.shape[:-1] + [NUMEL]  # noqa: RUF005 - Triton has no unpacking
     return tl.reshape(tl.join(packed & 0xF, packed >> 4), SHAPE)
+
+
+@triton.jit
+def nibbles_of(words) -> tl.tensor:
+    """uint32 [n, m] -> [n, 8 * m], the lowest four bits first.
+
+    What is above a code stays: decoding does not look at it, and to clear it takes instructions.
+    """
+    codes = tl.join(words, words >> 16)
+    codes = tl.join(codes, codes >> 8)
+    return tl.reshape(tl.join(codes, codes >> 4), [words.shape[0], 8 * words.shape[1]])
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ..launch import FP4
+from . import device_codes, e2m1_instructions
 from .device_codes import ARITHMETIC, clamp
 from .device_table import Conversions
 from .table import E2M1
@@ -28,15 +29,9 @@ _EXPONENT = tl.constexpr(0x7F80_0000)
 _ONE = tl.constexpr(127 << 23)  # the smallest normal
 _FP4 = tl.constexpr(FP4)
 
-# Of two operands, the first has the upper half of the byte.
-_TO_WORD = tl.constexpr("""{
-    .reg .b8 byte<4>;
-    cvt.rn.satfinite.e2m1x2.f32 byte0, $2, $1;
-    cvt.rn.satfinite.e2m1x2.f32 byte1, $4, $3;
-    cvt.rn.satfinite.e2m1x2.f32 byte2, $6, $5;
-    cvt.rn.satfinite.e2m1x2.f32 byte3, $8, $7;
-    mov.b32 $0, {byte0, byte1, byte2, byte3};
-}""")
+_TO_WORD = tl.constexpr(e2m1_instructions.TO_WORD)
+_OF_WORD = tl.constexpr(e2m1_instructions.OF_WORD)
+_OF_WORD_BY_PRMT = tl.constexpr(e2m1_instructions.OF_WORD_BY_PRMT)
 
 
 @triton.jit
@@ -51,6 +46,25 @@ def packed_e2m1(x, bits, HARDWARE: tl.constexpr) -> tl.tensor:
         return _converted(x)
     else:
         return _packed(_fields(x))
+
+
+@triton.jit
+def unpacked_e2m1(words, HARDWARE: tl.constexpr) -> tl.tensor:
+    """uint32 [n, m] -> FP32 [n, 8 * m]: the values of what `packed_e2m1` makes."""
+    if HARDWARE:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _OF_WORD if HARDWARE == _FP4 else _OF_WORD_BY_PRMT,
+            "=f,=f,=f,=f,=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+        even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+        odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+        return tl.reshape(tl.join(even, odd), [words.shape[0], 8 * words.shape[1]])
+    else:
+        return decode_e2m1(device_codes.nibbles_of(words))
 
 
 @triton.jit
@@ -145,4 +159,6 @@ def _decode(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
     return decode_e2m1(codes)
 
 
-OF_E2M1 = Conversions(ARITHMETIC.encode, ARITHMETIC.encode_stochastic, _decode, pack=packed_e2m1)
+OF_E2M1 = Conversions(
+    ARITHMETIC.encode, ARITHMETIC.encode_stochastic, _decode, packed_e2m1, unpacked_e2m1
+)

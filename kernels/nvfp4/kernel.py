@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ..formats import device_codes as device
-from ..formats.device_e2m1 import bytes_of, decode_e2m1, packed_e2m1
+from ..formats.device_e2m1 import bytes_of, decode_e2m1, packed_e2m1, unpacked_e2m1
 from ..formats.device_swizzle import reciprocal_of, scale_pointers
 from ..formats.table import wire_format_of
 from ..launch import LaunchConfig, is_aligned, launch
@@ -221,9 +221,10 @@ def _dequantize_kernel(
     largest = tl.load(amax)
     if FLAT and start + TILE <= row_numel:
         at = scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS)
-        packed = tl.load(tl.multiple_of(data + first_block * 8 + tl.arange(0, TILE // 2), 16))
+        words = (data + first_block * 8).to(tl.pointer_type(tl.uint32), bitcast=True)
+        packed = tl.load(tl.multiple_of(words + tl.arange(0, TILE // 8), 16))
         factors = decode_factors(tl.load(at), largest, TORCHAO, HARDWARE)
-        values = decode_e2m1(device.unpack_nibbles(tl.reshape(packed, [BLOCKS, 8])))
+        values = unpacked_e2m1(tl.reshape(packed, [BLOCKS, 2]), HARDWARE)
         rounded = round_to(tl.reshape(values * factors[:, None], [TILE]), dtype)
         tl.store(tl.multiple_of(destination + start + tl.arange(0, TILE), 16), rounded)
     else:
