@@ -86,8 +86,11 @@ def test_kernels(op, name, level, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_model_is_the_arithmetic_for_every_fp32():
-    for first in range(0, 2**32, 2**23):
-        words = np.arange(first, first + 2**23, dtype=np.uint32)
+@pytest.mark.parametrize("sign", [0, 1 << 31], ids=["+", "-"])
+def test_the_model_is_the_arithmetic_for_every_number_from_a_sixteenth_to_sixteen(sign):
+    """Below and above, all that codes can differ in, each 128th of the others as well."""
+    every = [(first, 1) for first in range(0x3D80_0000, 0x4180_0000, 2**23)]
+    for first, step in (*every, *((first, 128) for first in range(0, 2**31, 2**30))):
+        words = np.arange(first, first + 2**23 * step, step, dtype=np.uint32) | np.uint32(sign)
         expected = codes.encode(torch.from_numpy(words.view(np.float32)), E2M1)
         assert np.array_equal(ptx.e2m1_of(words), expected.numpy()), hex(first)
