@@ -1,12 +1,16 @@
-"""E2M1 codes in words of eight: FP32 to what is stored, as `device_codes` encodes one a byte.
+"""E2M1 codes in words of eight, to and from FP32: what `device_codes` does one code a byte.
 
-To nearest, Blackwell has an instruction for two codes, and four of them make a word. Elsewhere, and
-stochastically, a code is finished in its word. Rounding leaves it in bits 24 to 22 of an FP32's,
-and its sign in bit 31, a field of E2M1 here; eight fields become a word by what 32 bits can do at
-once, at two instructions an element. By way of a byte each it takes four and a half.
+| way                   | by                                                      | instructions a code |
+|-----------------------|---------------------------------------------------------|---------------------|
+| encode, Blackwell     | `e2m1_instructions.TO_WORD`, to nearest                 | 0.5                 |
+| encode, others        | arithmetic, to nearest or stochastically on any GPU     | 8 and more          |
+| decode, Blackwell     | `e2m1_instructions.OF_WORD`                             | 1.5                 |
+| decode, HARDWARE      | `e2m1_instructions.OF_WORD_BY_PRMT`                     | 2.9                 |
+| decode, others        | arithmetic                                              | 4                   |
 
-What the instruction makes of a number is in "PTX ISA", 9.0, cvt: nearest even, what is beyond +-6
-is +-6, and so is an infinity; a NaN of either sign is +6; zeros keep their sign.
+By arithmetic a code is finished in its word. Rounding leaves it in bits 24 to 22 of an FP32's, and
+its sign in bit 31, a field of E2M1 here; eight fields become a word by what 32 bits can do at once,
+at two instructions an element. By way of a byte each it takes four and a half.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -28,7 +32,6 @@ _SIGN = tl.constexpr(-0x8000_0000)
 _EXPONENT = tl.constexpr(0x7F80_0000)
 _ONE = tl.constexpr(127 << 23)  # the smallest normal
 _FP4 = tl.constexpr(FP4)
-
 _TO_WORD = tl.constexpr(e2m1_instructions.TO_WORD)
 _OF_WORD = tl.constexpr(e2m1_instructions.OF_WORD)
 _OF_WORD_BY_PRMT = tl.constexpr(e2m1_instructions.OF_WORD_BY_PRMT)
@@ -89,6 +92,7 @@ def bytes_of(words) -> tl.tensor:
 
 @triton.jit
 def _converted(x):
+    """By the instruction: words, as `_packed` makes them."""
     ROWS: tl.constexpr = x.shape[0]
     WORDS: tl.constexpr = x.shape[1] // 8
     even, odd = tl.split(tl.reshape(x, [ROWS * WORDS, 2, 2, 2]))
