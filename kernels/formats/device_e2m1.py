@@ -1,12 +1,12 @@
 """E2M1 codes in words of eight, to and from FP32: what `device_codes` does one code a byte.
 
-| way                   | by                                                      | instructions a code |
-|-----------------------|---------------------------------------------------------|---------------------|
-| encode, Blackwell     | `e2m1_instructions.TO_WORD`, to nearest                 | 0.5                 |
-| encode, others        | arithmetic, to nearest or stochastically on any GPU     | 8 and more          |
-| decode, Blackwell     | `e2m1_instructions.OF_WORD`                             | 1.5                 |
-| decode, HARDWARE      | `e2m1_instructions.OF_WORD_BY_PRMT`                     | 2.9                 |
-| decode, others        | arithmetic                                              | 4                   |
+| way               | by                                                 | instructions a code |
+|-------------------|----------------------------------------------------|---------------------|
+| encode, Blackwell | `e2m1_instructions.TO_WORD`, to nearest            | 0.5                 |
+| encode            | arithmetic, to nearest; stochastically on any GPU  | 10, noise included  |
+| decode, Blackwell | `e2m1_instructions.OF_WORD`                        | 1.5                 |
+| decode, Hopper    | `e2m1_instructions.OF_WORD_BY_PRMT`                | 2.9                 |
+| decode            | arithmetic                                         | 4                   |
 
 By arithmetic a code is finished in its word. Rounding leaves it in bits 24 to 22 of an FP32's, and
 its sign in bit 31, a field of E2M1 here; eight fields become a word by what 32 bits can do at once,
