@@ -3,7 +3,7 @@
 | way               | by                                                 | instructions a code |
 |-------------------|----------------------------------------------------|---------------------|
 | encode, Blackwell | `e2m1_instructions.TO_WORD`, to nearest            | 0.5                 |
-| encode            | arithmetic, to nearest; stochastically on any GPU  | 10, noise included  |
+| encode            | arithmetic, to nearest; stochastically on any GPU  | 11                  |
 | decode, Blackwell | `e2m1_instructions.OF_WORD`                        | 1.5                 |
 | decode, Hopper    | `e2m1_instructions.OF_WORD_BY_PRMT`                | 2.9                 |
 | decode            | arithmetic                                         | 4                   |

@@ -117,7 +117,7 @@ def test_fp4_takes_no_more_than_was_counted_on_blackwell(op, name, target):
     assert measure.measure(case, target).faults(gate) == []
 
 
-@pytest.mark.parametrize(("op", "name", "limit"), BLACKWELL, ids=lambda found: str(found))
+@pytest.mark.parametrize(("op", "name", "limit"), BLACKWELL, ids=str)
 def test_blackwell_converts_to_fp4_by_its_instruction(op, name, limit):
     found = measure.measure(case_of(op, name), "sm_100")
     assert found.instructions <= limit
