@@ -1,6 +1,7 @@
 """All cases of all ops, and docs/kernels.md, which `python -m sidestream.kernels.cases` prints.
 
-Each folder has its own in `cases.py`; `case` tells what a case is.
+Each folder has its own in `cases.py`; `case` tells what a case is. Targets by GPU, and limits
+elsewhere than on sm_90, follow from `ahead/counted.json`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from .case import Case, Row
+from .ahead import counted
+from .ahead.machines import GPUS, PIPE_SHARE
+from .case import GATED_TARGET, Case, Gate, Row
 from .cast import cases as cast
 from .fp8 import cases as fp8
 from .mx import cases as mx
@@ -28,19 +31,30 @@ memory for its results among them, and leaves the checks to the function, so tha
 write anywhere. An op's definition is plain PyTorch, `reference.py` in its folder: that runs on a
 CPU and is the oracle of the Triton kernel, to which the interpreter agrees bit for bit. All kernels
 compile without spills for sm_80, sm_89, sm_90, sm_100, sm_120 and gfx942; FP8 is converted by the
-hardware from sm_90 on and by arithmetic elsewhere, to the same bits; FP4 by arithmetic everywhere,
-since the instructions of sm_100a and sm_103a have not run here to be compared.
+hardware from sm_90 on and by arithmetic elsewhere, to the same bits. FP4 is rounded to nearest and
+decoded by the instructions of sm_100a, sm_103a, sm_110a, sm_120a and sm_121a. They have not run
+here: a model of them, made from their specification, is compared with the arithmetic that all else
+takes, and a test marked `gpu` compares every FP32. sm_90 decodes FP4 by permuting a table's bytes.
 
 *bytes an element*: what must move, once; *of a copy*: the part of a copy's rate that large sizes
-are to reach on a GPU, **a target until measured** (0.60 with stochastic rounding, 0.70 to e2m1).
+are to reach on a GPU, **a target until measured** (0.60 with stochastic rounding, 0.70 to e2m1),
+and less where a GPU's pipes leave less: see below.
 """
 
 
+_TARGETS = f"""
+The part of a copy's rate: the smaller of *of a copy* and {PIPE_SHARE:g} of what the pipes leave, at
+which warps can issue every instruction, or at half that rate those of integers, logic and
+conversions. Only the cases are here that get less on a GPU; a product is what its data sheet says.
+
+"""
 _NOTES = """
 A case is a call, and what it would launch is compiled. Instructions are counted in the final
 machine code, on the path of full tiles, which makes nearly all its accesses by 16 bytes; `-` where
-there is no limit. Registers are those of all paths, the most of all kernels of a call. `sidestream
-inspect` prints what is counted.
+there is no limit. Registers are those of all paths, the most of all kernels of a call. On sm_90
+limits are those of the cases, elsewhere half an instruction and eight registers above what was last
+counted (`kernels/ahead/counted.json`), and 64 registers at least. `sidestream inspect` prints what
+is counted.
 
 ## NaN and infinity
 
@@ -145,15 +159,43 @@ def _tables() -> Iterator[str]:
             share = "-" if row.copy_share is None else f"{row.copy_share:.2f}"
             cells = (f"`{row.function}`", row.formats, row.moved, row.rounding, row.proof)
             yield f"| {' | '.join((*cells, share, row.source))} |"
-    yield from ("", "## Gates on sm_90", "")
-    yield "| op | case | instructions an element, at most | registers, at most |"
-    yield "|---|---|---|---|"
+    yield from _target_table()
+    yield from _gate_table()
+
+
+def _target_table() -> Iterator[str]:
+    known = [gpu for gpu in GPUS if gpu.target in counted.TARGETS]
+    yield from ("", "## Targets by GPU", *_TARGETS.splitlines())
+    yield f"| op | case | {' | '.join(gpu.name for gpu in known)} |"
+    yield f"|---|---|{'---|' * len(known)}"
+    for function, case in _gated():
+        shares = [counted.target_share(case, gpu) for gpu in known]
+        if any(share != case.copy_share for share in shares):
+            cells = " | ".join(f"{share:.2f}" for share in shares)
+            yield f"| `{function}` | {case.name} | {cells} |"
+
+
+def _gate_table() -> Iterator[str]:
+    targets = (GATED_TARGET, *(name for name in counted.TARGETS if name != GATED_TARGET))
+    yield from ("", "## Gates", "", "Instructions an element and registers, at most.", "")
+    yield f"| op | case | {' | '.join(targets)} |"
+    yield f"|---|---|{'---|' * len(targets)}"
+    for function, case in _gated():
+        limits = " | ".join(_limits(counted.gate_of(case, target)) for target in targets)
+        yield f"| `{function}` | {case.name} | {limits} |"
+
+
+def _gated() -> Iterator[tuple[str, Case]]:
+    """The cases with a gate, each behind its public function's name."""
     functions = {row.op: row.function for row in rows()}
-    for case in cases():
-        if case.gate is not None:
-            limit = case.gate.instructions
-            count = "-" if limit is None else f"{limit:g}"
-            yield f"| `{functions[case.op]}` | {case.name} | {count} | {case.gate.registers} |"
+    return ((functions[case.op], case) for case in cases() if case.gate is not None)
+
+
+def _limits(gate: Gate | None) -> str:
+    if gate is None:
+        return "-"
+    count = "-" if gate.instructions is None else f"{gate.instructions:g}"
+    return f"{count}, {gate.registers}"
 
 
 if __name__ == "__main__":

@@ -4,14 +4,15 @@
 |-----------------|---------------------------------|----------------------------------------------|
 | stored, code_of | fp32, noise or None -> codes    | `codes.stored`; the same with one code each  |
 | value_of        | codes -> fp32                   | `codes.decode`                               |
+| values_of       | what is stored -> fp32          | `codes.loaded`                               |
 | ARITHMETIC      | any format with a sign          | from its numbers, or by the GPU's conversion |
 | OF_E5M2         | e5m2                            | decoded by way of fp16                       |
 | OF_E8M0         | e8m0                            |                                              |
 | PLAIN           | fp32, bf16, fp16                | casts; bf16 stochastically, too              |
 
 E2M1 codes that eight make a word are `device_e2m1`'s. ELEMENT is the `device_table.Element` of a
-format. HARDWARE is a constexpr, `launch.has_hardware_fp8(device)`, sm_90 and on; where Triton
-interprets there is arithmetic alone. Kernels must be launched with `enable_fp_fusion=False`.
+format. HARDWARE is a constexpr, `launch.hardware_of` the GPU; where Triton interprets FP8 is
+arithmetic alone. Kernels must be launched with `enable_fp_fusion=False`.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -47,7 +48,7 @@ def stored(x, bits, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
     the format packs them itself, uint32 [n, m / 8], else bytes [n, m / 2].
     """
     if ELEMENT.pack is not None:
-        return ELEMENT.pack(x, bits)
+        return ELEMENT.pack(x, bits, HARDWARE)
     else:
         made = code_of(x, bits, ELEMENT, HARDWARE)
         return (
@@ -68,6 +69,22 @@ def code_of(x, bits, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor
 def value_of(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
     """Codes, one each, in FP32; what lies above a code's bits is ignored."""
     return ELEMENT.decode(codes, ELEMENT, HARDWARE)
+
+
+@triton.jit
+def values_of(kept, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """What `stored` makes in FP32, an element each: codes, bytes of two, or words of eight [n, m].
+
+    Where two codes share a byte, any format's may come as words, uint32.
+    """
+    if ELEMENT.form.stored_bits >= kept.dtype.primitive_bitwidth:
+        return value_of(kept, ELEMENT, HARDWARE)
+    elif kept.dtype != tl.uint32:
+        return value_of(unpack_nibbles(kept), ELEMENT, HARDWARE)
+    elif ELEMENT.unpack is not None:
+        return ELEMENT.unpack(kept, HARDWARE)
+    else:
+        return value_of(nibbles_of(kept), ELEMENT, HARDWARE)
 
 
 @triton.jit
@@ -113,6 +130,17 @@ def unpack_nibbles(packed) -> tl.tensor:
     NUMEL: tl.constexpr = packed.shape[-1] * 2
     SHAPE: tl.constexpr = packed.shape[:-1] + [NUMEL]  # noqa: RUF005 - Triton has no unpacking
     return tl.reshape(tl.join(packed & 0xF, packed >> 4), SHAPE)
+
+
+@triton.jit
+def nibbles_of(words) -> tl.tensor:
+    """uint32 [n, m] -> [n, 8 * m], the lowest four bits first.
+
+    What is above a code stays: decoding does not look at it, and to clear it takes instructions.
+    """
+    codes = tl.join(words, words >> 16)
+    codes = tl.join(codes, codes >> 8)
+    return tl.reshape(tl.join(codes, codes >> 4), [words.shape[0], 8 * words.shape[1]])
 
 
 @triton.jit

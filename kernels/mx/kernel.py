@@ -232,12 +232,14 @@ def _dequantize_kernel(
         is_full = _is_full_tile(first, rows, row_numel, width, SWIZZLED, BLOCKS)
     if is_full:
         starts = _block_starts(first, row_numel, width, SWIZZLED, BLOCKS)
-        code = tl.load(aligned_pointers(data, starts // PER_BYTE, 32 // PER_BYTE))
-        if PER_BYTE > 1:
-            code = device.unpack_nibbles(code)
+        if ELEMENT.unpack is not None:
+            words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
+            kept = tl.load(aligned_pointers(words, starts >> 3, 4))
+        else:
+            kept = tl.load(aligned_pointers(data, starts // PER_BYTE, 32 // PER_BYTE))
         scale_bytes = tl.load(tl.multiple_of(scales + first + tl.arange(0, BLOCKS), 16))
         factors = CODEC.factors(scale_bytes, None, CODEC, HARDWARE)
-        value = device.value_of(code, ELEMENT, HARDWARE) * factors[:, None]
+        value = device.values_of(kept, ELEMENT, HARDWARE) * factors[:, None]
         tl.store(aligned_pointers(out, starts, 32), round_to(value, dtype))
     elif MASKED:
         PIECE: tl.constexpr = BLOCKS // _PIECES
@@ -247,12 +249,10 @@ def _dequantize_kernel(
             begins = (row < rows) & (column * 32 < row_numel)
             row_bytes = (row_numel + PER_BYTE - 1) // PER_BYTE
             places, in_row = _places_in_rows(row, column, row_bytes, 32 // PER_BYTE)
-            code = tl.load(data + places, mask=begins[:, None] & in_row, other=0)
-            if PER_BYTE > 1:
-                code = device.unpack_nibbles(code)
+            kept = tl.load(data + places, mask=begins[:, None] & in_row, other=0)
             scale_bytes = tl.load(scales + at + tl.arange(0, PIECE), mask=begins, other=0)
             factors = CODEC.factors(scale_bytes, None, CODEC, HARDWARE)
-            value = device.value_of(code, ELEMENT, HARDWARE) * factors[:, None]
+            value = device.values_of(kept, ELEMENT, HARDWARE) * factors[:, None]
             index, in_row = _places_in_rows(row, column, row_numel, 32)
             tl.store(out + index, round_to(value, dtype), mask=begins[:, None] & in_row)
 

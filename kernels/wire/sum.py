@@ -98,17 +98,11 @@ def _factors(
 
 @triton.jit
 def _codes(data, tile, BITS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Codes [groups, 128] of BITS bits: of 4, the low ones of uint32.
-
-    There what is above stays: decoding does not look at it, and to clear it takes instructions.
-    """
+    """Codes [groups, 128] of BITS bits: of 4, words of eight, uint32 [groups, 16]."""
     first_group, groups = tile
     base = data + first_group * (_GROUP * BITS // _BITS_PER_BYTE)
     if BITS < _BITS_PER_BYTE:
-        words = _words(base, groups, 16, tl.uint32, ALIGNED)
-        words = tl.join(words, words >> 16)
-        words = tl.join(words, words >> 8)
-        return tl.reshape(tl.join(words, words >> 4), [groups.shape[0], _GROUP])
+        return _words(base, groups, 16, tl.uint32, ALIGNED)
     else:
         return _words(base, groups, _GROUP, word_of(BITS), ALIGNED)
 
@@ -119,7 +113,7 @@ def _decoded(
 ):
     """The tile's elements of one message, FP32 [groups, 128]."""
     codes = _codes(message + _DATA_AT, tile, CODEC.element.form.stored_bits, ALIGNED)
-    values = device.value_of(codes, CODEC.element, HARDWARE)
+    values = device.values_of(codes, CODEC.element, HARDWARE)
     if CODEC.factors is not None:
         factors = _factors(message, tile, layout, CODEC, ALIGNED, HARDWARE)
         GROUPS: tl.constexpr = codes.shape[0]

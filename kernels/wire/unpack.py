@@ -86,7 +86,7 @@ def _codes(
     BLOCK: tl.constexpr,
     NUMEL: tl.constexpr,
 ):
-    """Codes of BITS bits, [n, BLOCK], as unsigned integers."""
+    """Codes of BITS bits, [n, BLOCK], as unsigned integers: of 4, words of eight, uint32."""
     blocks = tl.arange(0, NUMEL // BLOCK)
     mask = None
     if BITS >= _BITS_PER_BYTE:
@@ -97,12 +97,12 @@ def _codes(
         return tl.load(aligned_from(words, lanes), mask=mask)
     else:
         # A block's bytes may be fewer than an access has.
-        pairs = tl.arange(0, NUMEL // 2)
+        eights = tl.arange(0, NUMEL // 8)
         if not FULL:
-            mask = pairs * 2 < count
-        pointers = message + _DATA_AT + over(start, 2) + pairs.to(tl.int64)
-        packed = tl.load(tl.multiple_of(pointers, 16), mask=mask)
-        return device.unpack_nibbles(tl.reshape(packed, [NUMEL // BLOCK, BLOCK // 2]))
+            mask = eights * 8 < count
+        words = section(message, _DATA_AT, tl.uint32) + over(start, 8) + eights.to(tl.int64)
+        packed = tl.load(tl.multiple_of(words, 16), mask=mask)
+        return tl.reshape(packed, [NUMEL // BLOCK, BLOCK // 8])
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def _decoded(
     """
     BLOCK: tl.constexpr = CODEC.block_numel if CODEC.block_numel else ROW
     codes = _codes(message, start, count, CODEC.element.form.stored_bits, FULL, BLOCK, NUMEL)
-    values = device.value_of(codes, CODEC.element, HARDWARE)
+    values = device.values_of(codes, CODEC.element, HARDWARE)
     if CODEC.factors is not None:
         blocks = tl.arange(0, NUMEL // BLOCK)
         mask = None

@@ -46,4 +46,22 @@ def test_not_a_power_of_two_is_refused(block_bytes, num_warps):
 
 
 def test_cpu_has_no_hardware_conversion():
-    assert not launch.has_hardware_fp8(torch.device("cpu"))
+    assert launch.hardware_on(torch.device("cpu")) == 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "level"),
+    [
+        ((8, 0), 0),
+        ((8, 9), 0),
+        ((9, 0), launch.FP8),
+        ((10, 0), launch.FP4),
+        ((10, 3), launch.FP4),
+        ((12, 0), launch.FP4),
+        ((12, 1), launch.FP4),
+        ((13, 0), launch.FP8),
+    ],
+    ids=str,
+)
+def test_hardware_of_a_capability(capability, level):
+    assert launch.hardware_of(capability) == level
