@@ -25,12 +25,15 @@ from typing import Any
 
 import torch
 
+from .op import on_first_use
+
 ACCESS_BYTES = 16
 THREADS_PER_WARP = 32
 HARDWARE = "HARDWARE"
 """The constant of kernels that may convert FP8 by the GPU's own instructions."""
 
 _HOPPER = (9, 0)
+_as_compiled = on_first_use("portable", "as_compiled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ def launch(
         return
     if HARDWARE in kernel.arg_names:
         constants[HARDWARE] = has_hardware_fp8(on.device)
+    arguments = _as_compiled(arguments)
     with device_guard(on.device):
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
 
