@@ -48,6 +48,7 @@ inspect` prints what is counted.
 |---|---|---|
 | bf16, fp16 | NaN | infinity, as IEEE 754; stochastic bf16: a finite value stays finite |
 | e4m3, e5m2 | 0x7F | largest finite value, of its sign |
+| e4m3fnuz | 0x80 | largest finite value, of its sign |
 | e2m1 | +6 | +-6 |
 | e8m0 | 255 | 2^127; infinity 255 |
 | FP8 with scales | scale 1 where the amax is NaN, infinite or 0; elements as above | with \

@@ -87,7 +87,7 @@ def _many_tensors() -> Calls:
 
 def _casts() -> Calls:
     for to, (name, dtype) in itertools.product(
-        ("bf16", "fp16", "e4m3", "e5m2", "e2m1", "e8m0"), DTYPES.items()
+        ("bf16", "fp16", "e4m3", "e5m2", "e2m1", "e8m0", "e4m3fnuz"), DTYPES.items()
     ):
         x = values(SHAPE, dtype)
         yield f"cast {to} {name}", lambda x=x, to=to: kernels.cast(x, to)
@@ -104,7 +104,10 @@ def _casts() -> Calls:
 
 def _fp8() -> Calls:
     for scaling, element, (name, dtype), power in itertools.product(
-        ("tensor", "row", "1x128", "128x128"), ("e4m3", "e5m2"), DTYPES.items(), (False, True)
+        ("tensor", "row", "1x128", "128x128"),
+        ("e4m3", "e5m2", "e4m3fnuz"),
+        DTYPES.items(),
+        (False, True),
     ):
         x = values(SHAPE, dtype)
         options = {"scaling": scaling, "element": element, "power_of_2": power}

@@ -20,6 +20,7 @@ EACH_KERNEL = (
     ("reduce_", "bf16 to fp32 world 8 scaled accumulate"),
     ("cast_", "e4m3 from fp32"),
     ("cast_", "e2m1 from bf16 stochastic"),
+    ("cast_", "e4m3fnuz from bf16"),
     ("cast_back_", "e2m1 to bf16"),
     ("quantize_fp8_", "uneven 1x128 from bf16"),
     ("quantize_fp8_", "128x128 from bf16"),
