@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from .case import Case, Row
 from .cast import cases as cast
 from .fp8 import cases as fp8
+from .grouped import cases as grouped
 from .mx import cases as mx
 from .nvfp4 import cases as nvfp4
 from .optim import cases as optim
@@ -90,6 +91,7 @@ SECTIONS = (
     ("Many tensors at once", pack.rows()),
     ("Casts", (*cast.rows(), *fp8.rows())),
     ("Block formats", (*mx.rows(), *nvfp4.rows())),
+    ("Casts of groups of rows", grouped.rows()),
     ("Wire messages", wire.rows()),
     ("Optimizers", optim.rows()),
 )
@@ -109,6 +111,7 @@ def cases(worlds: Sequence[int] | None = None) -> tuple[Case, ...]:
         *fp8.cases(),
         *mx.cases(),
         *nvfp4.cases(),
+        *grouped.cases(),
         *wire.cases(worlds),
         *optim.cases(),
     )

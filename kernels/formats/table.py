@@ -21,8 +21,7 @@ Elements narrower than 16 bits, sign / exponent / mantissa bits; E8M0 is only ev
 | e8m0     | 0/8/0 | 127  | 2^127      | 2^-127     | none          | none | 0xFF          |
 | e4m3fnuz | 1/4/3 | 8    | 240        | 2^-7       | 2^-10         | none | 0x80          |
 
-E4M3FNUZ is what the matrix cores of gfx942 read; it has one zero, and NaN where the other would be.
-
+E4M3FNUZ, gfx942's, has one zero, and NaN where the other would be.
 Block formats, scales included in their byte counts:
 
 | name       | element | block    | scale of a block | scale of the tensor |
@@ -333,8 +332,7 @@ E8M0 = ElementFormat(
     "e8m0", 8, 0, 127, 0xFE, 0xFF, torch.float8_e8m0fnu,
     has_sign=False, device=(_DEVICE_CODES, "OF_E8M0"),
 )  # fmt: skip
-# AMD, "Instinct MI300 Instruction Set Architecture", 2023, section 7.2 (FP8); Noune et al., "8-bit
-# Numerical Formats for Deep Neural Networks", 2022, has the format.
+# Noune et al., "8-bit Numerical Formats for Deep Neural Networks", 2022; AMD's CDNA3 ISA, 2023.
 E4M3FNUZ = ElementFormat("e4m3fnuz", 4, 3, 8, 0x7F, 0x80, torch.float8_e4m3fnuz)
 
 ELEMENT_FORMATS: tuple[ElementFormat, ...] = (E4M3, E5M2, E2M1, E8M0, E4M3FNUZ)

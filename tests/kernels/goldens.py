@@ -221,6 +221,32 @@ def _nvfp4() -> Calls:
     )
 
 
+def _grouped() -> Calls:
+    for name, dtype in DTYPES.items():
+        x, ends = values((200, 96), dtype), torch.tensor([70, 70, 75, 190])
+        for element in ("e4m3", "e2m1"):
+            yield (
+                f"quantize_mx_grouped {element} {name}",
+                lambda x=x, ends=ends, element=element: [
+                    kernels.quantize_mx_grouped(x, ends, element=element, **noise)
+                    for noise in ({}, NOISE | {"first_index": 21})
+                ],
+            )
+        yield (
+            f"quantize_fp8_grouped {name}",
+            lambda x=x, ends=ends: [
+                kernels.quantize_fp8_grouped(x, ends, power_of_2=power) for power in (False, True)
+            ],
+        )
+        yield (
+            f"quantize_nvfp4_grouped {name}",
+            lambda x=x, ends=ends: [
+                kernels.quantize_nvfp4_grouped(x, ends, **noise)
+                for noise in ({}, NOISE | {"first_index": 21})
+            ],
+        )
+
+
 def _message_options(form: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "", {}
     if form not in ("fp32", "fp16"):
@@ -307,7 +333,7 @@ def _optimizers() -> Calls:
 
 def calls() -> dict[str, Callable[[], Any]]:
     """All, by their names."""
-    families = (_many_tensors, _casts, _fp8, _mx, _nvfp4, _messages, _optimizers)
+    families = (_many_tensors, _casts, _fp8, _mx, _nvfp4, _messages, _optimizers, _grouped)
     return dict(call for family in families for call in family())
 
 
