@@ -90,8 +90,7 @@ are compiled.
 SECTIONS = (
     ("Many tensors at once", pack.rows()),
     ("Casts", (*cast.rows(), *fp8.rows())),
-    ("Block formats", (*mx.rows(), *nvfp4.rows())),
-    ("Casts of groups of rows", grouped.rows()),
+    ("Block formats", (*mx.rows(), *nvfp4.rows(), *grouped.rows())),
     ("Wire messages", wire.rows()),
     ("Optimizers", optim.rows()),
 )

@@ -27,6 +27,7 @@ from ..mx.reference import form_of
 from ..nvfp4.device_codec import block_amaxes, scaled_halves, tensor_scale_of
 from ..nvfp4.hadamard import joined
 from ..nvfp4.kernel import quantize_masked_blocks
+from ..portable import INTERPRETED
 from ..wide import aligned_blocks, aligned_eights, aligned_pointers
 from .device_groups import group_of, lanes_for
 from .reference import nan_byte, nan_scale
@@ -35,6 +36,8 @@ TILE_NUMEL = 4096  # elements of a program
 NUM_WARPS = 4
 ROW_MULTIPLE = 32  # elements: rows of 4-bit codes begin on 16 bytes
 
+# Pieces' other shape keeps registers few. To Triton's interpreter one is as much work as all.
+_PIECES = tl.constexpr(1 if INTERPRETED else 4)
 _SCALE_TILE, _TILE_ROWS = tl.constexpr(swizzle.TILE_NUMEL), tl.constexpr(swizzle.TILE_ROWS)
 
 
@@ -87,6 +90,25 @@ def _nvfp4_tile(source, data, scales, starts, exists, amax, noise, HARDWARE: tl.
     exists, _ = tl.split(tl.reshape(exists, [PAIRS, 2]))
     pointers = aligned_pointers(data.to(tl.pointer_type(tl.uint32), bitcast=True), starts >> 3, 4)
     tl.store(pointers, tl.reshape(made, [PAIRS, 4]), mask=exists[:, None])
+
+
+@triton.jit
+def _masked_piece(
+    source, data, place, count, row_numel, amax, noise, CODEC: tl.constexpr, HARDWARE: tl.constexpr
+) -> tl.tensor:
+    """Stores the codes of blocks at any addresses, the last of a row short; returns all scales."""
+    row, column = place
+    row_blocks = (row_numel + (CODEC.block_numel - 1)) // CODEC.block_numel
+    exists = (row < count) & (column < row_blocks)
+    if amax is None:
+        return masked_codes(source, data, row, column, exists, row_numel, noise, CODEC, HARDWARE)
+    else:
+        num_blocks = count * row_blocks
+        blocks = tl.where(exists, row * row_blocks + column, num_blocks)
+        return quantize_masked_blocks(
+            source, data, blocks, (num_blocks, row_blocks, row_numel),
+            tensor_scale_of(amax, False), noise, False, False, False, HARDWARE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -155,31 +177,27 @@ def _blocks_kernel(
     noise = (seed, first_index)
     row, column = _places(first, group_tile, tile_column, BLOCKS)
     exists = (row < count) & (column * SIZE < row_numel)
-    scales = tl.multiple_of(scales + first + tl.arange(0, BLOCKS), 16)
+    scales += first
+    scales_at = tl.multiple_of(scales + tl.arange(0, BLOCKS), 16)
     if group == num_groups:
         _fill(data, row, column, count, row_bytes, NAN_CODES, SIZE // PER_BYTE)
-        tl.store(scales, tl.full([BLOCKS], NAN_SCALE, tl.uint8))
+        tl.store(scales_at, tl.full([BLOCKS], NAN_SCALE, tl.uint8))
     elif ALIGNED:
         # What does not exist is read from a place that does.
         starts = tl.where(exists, row * row_numel + column * SIZE, 0)
         if amaxes is None:
-            _mx_tile(source, data, scales, starts, exists, noise, CODEC, HARDWARE)
+            _mx_tile(source, data, scales_at, starts, exists, noise, CODEC, HARDWARE)
         else:
             amax = tl.load(amaxes + group)
-            _nvfp4_tile(source, data, scales, starts, exists, amax, noise, HARDWARE)
-    elif amaxes is None:
-        made = masked_codes(source, data, row, column, exists, row_numel, noise, CODEC, HARDWARE)
-        tl.store(scales, made)
+            _nvfp4_tile(source, data, scales_at, starts, exists, amax, noise, HARDWARE)
     else:
-        row_blocks = (row_numel + 15) // 16
-        num_blocks = count * row_blocks
-        blocks = tl.where(exists, row * row_blocks + column, num_blocks)
-        tensor_scale = tensor_scale_of(tl.load(amaxes + group), False)
-        made = quantize_masked_blocks(
-            source, data, blocks, (num_blocks, row_blocks, row_numel), tensor_scale, noise,
-            False, False, False, HARDWARE,
-        )  # fmt: skip
-        tl.store(scales, made)
+        amax = None if amaxes is None else tl.load(amaxes + group)
+        for piece in range(0, BLOCKS, BLOCKS // _PIECES):
+            place = _places(first + piece, group_tile, tile_column, BLOCKS // _PIECES)
+            made = _masked_piece(
+                source, data, place, count, row_numel, amax, noise, CODEC, HARDWARE
+            )
+            tl.store(scales + piece + tl.arange(0, BLOCKS // _PIECES), made)
 
 
 def _quantize_blocks(

@@ -22,7 +22,7 @@ from ..mx.reference import elements
 from ..op import Op, call, on_first_use
 from . import reference
 
-MAX_GROUPS = 4096
+MAX_GROUPS = 1024
 _MAX_ROWS = 2**31 - 1  # kernels count rows and tiles of them with 31 bits
 _END_DTYPES = (torch.int32, torch.int64)
 _MATRIX_DIMS = 2
@@ -63,7 +63,7 @@ def quantize_fp8_grouped(
     """(codes, scale_inv) of `x` [rows, K]: FP8 of its shape, and FP32 [groups], a scale a group.
 
     Of each group, `quantize_fp8(rows, element=..., power_of_2=...)`; an empty one has scale 1.
-    x: FP32, BF16 or FP16, contiguous. ends: int32 or int64 [groups], on its device, 1 to 4096 of
+    x: FP32, BF16 or FP16, contiguous. ends: int32 or int64 [groups], on its device, 1 to 1024 of
     them: where each group's rows end, in ascending order, as `torch.nn.functional.grouped_mm` takes
     `offs`; of offsets [groups + 1] pass `offsets[1:]`. Ends that are out of order or beyond the
     rows raise `ValueError` on a CPU; a GPU, where no host looks, makes all codes and scales NaN.

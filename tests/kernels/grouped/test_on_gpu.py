@@ -35,7 +35,7 @@ def everything(x, ends):
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("num_groups", [1, 8, 257, 4096])
+@pytest.mark.parametrize("num_groups", [1, 8, 257, 1024])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_groups(shape, num_groups, late):
     rows, columns = shape

@@ -172,7 +172,7 @@ REFUSALS = {
     "past the end": (torch.tensor([5, 301]), {}, r"ends\[1\]: expected 5, .* to 300, .* got 301"),
     "negative": (torch.tensor([-1]), {}, r"ends\[0\]: expected 0, .* got -1"),
     "dtype": (ENDS.float(), {}, r"ends: expected torch.int32, torch.int64, got torch.float32"),
-    "none": (ENDS[:0], {}, r"ends: expected 1 to 4096 groups, got 0"),
+    "none": (ENDS[:0], {}, r"ends: expected 1 to 1024 groups, got 0"),
     "strides": (ENDS[::2], {}, r"ends: expected a contiguous 1-D tensor"),
     "device": (ENDS.to("meta"), {}, r"ends: expected device cpu, got meta"),
     "no seed": (ENDS, {"rounding": "stochastic"}, r"seed: expected an integer with 'stochastic'"),
