@@ -7,6 +7,8 @@
 | FP8 with scales | quantize_fp8, dequantize_fp8, update_fp8_scales_                               |
 | MXFP8, MXFP4    | quantize_mx, dequantize_mx                                                     |
 | NVFP4           | quantize_nvfp4, dequantize_nvfp4, amax_nvfp4, hadamard16                       |
+| groups of rows  | quantize_fp8_grouped, quantize_mx_grouped, quantize_nvfp4_grouped,             |
+|                 | amax_nvfp4_grouped                                                             |
 | scale layout    | swizzle_scales, unswizzle_scales                                               |
 | wire messages   | message_layout, pack_message_, unpack_message_, read_header,                   |
 |                 | reduce_messages_, reduce_peer_messages_                                        |
@@ -25,6 +27,7 @@ from .formats.table import (
     BLOCK_FORMATS,
     E2M1,
     E4M3,
+    E4M3FNUZ,
     E5M2,
     E8M0,
     ELEMENT_FORMATS,
@@ -44,6 +47,12 @@ from .formats.table import (
     wire_format_of,
 )
 from .fp8.op import dequantize_fp8, quantize_fp8, update_fp8_scales_
+from .grouped.op import (
+    amax_nvfp4_grouped,
+    quantize_fp8_grouped,
+    quantize_mx_grouped,
+    quantize_nvfp4_grouped,
+)
 from .launch import LaunchConfig
 from .mx.op import dequantize_mx, quantize_mx
 from .nvfp4.op import amax_nvfp4, dequantize_nvfp4, hadamard16, quantize_nvfp4
@@ -64,6 +73,7 @@ __all__ = [
     "BLOCK_FORMATS",
     "E2M1",
     "E4M3",
+    "E4M3FNUZ",
     "E5M2",
     "E8M0",
     "ELEMENT_FORMATS",
@@ -83,6 +93,7 @@ __all__ = [
     "Segments",
     "WireFormat",
     "amax_nvfp4",
+    "amax_nvfp4_grouped",
     "cast",
     "cast_back",
     "dequantize_fp8",
@@ -96,8 +107,11 @@ __all__ = [
     "pack_",
     "pack_message_",
     "quantize_fp8",
+    "quantize_fp8_grouped",
     "quantize_mx",
+    "quantize_mx_grouped",
     "quantize_nvfp4",
+    "quantize_nvfp4_grouped",
     "read_header",
     "reduce_",
     "reduce_messages_",

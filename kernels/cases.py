@@ -14,6 +14,7 @@ from .ahead.machines import GPUS, PIPE_SHARE
 from .case import GATED_TARGET, Case, Gate, Row
 from .cast import cases as cast
 from .fp8 import cases as fp8
+from .grouped import cases as grouped
 from .mx import cases as mx
 from .nvfp4 import cases as nvfp4
 from .optim import cases as optim
@@ -62,6 +63,7 @@ is counted.
 |---|---|---|
 | bf16, fp16 | NaN | infinity, as IEEE 754; stochastic bf16: a finite value stays finite |
 | e4m3, e5m2 | 0x7F | largest finite value, of its sign |
+| e4m3fnuz | 0x80 | largest finite value, of its sign |
 | e2m1 | +6 | +-6 |
 | e8m0 | 255 | 2^127; infinity 255 |
 | FP8 with scales | scale 1 where the amax is NaN, infinite or 0; elements as above | with \
@@ -105,7 +107,7 @@ are compiled.
 SECTIONS = (
     ("Many tensors at once", pack.rows()),
     ("Casts", (*cast.rows(), *fp8.rows())),
-    ("Block formats", (*mx.rows(), *nvfp4.rows())),
+    ("Block formats", (*mx.rows(), *nvfp4.rows(), *grouped.rows())),
     ("Wire messages", wire.rows()),
     ("Optimizers", optim.rows()),
 )
@@ -125,6 +127,7 @@ def cases(worlds: Sequence[int] | None = None) -> tuple[Case, ...]:
         *fp8.cases(),
         *mx.cases(),
         *nvfp4.cases(),
+        *grouped.cases(),
         *wire.cases(worlds),
         *optim.cases(),
     )

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from .op import on_first_use
+
 ACCESS_BYTES = 16
 THREADS_PER_WARP = 32
 HARDWARE = "HARDWARE"
@@ -36,6 +38,7 @@ FP8, FP4 = 1, 2
 _HOPPER = (9, 0)
 # sm_100a, sm_103a, sm_110a, sm_120a and sm_121a: ptxas refuses FP4's instructions for all others.
 _WITH_FP4 = frozenset({(10, 0), (10, 3), (11, 0), (12, 0), (12, 1)})
+_as_compiled = on_first_use("portable", "as_compiled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ def launch(
         return
     if HARDWARE in kernel.arg_names:
         constants[HARDWARE] = hardware_on(on.device)
+    arguments = _as_compiled(arguments)
     with device_guard(on.device):
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
 

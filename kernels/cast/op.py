@@ -8,6 +8,7 @@
 | e5m2     | float8_e5m2    | even, saturating    | yes        | +-57344, infinity too| 0x7F     |
 | e2m1     | uint8, 2 codes | even, saturating    | yes        | +-6, infinity too    | +6       |
 | e8m0     | float8_e8m0fnu | power of two of |x| | no         | 2^127; infinity: 255 | 255      |
+| e4m3fnuz | .._e4m3fnuz    | even, saturating    | yes        | +-240, infinity too  | 0x80     |
 
 Bytes moved an element: those of the source and those of the result, 0.5 of e2m1. FP8 codes come
 from the hardware from Hopper on and from arithmetic elsewhere, of the same bits: see `codes` for

@@ -257,6 +257,8 @@ def _decode_any(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
     sign = (word & form.sign_code) << (32 - form.bits)
     placed = (magnitude << (23 - form.mantissa_bits)) | sign
     value = placed.to(tl.float32, bitcast=True) * 2.0 ** (127 - form.bias)
+    if not form.has_negative_zero:
+        return tl.where(word == form.nan_code, float("nan"), value)
     if form.max_code < MAGNITUDE:
         if form.infinity_code is not None:
             infinity = (sign | _EXPONENT).to(tl.float32, bitcast=True)
@@ -303,8 +305,11 @@ def _encode_stochastic(x, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _with_sign(code, word, ELEMENT: tl.constexpr):
-    """The sign of the FP32 bits `word` above the code."""
-    return code | ((word >> (32 - ELEMENT.form.bits)) & ELEMENT.form.sign_code)
+    """The sign of the FP32 bits `word` above the code; the one of a zero, if it may have it."""
+    sign = (word >> (32 - ELEMENT.form.bits)) & ELEMENT.form.sign_code
+    if not ELEMENT.form.has_negative_zero:
+        sign = tl.where(code == 0, 0, sign)
+    return code | sign
 
 
 @triton.jit

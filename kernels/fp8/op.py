@@ -88,8 +88,9 @@ def quantize_fp8(
         "1x128"      [..., rows, ceil(columns / 128)]
         "128x128"    [..., ceil(rows / 128), ceil(columns / 128)]
 
-    element: "e4m3" or "e5m2". power_of_2: scales are rounded down to powers of two; then an input
-    near FLT_MAX may be rounded up to 2^128, and decodes to infinity.
+    element: "e4m3", "e5m2", or "e4m3fnuz", gfx942's, its NaN 0x80. power_of_2: scales are rounded
+    down to powers of two; then an input near FLT_MAX may be rounded up to 2^128, and decodes to
+    infinity.
     scale: for delayed scaling, with scaling "tensor": one FP32 to multiply with, on the device, as
     `update_fp8_scales_` leaves it, used as it is. amax: only with `scale`, one FP32 >= 0 that
     becomes the larger of itself and max |x|, a NaN if there is one: pass `amax_history[i, 0]`.
@@ -126,9 +127,9 @@ def dequantize_fp8(
 ) -> torch.Tensor:
     """decode(code) * scale_inv of its block, in FP32, rounded to `dtype`: of the codes' shape.
 
-    codes: float8_e4m3fn or float8_e5m2, contiguous. scale_inv and scaling: as `quantize_fp8` has
-    them. dtype: FP32, BF16 or FP16. out: memory for the result, apart from theirs. Raises
-    `ValueError` before anything is written.
+    codes: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz, contiguous. scale_inv and scaling: as
+    `quantize_fp8` has them. dtype: FP32, BF16 or FP16. out: memory for the result, apart from
+    theirs. Raises `ValueError` before anything is written.
     """
     check_choice("scaling", scaling, MIN_DIMS)
     check_dtype("codes", codes, tuple(BY_DTYPE))

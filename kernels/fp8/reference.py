@@ -24,13 +24,13 @@ from collections.abc import Iterator
 import torch
 
 from ..formats import codes as element_codes
-from ..formats.table import E4M3, E5M2, FP32
+from ..formats.table import E4M3, E4M3FNUZ, E5M2, FP32
 from ..pack.reference import CHUNK_NUMEL
 from .codec import scale_of
 
 SQUARE = 128  # elements of a block, along a row and along a column
-ELEMENTS = {element.name: element for element in (E4M3, E5M2)}
-BY_DTYPE = {element.dtype: element for element in (E4M3, E5M2)}
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E4M3FNUZ)}
+BY_DTYPE = {element.dtype: element for element in ELEMENTS.values()}
 MIN_SCALE = torch.finfo(torch.float32).tiny
 
 

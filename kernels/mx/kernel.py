@@ -103,6 +103,30 @@ def _is_full_tile(first, rows, row_numel, width, SWIZZLED: tl.constexpr, BLOCKS:
 
 
 @triton.jit
+def masked_codes(
+    source, data, row, column, begins, row_numel, noise, CODEC: tl.constexpr, HARDWARE: tl.constexpr
+) -> tl.tensor:
+    """Stores the codes of the blocks at these rows and columns that begin; returns all scales."""
+    seed, first_index = noise
+    PER_BYTE: tl.constexpr = CODEC.element.form.codes_per_byte
+    index, in_row = _places_in_rows(row, column, row_numel, 32)
+    exists = begins[:, None] & in_row
+    x = to_fp32(tl.load(source + index, mask=exists, other=0.0))
+    x, scale_bytes, _ = CODEC.scaled(x, CODEC, 0, HARDWARE)
+    bits = None
+    if seed is not None:
+        bits = device.noise_of(seed, first_index + index)
+    # A NaN's block has NaNs in the place of what does not exist.
+    made = device.stored(tl.where(exists, x, 0.0), bits, CODEC.element, HARDWARE)
+    if CODEC.element.pack is not None:
+        made = bytes_of(made)
+    row_bytes = (row_numel + PER_BYTE - 1) // PER_BYTE
+    places, in_row = _places_in_rows(row, column, row_bytes, 32 // PER_BYTE)
+    tl.store(data + places, made, mask=begins[:, None] & in_row)
+    return scale_bytes
+
+
+@triton.jit
 def _quantize_masked_piece(
     source,
     data,
@@ -118,23 +142,10 @@ def _quantize_masked_piece(
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    PER_BYTE: tl.constexpr = CODEC.element.form.codes_per_byte
     row, column = _block_places(first, width, SWIZZLED, BLOCKS)
     begins = row < rows
-    index, in_row = _places_in_rows(row, column, row_numel, 32)
-    exists = begins[:, None] & in_row
-    x = to_fp32(tl.load(source + index, mask=exists, other=0.0))
-    x, scale_bytes, _ = CODEC.scaled(x, CODEC, 0, HARDWARE)
-    bits = None
-    if seed is not None:
-        bits = device.noise_of(seed, first_index + index)
-    # A NaN's block has NaNs in the place of what does not exist.
-    made = device.stored(tl.where(exists, x, 0.0), bits, CODEC.element, HARDWARE)
-    if CODEC.element.pack is not None:
-        made = bytes_of(made)
-    row_bytes = (row_numel + PER_BYTE - 1) // PER_BYTE
-    places, in_row = _places_in_rows(row, column, row_bytes, 32 // PER_BYTE)
-    tl.store(data + places, made, mask=begins[:, None] & in_row)
+    noise = (seed, first_index)
+    scale_bytes = masked_codes(source, data, row, column, begins, row_numel, noise, CODEC, HARDWARE)
     scales_at = scales + first + tl.arange(0, BLOCKS)
     if SWIZZLED:
         # The padding is written as well: the amax of nothing, and so its byte, is 0.

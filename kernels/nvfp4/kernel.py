@@ -45,7 +45,7 @@ AMAX_TILE_NUMEL = 8192
 
 
 @triton.jit
-def _quantize_masked_blocks(
+def quantize_masked_blocks(
     source,
     data,
     blocks,
@@ -56,7 +56,7 @@ def _quantize_masked_blocks(
     TORCHAO: tl.constexpr,
     AS_NAN: tl.constexpr,
     HARDWARE: tl.constexpr,
-):
+) -> tl.tensor:
     """Writes the codes of `blocks`; returns their scale bytes."""
     num_blocks, row_blocks, row_numel = cut
     seed, first_index = noise
@@ -148,7 +148,7 @@ def _quantize_kernel(
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
             noise = (seed, first_index)
-            scale_bytes = _quantize_masked_blocks(
+            scale_bytes = quantize_masked_blocks(
                 source, data, blocks, cut, tensor_scale, noise, HADAMARD, TORCHAO, AS_NAN, HARDWARE
             )
             at = scale_pointers(

@@ -22,7 +22,7 @@ import triton.language as tl
 from ..launch import launch
 from ..paths import for_tile, load, store
 from . import tiles
-from .reference import LERP_SWITCH, Shared
+from .reference import LERP_SWITCH, Shared, halves
 from .tiles import decay_of, gradient, may_not_step, power_of, rate_of, store_computed, tile_of
 
 _POWERS_NUMEL = tl.constexpr(tiles.POWERS_NUMEL)
@@ -155,7 +155,7 @@ def flat_adamw_(
         on=param,
         num_warps=plan.num_warps,
         MAXIMIZE=options.maximize,
-        NEAR=1.0 - beta1 < LERP_SWITCH,
+        NEAR=halves(1.0 - beta1)[0] < LERP_SWITCH,  # of the weight in FP32, as it is passed
         ALIGNED=plan.aligned,
         BLOCK=plan.block,
     )

@@ -87,7 +87,7 @@ def _many_tensors() -> Calls:
 
 def _casts() -> Calls:
     for to, (name, dtype) in itertools.product(
-        ("bf16", "fp16", "e4m3", "e5m2", "e2m1", "e8m0"), DTYPES.items()
+        ("bf16", "fp16", "e4m3", "e5m2", "e2m1", "e8m0", "e4m3fnuz"), DTYPES.items()
     ):
         x = values(SHAPE, dtype)
         yield f"cast {to} {name}", lambda x=x, to=to: kernels.cast(x, to)
@@ -104,7 +104,10 @@ def _casts() -> Calls:
 
 def _fp8() -> Calls:
     for scaling, element, (name, dtype), power in itertools.product(
-        ("tensor", "row", "1x128", "128x128"), ("e4m3", "e5m2"), DTYPES.items(), (False, True)
+        ("tensor", "row", "1x128", "128x128"),
+        ("e4m3", "e5m2", "e4m3fnuz"),
+        DTYPES.items(),
+        (False, True),
     ):
         x = values(SHAPE, dtype)
         options = {"scaling": scaling, "element": element, "power_of_2": power}
@@ -218,6 +221,32 @@ def _nvfp4() -> Calls:
     )
 
 
+def _grouped() -> Calls:
+    for name, dtype in DTYPES.items():
+        x, ends = values((200, 96), dtype), torch.tensor([70, 70, 75, 190])
+        for element in ("e4m3", "e2m1"):
+            yield (
+                f"quantize_mx_grouped {element} {name}",
+                lambda x=x, ends=ends, element=element: [
+                    kernels.quantize_mx_grouped(x, ends, element=element, **noise)
+                    for noise in ({}, NOISE | {"first_index": 21})
+                ],
+            )
+        yield (
+            f"quantize_fp8_grouped {name}",
+            lambda x=x, ends=ends: [
+                kernels.quantize_fp8_grouped(x, ends, power_of_2=power) for power in (False, True)
+            ],
+        )
+        yield (
+            f"quantize_nvfp4_grouped {name}",
+            lambda x=x, ends=ends: [
+                kernels.quantize_nvfp4_grouped(x, ends, **noise)
+                for noise in ({}, NOISE | {"first_index": 21})
+            ],
+        )
+
+
 def _message_options(form: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "", {}
     if form not in ("fp32", "fp16"):
@@ -304,7 +333,7 @@ def _optimizers() -> Calls:
 
 def calls() -> dict[str, Callable[[], Any]]:
     """All, by their names."""
-    families = (_many_tensors, _casts, _fp8, _mx, _nvfp4, _messages, _optimizers)
+    families = (_many_tensors, _casts, _fp8, _mx, _nvfp4, _messages, _optimizers, _grouped)
     return dict(call for family in families for call in family())
 
 

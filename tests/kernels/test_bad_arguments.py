@@ -69,6 +69,14 @@ def _calls():
     yield k.dequantize_nvfp4, {"data": nvfp4[0], "scales": nvfp4[1], "global_amax": nvfp4[2],
                                "row_numel": 96, "dtype": torch.float32, "variant": "te",
                                "swizzled": False, "out": x}  # fmt: skip
+    ends = torch.tensor([1, 4])
+    yield k.quantize_fp8_grouped, {"x": x, "ends": ends, "element": "e4m3", "power_of_2": False,
+                                   "out": k.quantize_fp8_grouped(x, ends)}  # fmt: skip
+    yield k.quantize_mx_grouped, {"x": x, "ends": ends, "element": "e4m3", "rule": "even",
+                                  **STOCHASTIC, "out": k.quantize_mx_grouped(x, ends)}  # fmt: skip
+    yield k.quantize_nvfp4_grouped, {"x": x, "ends": ends, "amaxes": _ones(2), **STOCHASTIC,
+                                     "out": k.quantize_nvfp4_grouped(x, ends)[:2]}  # fmt: skip
+    yield k.amax_nvfp4_grouped, {"x": x, "ends": ends, "out": _ones(2)}
     yield k.amax_nvfp4, {"x": x, "hadamard": False, "nonfinite": "nan", "out": _ones()}
     yield k.hadamard16, {"x": x, "inverse": False, "out": _ones(4, 96)}
     yield k.swizzle_scales, {"scales": mx[1]}
