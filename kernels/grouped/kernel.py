@@ -19,7 +19,7 @@ from ..formats import device_codes as device
 from ..formats import swizzle
 from ..formats.device_e2m1 import packed_e2m1
 from ..formats.device_table import codec_of
-from ..formats.noise import GROUP_NUMEL
+from ..formats.noise import GROUP_NUMEL, Seed
 from ..formats.table import ELEMENTS, NVFP4, SCALE_RULES, BlockFormat, ScaleRule
 from ..launch import is_aligned, launch
 from ..mx.kernel import masked_codes
@@ -208,7 +208,7 @@ def _quantize_blocks(
     amaxes: torch.Tensor | None,
     form: BlockFormat,
     rule: ScaleRule | None,
-    seed: int | None,
+    seed: Seed | None,
     first_index: int,
 ) -> None:
     assert form.block_numel is not None
@@ -249,7 +249,7 @@ def quantize_mx_grouped_(
     ends: torch.Tensor,
     element: str,
     rule: str,
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
 ) -> None:
     """`reference.quantize_mx_grouped_` in one launch."""
@@ -263,7 +263,7 @@ def quantize_nvfp4_grouped_(
     x: torch.Tensor,
     ends: torch.Tensor,
     amaxes: torch.Tensor,
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
 ) -> None:
     """`reference.quantize_nvfp4_grouped_` in one launch."""

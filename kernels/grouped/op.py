@@ -15,10 +15,11 @@ import torch
 from ..aliasing import PLAIN_TYPES
 from ..arguments import check_row_blocks, check_source, result_of, results_of
 from ..checks import check_choice, check_device, check_dtype, check_flag, check_like, check_vector
-from ..formats.noise import check_first_index, checked_seed
+from ..formats.noise import Seed, check_first_index, checked_seed
 from ..formats.table import E2M1, E4M3, ELEMENTS, MXFP8, NVFP4, SCALE_RULES
 from ..fp8.reference import ELEMENTS as FP8_ELEMENTS
 from ..mx.reference import elements
+from ..numbers import tensor_of
 from ..op import Op, call, on_first_use
 from . import reference
 
@@ -40,13 +41,13 @@ _AMAX = Op(
 )
 _QUANTIZE_MX = Op(
     "quantize_mx_grouped_(Tensor(a!) data, Tensor(b!) scales, Tensor x, Tensor ends, str element, "
-    "str rule, SymInt? seed, SymInt first_index) -> ()",
+    "str rule, SymInt? seed, SymInt first_index, *, Tensor? seed_tensor=None) -> ()",
     reference.quantize_mx_grouped_,
     on_first_use("grouped.kernel", "quantize_mx_grouped_"),
 )
 _QUANTIZE_NVFP4 = Op(
     "quantize_nvfp4_grouped_(Tensor(a!) data, Tensor(b!) scales, Tensor x, Tensor ends, "
-    "Tensor amaxes, SymInt? seed, SymInt first_index) -> ()",
+    "Tensor amaxes, SymInt? seed, SymInt first_index, *, Tensor? seed_tensor=None) -> ()",
     reference.quantize_nvfp4_grouped_,
     on_first_use("grouped.kernel", "quantize_nvfp4_grouped_"),
 )
@@ -88,7 +89,7 @@ def quantize_mx_grouped(
     element: str = "e4m3",
     rule: str = "rceil",
     rounding: str = "nearest",
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,15 +108,17 @@ def quantize_mx_grouped(
     """
     check_choice("element", element, elements())
     check_choice("rule", rule, SCALE_RULES)
-    seed = checked_seed(rounding, seed)
     _check_grouped(x, ends)
+    seed = checked_seed(rounding, seed, x.device)
     check_first_index(first_index, x.numel())
     form = ELEMENTS[element]
     row = -(-x.shape[1] // form.codes_per_byte)
     num_scales = _num_scales(x, ends, MXFP8.num_blocks(x.shape[1]))
     wanted = ((x.shape[0], row), form.dtype), ((num_scales,), MXFP8.scale_dtype)
-    data, scales = results_of(out, wanted, x.device, {"x": x, "ends": ends})
-    call(_QUANTIZE_MX, x, data, scales, x, ends, element, rule, seed, first_index)
+    data, scales = results_of(
+        out, wanted, x.device, {"x": x, "ends": ends, "seed": tensor_of(seed)}
+    )
+    call(_QUANTIZE_MX, x, data, scales.view(torch.uint8), x, ends, element, rule, seed, first_index)
     return data, scales
 
 
@@ -125,7 +128,7 @@ def quantize_nvfp4_grouped(
     *,
     amaxes: torch.Tensor | None = None,
     rounding: str = "nearest",
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,8 +143,8 @@ def quantize_nvfp4_grouped(
     group has is NaN, 0x7F, its codes 7. Bytes moved an element of BF16: 4.56, 2.56 if the amaxes
     are given. Raises `ValueError` before anything is written.
     """
-    seed = checked_seed(rounding, seed)
     _check_grouped(x, ends)
+    seed = checked_seed(rounding, seed, x.device)
     check_first_index(first_index, x.numel())
     if amaxes is not None:
         check_like("amaxes", amaxes, ends.shape, torch.float32, x.device)
@@ -150,7 +153,7 @@ def quantize_nvfp4_grouped(
         ((x.shape[0], NVFP4.data_bytes(x.shape[1])), E2M1.dtype),
         ((num_scales,), E4M3.dtype),
     )
-    sources = {"x": x, "ends": ends, "amaxes": amaxes}
+    sources = {"x": x, "ends": ends, "amaxes": amaxes, "seed": tensor_of(seed)}
     data, scales = results_of(out, wanted, x.device, sources)
     if amaxes is None:
         amaxes = amax_nvfp4_grouped(x, ends)
