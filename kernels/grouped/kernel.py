@@ -85,7 +85,7 @@ def _nvfp4_tile(source, data, scales, starts, exists, amax, noise, HARDWARE: tl.
         words = device.noise_words(seed, (first_index + starts) >> 4)
         low_bits = device.spread_noise(words[0], words[1])
         high_bits = device.spread_noise(words[2], words[3])
-    made = joined(packed_e2m1(low, low_bits), packed_e2m1(high, high_bits))
+    made = joined(packed_e2m1(low, low_bits, HARDWARE), packed_e2m1(high, high_bits, HARDWARE))
     starts, _ = tl.split(tl.reshape(starts, [PAIRS, 2]))
     exists, _ = tl.split(tl.reshape(exists, [PAIRS, 2]))
     pointers = aligned_pointers(data.to(tl.pointer_type(tl.uint32), bitcast=True), starts >> 3, 4)
