@@ -172,10 +172,11 @@ def _target_table() -> Iterator[str]:
     yield f"| op | case | {' | '.join(gpu.name for gpu in known)} |"
     yield f"|---|---|{'---|' * len(known)}"
     for function, case in _gated():
-        shares = [counted.target_share(case, gpu) for gpu in known]
-        if any(share != case.copy_share for share in shares):
-            cells = " | ".join(f"{share:.2f}" for share in shares)
-            yield f"| `{function}` | {case.name} | {cells} |"
+        if case.copy_share is None:
+            continue
+        shares = [f"{counted.target_share(case, gpu):.2f}" for gpu in known]
+        if set(shares) != {f"{case.copy_share:.2f}"}:
+            yield f"| `{function}` | {case.name} | {' | '.join(shares)} |"
 
 
 def _gate_table() -> Iterator[str]:
