@@ -41,7 +41,7 @@ from ..checks import (
 )
 from ..op import Op, call, on_first_use
 from . import reference
-from .reference import BY_DTYPE, ELEMENTS, scale_shape
+from .reference import BY_DTYPE, CAST_ELEMENTS, scale_shape
 
 MIN_DIMS = {"tensor": 0, "row": 1, "1x128": 1, "128x128": 2}
 ALGORITHMS = ("max", "most_recent")
@@ -98,12 +98,12 @@ def quantize_fp8(
     `ValueError` before anything is written.
     """
     check_choice("scaling", scaling, MIN_DIMS)
-    check_choice("element", element, ELEMENTS)
+    check_choice("element", element, CAST_ELEMENTS)
     check_source("x", x)
     _check_dims("x", x, scaling)
     power_of_2 = check_flag("power_of_2", power_of_2)
     _check_delayed(x, scaling, power_of_2, scale, amax)
-    wanted = (x.shape, ELEMENTS[element].dtype), (scale_shape(x.shape, scaling), torch.float32)
+    wanted = (x.shape, CAST_ELEMENTS[element].dtype), (scale_shape(x.shape, scaling), torch.float32)
     sources = {"x": x, "scale": scale}
     codes, scale_inv = results_of(out, wanted, x.device, {**sources, "amax": amax})
     if amax is not None:
@@ -166,7 +166,7 @@ def update_fp8_scales_(
     maximum first. Formula: TransformerEngine, "Delayed scaling", but for the least scale. Raises
     `ValueError` before anything is written.
     """
-    check_choice("element", element, ELEMENTS)
+    check_choice("element", element, CAST_ELEMENTS)
     check_choice("algorithm", algorithm, ALGORITHMS)
     margin = check_integer("margin", margin, 0, MAX_MARGIN)
     check_dtype("amax_history", amax_history, (torch.float32,))

@@ -52,7 +52,6 @@ _GATES = {
     "mx e4m3 from bf16": Gate(12.0),
     "mx e2m1 from bf16 stochastic": Gate(24.0, 72),
     "amax of bf16": Gate(10.0),
-    "nvfp4 from bf16": Gate(26.0, 72),
     "nvfp4 from bf16 stochastic": Gate(26.0, 104),
 }
 

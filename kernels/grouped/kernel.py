@@ -120,12 +120,26 @@ def _places(first, tile, tile_column, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _fill(data, row, column, count, row_bytes, VALUE: tl.constexpr, BYTES: tl.constexpr):
-    """VALUE in the bytes of the codes of blocks at these rows and columns, BYTES each."""
-    start, end = row * row_bytes, tl.where(row < count, row_bytes, 0)
-    for byte in range(BYTES):
-        at = column * BYTES + byte
-        tl.store(data + (start + at), tl.full(at.shape, VALUE, tl.uint8), mask=at < end)
+def _fill(
+    data,
+    place,
+    exists,
+    row_bytes,
+    VALUE: tl.constexpr,
+    BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """VALUE in the bytes of the codes of blocks that exist at a place, BYTES each if not short."""
+    row, column = place
+    starts = row * row_bytes + column * BYTES
+    if ALIGNED:
+        at = starts[:, None] + tl.arange(0, BYTES)[None, :]
+        pointers = tl.multiple_of(data + at, [1, BYTES])
+        tl.store(pointers, tl.full(at.shape, VALUE, tl.uint8), mask=exists[:, None])
+    else:
+        for byte in range(BYTES):
+            is_there = exists & (column * BYTES + byte < row_bytes)
+            tl.store(data + (starts + byte), tl.full(row.shape, VALUE, tl.uint8), mask=is_there)
 
 
 @triton.jit(
@@ -180,7 +194,7 @@ def _blocks_kernel(
     scales += first
     scales_at = tl.multiple_of(scales + tl.arange(0, BLOCKS), 16)
     if group == num_groups:
-        _fill(data, row, column, count, row_bytes, NAN_CODES, SIZE // PER_BYTE)
+        _fill(data, (row, column), exists, row_bytes, NAN_CODES, SIZE // PER_BYTE, ALIGNED)
         tl.store(scales_at, tl.full([BLOCKS], NAN_SCALE, tl.uint8))
     elif ALIGNED:
         # What does not exist is read from a place that does.

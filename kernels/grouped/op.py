@@ -17,7 +17,7 @@ from ..arguments import check_row_blocks, check_source, result_of, results_of
 from ..checks import check_choice, check_device, check_dtype, check_flag, check_like, check_vector
 from ..formats.noise import Seed, check_first_index, checked_seed
 from ..formats.table import E2M1, E4M3, ELEMENTS, MXFP8, NVFP4, SCALE_RULES
-from ..fp8.reference import ELEMENTS as FP8_ELEMENTS
+from ..fp8.reference import CAST_ELEMENTS
 from ..mx.reference import elements
 from ..numbers import tensor_of
 from ..op import Op, call, on_first_use
@@ -73,10 +73,10 @@ def quantize_fp8_grouped(
     out: memory for the results, contiguous, apart from all else. Raises `ValueError` before
     anything is written.
     """
-    check_choice("element", element, FP8_ELEMENTS)
+    check_choice("element", element, CAST_ELEMENTS)
     power_of_2 = check_flag("power_of_2", power_of_2)
     _check_grouped(x, ends)
-    wanted = (x.shape, FP8_ELEMENTS[element].dtype), (ends.shape, torch.float32)
+    wanted = (x.shape, CAST_ELEMENTS[element].dtype), (ends.shape, torch.float32)
     codes, scale_inv = results_of(out, wanted, x.device, {"x": x, "ends": ends})
     call(_QUANTIZE_FP8, x, codes, scale_inv, x, ends, power_of_2)
     return codes, scale_inv

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from ...kernels import update_fp8_scales_
 from ...kernels.checks import check_choice, check_integer, check_like
+from ...kernels.fp8.reference import ELEMENTS
 from ..arguments import kind_of, require_member
 from ..collectives import Pending
-from .recipes import ELEMENTS, History
+from .recipes import History
 
 _MAGNITUDE = 2**31 - 1  # FP32 bits without the sign
 

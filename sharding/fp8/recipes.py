@@ -18,15 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...kernels import E4M3, E5M2, FP8_1X128, FP8_ROW, MXFP8, NVFP4, BlockFormat
+from ...kernels import FP8_1X128, FP8_ROW, MXFP8, NVFP4, BlockFormat
 from ...kernels.checks import check_choice, check_integer
 from ...kernels.formats.table import ScaleRule, rule_of
 from ...kernels.fp8.op import ALGORITHMS, MAX_HISTORY, MAX_MARGIN
+from ...kernels.fp8.reference import ELEMENTS
 from ..arguments import kind_of
 
 ROLES = ("weight", "activation", "gradient")
-ELEMENTS = {element.name: element for element in (E4M3, E5M2)}
-"""What tensors with one scale may be made of."""
 
 
 @dataclass(frozen=True, slots=True)
