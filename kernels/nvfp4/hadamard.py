@@ -51,7 +51,7 @@ def _factors(lanes):
 
 
 @triton.jit
-def _transformed(low, high, INVERSE: tl.constexpr):
+def transformed(low, high, INVERSE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """`reference.hadamard16_` of FP32 blocks, not yet rounded.
 
     low, high: [blocks, 8], elements 0 to 7 and 8 to 15 of each. So eight elements lie in one
@@ -82,7 +82,7 @@ def full_halves(
     low, high = aligned_eights(source, places), aligned_eights(source, places + 8)
     if HADAMARD:
         dtype: tl.constexpr = source.dtype.element_ty
-        low, high = _transformed(low, high, INVERSE)
+        low, high = transformed(low, high, INVERSE)
         low, high = to_fp32(round_to(low, dtype)), to_fp32(round_to(high, dtype))
     return low, high
 
@@ -104,7 +104,7 @@ def masked_halves(
     high = to_fp32(tl.load(source + places + 8, mask=columns + 8 < row_numel, other=0.0))
     if HADAMARD:
         dtype: tl.constexpr = source.dtype.element_ty
-        made_low, made_high = _transformed(low, high, INVERSE)
+        made_low, made_high = transformed(low, high, INVERSE)
         is_whole = columns // 16 * 16 + 16 <= row_numel
         low = tl.where(is_whole, to_fp32(round_to(made_low, dtype)), low)
         high = tl.where(is_whole, to_fp32(round_to(made_high, dtype)), high)

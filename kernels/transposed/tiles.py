@@ -1,0 +1,211 @@
+"""Tiles of a matrix that are read once and written along both sides, as they lie and transposed.
+
+A program has TILE_ROWS x TILE_COLUMNS elements, a thread 8 x 8 of them at a time: eight rows, and of
+each the 16 bytes of eight elements of BF16. So codes of either side, and the words of eight that
+E2M1 makes of them, are made where the elements are, a block's amax takes two exchanges between
+threads at most, and what goes through shared memory is codes, the smallest that there is of a tile.
+
+A side is how one of the two results sees the tile: as lines of its matrix, (line [L], the first of
+the tile's elements in every line, lines of the matrix, elements of a line), int64 all. The lines of
+one side are the rows, of the other the columns. Sides of the matrix are multiples of eight at least.
+Where ALIGNED, all lines start 16-byte aligned; where WHOLE, no tile lacks an element or a scale.
+"""
+
+# Triton gives the arguments of a JIT function their types when it is launched.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import device_codes as device
+from ..formats import swizzle
+from ..formats.device_e2m1 import bytes_of
+from ..formats.device_swizzle import swizzled_index
+from ..launch import ACCESS_BYTES, is_aligned
+from ..portable import to_fp32
+from ..wide import aligned_eights
+
+TILE_ROWS, TILE_COLUMNS = 128, 64
+EIGHT = 8  # elements of a thread in a line
+NUM_WARPS = 4  # of 64 elements a thread
+
+_ROWS, _COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_COLUMNS)
+_EIGHTS_DOWN, _EIGHTS_ACROSS = tl.constexpr(TILE_ROWS // 8), tl.constexpr(TILE_COLUMNS // 8)
+
+
+
+@triton.jit
+def tile_of(rows, columns, across) -> tuple:
+    """(Rows and columns of the matrix; the first row and column of this program's tile), int64.
+
+    across: tiles side by side.
+    """
+    program = tl.program_id(0)
+    down = program // across
+    first_row = down.to(tl.int64) * _ROWS
+    first_column = (program - down * across).to(tl.int64) * _COLUMNS
+    return rows.to(tl.int64), columns.to(tl.int64), first_row, first_column
+
+
+@triton.jit
+def load_tile(source, tile, ALIGNED: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
+    """FP32 [8, TILE_ROWS / 8, TILE_COLUMNS]: at (i, r, c) what row 8 * r + i has in column c.
+
+    Zeros where the matrix has no element.
+    """
+    rows, columns, first_row, first_column = tile
+    row = first_row + tl.arange(0, _EIGHTS_DOWN)[None, :, None] * 8
+    row += tl.arange(0, 8)[:, None, None]
+    column = first_column + tl.arange(0, _EIGHTS_ACROSS)[None, None, :] * 8
+    places = tl.reshape(row * columns + column, [_ROWS * _EIGHTS_ACROSS])
+    exists = tl.reshape((row < rows) & (column < columns), [_ROWS * _EIGHTS_ACROSS])
+    if not WHOLE:
+        places = tl.where(exists, places, 0)
+    if ALIGNED:
+        x = aligned_eights(source, places)
+    else:
+        x = to_fp32(tl.load(source + (places[:, None] + tl.arange(0, 8)[None, :])))
+    if not WHOLE:
+        x = tl.where(exists[:, None], x, 0.0)
+    return tl.reshape(x, [8, _EIGHTS_DOWN, _COLUMNS])
+
+
+@triton.jit
+def row_lines(x) -> tl.tensor:
+    """[8, TILE_ROWS / 8, n] -> [TILE_ROWS, n]: rows in the order of `row_side`."""
+    return tl.reshape(x, [_ROWS, x.shape[2]])
+
+
+@triton.jit
+def column_lines(x) -> tl.tensor:
+    """[8, n / 8, TILE_COLUMNS] -> [TILE_COLUMNS, n]: columns, each from its first row on."""
+    return tl.reshape(tl.permute(x, (2, 1, 0)), [x.shape[2], 8 * x.shape[1]])
+
+
+@triton.jit
+def row_side(tile) -> tuple:
+    """How the result that lies as the source sees the tile."""
+    rows, columns, first_row, first_column = tile
+    lane = tl.arange(0, _ROWS)
+    line = first_row + (lane % _EIGHTS_DOWN * 8 + lane // _EIGHTS_DOWN)
+    return line, first_column, rows, columns
+
+
+@triton.jit
+def column_side(tile) -> tuple:
+    """How the transposed result sees it."""
+    rows, columns, first_row, first_column = tile
+    return first_column + tl.arange(0, _COLUMNS), first_row, columns, rows
+
+
+@triton.jit
+def noise_of_lines(seed, first_index, side, NUMEL: tl.constexpr, EIGHTS: tl.constexpr) -> tl.tensor:
+    """The noise of NUMEL elements of each line, by their index in the side's matrix: [L, NUMEL].
+
+    EIGHTS: `first_index` is a multiple of eight, so that a thread's eight have one Philox call.
+    """
+    line, first, _, line_numel = side
+    starts = (first_index + first) + tl.arange(0, NUMEL // 8) * 8
+    starts = tl.reshape(line[:, None] * line_numel + starts[None, :], [line.numel * NUMEL // 8])
+    if EIGHTS:
+        words = device.noise_words(seed, starts >> 4)
+        is_upper = (starts & 8) != 0
+        one, other = tl.where(is_upper, words[2], words[0]), tl.where(is_upper, words[3], words[1])
+        bits = device.spread_noise(one, other)
+    else:
+        bits = device.noise_of(seed, starts[:, None] + tl.arange(0, 8)[None, :])
+    return tl.reshape(bits, [line.numel, NUMEL])
+
+
+@triton.jit
+def store_lines(
+    data, made, side, NUMEL: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr
+) -> None:
+    """What was made of lines of NUMEL elements, one after the other, to where it belongs.
+
+    Codes, a byte or half a byte each, or words of eight of half a byte.
+    """
+    line, first, num_lines, line_numel = side
+    if made.dtype == tl.uint32:
+        if ALIGNED:
+            data = data.to(tl.pointer_type(tl.uint32), bitcast=True)
+        else:
+            made = bytes_of(tl.reshape(made, [made.numel, 1]))
+    COUNT: tl.constexpr = made.numel // line.numel
+    EACH: tl.constexpr = NUMEL // COUNT
+    place = first // EACH + tl.arange(0, COUNT)
+    length = line_numel // EACH
+    pointers = data + (line[:, None] * length + place[None, :])
+    if ALIGNED:
+        pointers = tl.multiple_of(pointers, [1, 16])
+    made = tl.reshape(made, [line.numel, COUNT])
+    if WHOLE:
+        tl.store(pointers, made)
+    else:
+        mask = (line < num_lines)[:, None] & (place < length)[None, :]
+        if ALIGNED:
+            mask = tl.max_constancy(mask, [1, 128 // made.dtype.primitive_bitwidth])
+        tl.store(pointers, made, mask=mask)
+
+
+@triton.jit
+def store_scales(
+    scales, made, side, NUMEL: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr
+) -> None:
+    """Scale bytes, one for NUMEL elements of a line, to where they belong; swizzled, padding too."""
+    line, first, num_lines, line_numel = side
+    made = tl.reshape(made, [line.numel, made.numel // line.numel])
+    block = first // NUMEL + tl.arange(0, made.shape[1])
+    length = line_numel // NUMEL
+    exists = (line < num_lines)[:, None] & (block < length)[None, :]
+    if SWIZZLED:
+        across = (length + 3) // 4
+        places = swizzled_index(line[:, None], block[None, :], across)
+        made = tl.where(exists, made, 0)
+        exists = (line >= 0)[:, None] & (block < across * 4)[None, :]
+    else:
+        places = line[:, None] * length + block[None, :]
+    if WHOLE:
+        tl.store(scales + places, made)
+    else:
+        tl.store(scales + places, made, mask=exists)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a matrix is cut into tiles, one a program, and what is known of all of them."""
+
+    programs: int
+    rows: int
+    columns: int
+    across: int
+    aligned: bool
+    whole: bool
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """What a kernel is compiled for."""
+        return {"ALIGNED": self.aligned, "WHOLE": self.whole}
+
+
+def cut_of(
+    x: torch.Tensor, results: tuple[torch.Tensor, ...], code_bits: int, swizzled: bool
+) -> Cut:
+    """Of the matrix `x`, whose codes have `code_bits`; swizzled scales' padding is cut as well."""
+    rows, columns = x.shape
+    width = max(TILE_COLUMNS, swizzle.TILE_ROWS) if swizzled else TILE_COLUMNS
+    across = triton.cdiv(columns, width) * (width // TILE_COLUMNS)
+    line_bits = (columns * x.element_size() * 8, columns * code_bits, rows * code_bits)
+    return Cut(
+        programs=triton.cdiv(rows, TILE_ROWS) * across,
+        rows=rows,
+        columns=columns,
+        across=across,
+        aligned=is_aligned(x, *results) and not any(bits % (ACCESS_BYTES * 8) for bits in line_bits),
+        whole=rows % TILE_ROWS == 0 and columns % width == 0,
+    )
