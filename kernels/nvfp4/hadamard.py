@@ -44,29 +44,36 @@ def _stage(x, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _factors(lanes):
-    # A constant shifted by a tensor stays a constant in the interpreter of Triton 3.7.
-    signs = tl.zeros_like(lanes) + _NEGATIVE
-    return tl.where(((signs >> lanes) & 1) != 0, -_NORM, _NORM)[None, :]
+def stages_of_eight(x) -> tl.tensor:
+    """The strides 1, 2 and 4 of FP32 [n, 8]."""
+    for _ in tl.static_range(3):
+        x = _stage(x, x.shape[0])
+    return x
 
 
 @triton.jit
-def transformed(low, high, INVERSE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def sign_factors(lanes) -> tl.tensor:
+    """What the elements `lanes` of a block are multiplied by: of their shape."""
+    # A constant shifted by a tensor stays a constant in the interpreter of Triton 3.7.
+    signs = tl.zeros_like(lanes) + _NEGATIVE
+    return tl.where(((signs >> lanes) & 1) != 0, -_NORM, _NORM)
+
+
+@triton.jit
+def _transformed(low, high, INVERSE: tl.constexpr):
     """`reference.hadamard16_` of FP32 blocks, not yet rounded.
 
     low, high: [blocks, 8], elements 0 to 7 and 8 to 15 of each. So eight elements lie in one
     thread, and no stage has to move them to another: 29 instructions an element for a fused NVFP4
     cast of BF16, 50 with whole blocks.
     """
-    BLOCKS: tl.constexpr = low.shape[0]
     lanes = tl.arange(0, 8)
     if not INVERSE:
-        low, high = low * _factors(lanes), high * _factors(lanes + 8)
-    for _ in tl.static_range(3):
-        low, high = _stage(low, BLOCKS), _stage(high, BLOCKS)
+        low, high = low * sign_factors(lanes)[None, :], high * sign_factors(lanes + 8)[None, :]
+    low, high = stages_of_eight(low), stages_of_eight(high)
     low, high = low + high, low - high
     if INVERSE:
-        low, high = low * _factors(lanes), high * _factors(lanes + 8)
+        low, high = low * sign_factors(lanes)[None, :], high * sign_factors(lanes + 8)[None, :]
     return low, high
 
 
@@ -82,7 +89,7 @@ def full_halves(
     low, high = aligned_eights(source, places), aligned_eights(source, places + 8)
     if HADAMARD:
         dtype: tl.constexpr = source.dtype.element_ty
-        low, high = transformed(low, high, INVERSE)
+        low, high = _transformed(low, high, INVERSE)
         low, high = to_fp32(round_to(low, dtype)), to_fp32(round_to(high, dtype))
     return low, high
 
@@ -104,7 +111,7 @@ def masked_halves(
     high = to_fp32(tl.load(source + places + 8, mask=columns + 8 < row_numel, other=0.0))
     if HADAMARD:
         dtype: tl.constexpr = source.dtype.element_ty
-        made_low, made_high = transformed(low, high, INVERSE)
+        made_low, made_high = _transformed(low, high, INVERSE)
         is_whole = columns // 16 * 16 + 16 <= row_numel
         low = tl.where(is_whole, to_fp32(round_to(made_low, dtype)), low)
         high = tl.where(is_whole, to_fp32(round_to(made_high, dtype)), high)

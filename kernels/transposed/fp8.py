@@ -46,7 +46,7 @@ def _quantize_kernel(
 ):
     """One tile. Without `scale` it is made from `amax`; with it, `amax`, if there, records |x|."""
     tile = tiles.tile_of(rows, columns, across)
-    x = tiles.load_tile(source, tile, ALIGNED, WHOLE)
+    x = tiles.load_tile(source, tile, WHOLE)
     if scale is None:
         known = tl.load(amax + tl.arange(0, 1)).to(tl.float32, bitcast=True)
         factor = scale_of(known, ELEMENT, POWER_OF_2)
@@ -86,7 +86,7 @@ def quantize_fp8_with_transpose_(
         codes.view(torch.uint8),
         codes_t.view(torch.uint8),
         scale_inv,
-        x,
+        tiles.aligned_source(x),
         bits,
         scale,
         cut.rows,

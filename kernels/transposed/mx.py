@@ -72,7 +72,7 @@ def _quantize_kernel(
 ):
     """One tile, along its rows and along its columns."""
     tile = tiles.tile_of(rows, columns, across)
-    x = tiles.load_tile(source, tile, ALIGNED, WHOLE)
+    x = tiles.load_tile(source, tile, WHOLE)
     first_index = first_index.to(tl.int64)
     _write(
         data, scales, tiles.row_lines(x), tiles.row_side(tile), seed, first_index,
@@ -103,7 +103,7 @@ def quantize_mx_with_transpose_(
     launch(
         _quantize_kernel,
         cut.programs,
-        x,
+        tiles.aligned_source(x),
         *(part.view(torch.uint8) for part in (data, scales, data_t, scales_t)),
         cut.rows,
         cut.columns,

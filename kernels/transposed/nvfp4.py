@@ -17,20 +17,26 @@ from ..formats.device_e2m1 import packed_e2m1
 from ..formats.table import E2M1
 from ..launch import launch
 from ..nvfp4.device_codec import block_scales, number_amax, tensor_scale_of
-from ..nvfp4.hadamard import transformed
+from ..nvfp4.hadamard import sign_factors, stages_of_eight
 from ..portable import round_to, to_fp32
-from ..wide import side_by_side
 from . import tiles
 
 
 @triton.jit
 def _transformed_lines(x, dtype: tl.constexpr):
-    """The Hadamard transform of every 16 elements of lines, FP32 [L, n], rounded to `dtype`."""
-    halves = tl.permute(tl.reshape(x, [x.numel // 16, 2, 8]), (0, 2, 1))
-    low, high = tl.split(halves)
-    low, high = transformed(low, high, False)
-    made = side_by_side(to_fp32(round_to(low, dtype)), to_fp32(round_to(high, dtype)))
-    return tl.reshape(made, x.shape)
+    """The Hadamard transform of every 16 elements of lines, FP32 [L, n], rounded to `dtype`.
+
+    Two threads share a block, so for the last stage each gets the other's elements: their sum, as
+    integers that wrap around, less its own. Compiled that is one exchange and no sum.
+    """
+    half = tl.arange(0, 2)[None, :, None]
+    lanes = half * 8 + tl.arange(0, 8)[None, None, :]
+    halves = tl.reshape(x, [x.numel // 16, 2, 8]) * sign_factors(lanes)
+    halves = tl.reshape(stages_of_eight(tl.reshape(halves, [x.numel // 8, 8])), halves.shape)
+    bits = halves.to(tl.uint32, bitcast=True)
+    other = (tl.sum(bits, 1)[:, None, :] - bits).to(tl.float32, bitcast=True)
+    made = other + tl.where(half == 0, halves, -halves)
+    return tl.reshape(to_fp32(round_to(made, dtype)), x.shape)
 
 
 @triton.jit
@@ -109,7 +115,7 @@ def _quantize_kernel(
 ):
     """One tile, along its rows and along its columns; HADAMARD: the columns transformed."""
     tile = tiles.tile_of(rows, columns, across)
-    x = tiles.load_tile(source, tile, ALIGNED, WHOLE)
+    x = tiles.load_tile(source, tile, WHOLE)
     first_index = first_index.to(tl.int64)
     row_amax = None
     column_amax = None
@@ -140,10 +146,10 @@ def _raise_to(amax, x):
     do_not_specialize_on_alignment=["source", "amax", "amax_t"],
 )
 def _amax_kernel(
-    source, amax, amax_t, rows, columns, across, ALIGNED: tl.constexpr, WHOLE: tl.constexpr
+    source, amax, amax_t, rows, columns, across, WHOLE: tl.constexpr
 ):
     """Raises both to the largest magnitudes of a tile and of its columns' transform."""
-    x = tiles.load_tile(source, tiles.tile_of(rows, columns, across), ALIGNED, WHOLE)
+    x = tiles.load_tile(source, tiles.tile_of(rows, columns, across), WHOLE)
     _raise_to(amax, x)
     _raise_to(amax_t, _transformed_lines(tiles.column_lines(x), source.dtype.element_ty))
 
@@ -157,7 +163,7 @@ def amax_nvfp4_with_transpose_(amax: torch.Tensor, amax_t: torch.Tensor, x: torc
         launch(
             _amax_kernel,
             cut.programs,
-            x,
+            tiles.aligned_source(x),
             amax.view(torch.int32),
             amax_t.view(torch.int32),
             cut.rows,
@@ -165,7 +171,7 @@ def amax_nvfp4_with_transpose_(amax: torch.Tensor, amax_t: torch.Tensor, x: torc
             cut.across,
             on=x,
             num_warps=tiles.NUM_WARPS,
-            **cut.constants,
+            WHOLE=cut.whole,
         )
 
 
@@ -190,7 +196,7 @@ def quantize_nvfp4_with_transpose_(
     launch(
         _quantize_kernel,
         cut.programs,
-        x,
+        tiles.aligned_source(x),
         data,
         scales.view(torch.uint8),
         amax,

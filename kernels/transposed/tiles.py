@@ -8,7 +8,7 @@ threads at most, and what goes through shared memory is codes, the smallest that
 A side is how one of the two results sees the tile: as lines of its matrix, (line [L], the first of
 the tile's elements in every line, lines of the matrix, elements of a line), int64 all. The lines of
 one side are the rows, of the other the columns. Sides of the matrix are multiples of eight at least.
-Where ALIGNED, all lines start 16-byte aligned; where WHOLE, no tile lacks an element or a scale.
+Where ALIGNED, all lines of codes start 16-byte aligned; where WHOLE, no tile lacks an element or a scale.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -27,7 +27,6 @@ from ..formats import swizzle
 from ..formats.device_e2m1 import bytes_of
 from ..formats.device_swizzle import swizzled_index
 from ..launch import ACCESS_BYTES, is_aligned
-from ..portable import to_fp32
 from ..wide import aligned_eights
 
 TILE_ROWS, TILE_COLUMNS = 128, 64
@@ -53,10 +52,10 @@ def tile_of(rows, columns, across) -> tuple:
 
 
 @triton.jit
-def load_tile(source, tile, ALIGNED: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
+def load_tile(source, tile, WHOLE: tl.constexpr) -> tl.tensor:
     """FP32 [8, TILE_ROWS / 8, TILE_COLUMNS]: at (i, r, c) what row 8 * r + i has in column c.
 
-    Zeros where the matrix has no element.
+    Zeros where the matrix has no element. The source is 16-byte aligned.
     """
     rows, columns, first_row, first_column = tile
     row = first_row + tl.arange(0, _EIGHTS_DOWN)[None, :, None] * 8
@@ -66,10 +65,7 @@ def load_tile(source, tile, ALIGNED: tl.constexpr, WHOLE: tl.constexpr) -> tl.te
     exists = tl.reshape((row < rows) & (column < columns), [_ROWS * _EIGHTS_ACROSS])
     if not WHOLE:
         places = tl.where(exists, places, 0)
-    if ALIGNED:
-        x = aligned_eights(source, places)
-    else:
-        x = to_fp32(tl.load(source + (places[:, None] + tl.arange(0, 8)[None, :])))
+    x = aligned_eights(source, places)
     if not WHOLE:
         x = tl.where(exists[:, None], x, 0.0)
     return tl.reshape(x, [8, _EIGHTS_DOWN, _COLUMNS])
@@ -193,6 +189,11 @@ class Cut:
         return {"ALIGNED": self.aligned, "WHOLE": self.whole}
 
 
+def aligned_source(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or where it starts at another address than kernels load from, a copy."""
+    return x if is_aligned(x) else x.clone()
+
+
 def cut_of(
     x: torch.Tensor, results: tuple[torch.Tensor, ...], code_bits: int, swizzled: bool
 ) -> Cut:
@@ -200,12 +201,12 @@ def cut_of(
     rows, columns = x.shape
     width = max(TILE_COLUMNS, swizzle.TILE_ROWS) if swizzled else TILE_COLUMNS
     across = triton.cdiv(columns, width) * (width // TILE_COLUMNS)
-    line_bits = (columns * x.element_size() * 8, columns * code_bits, rows * code_bits)
+    line_bits = (columns * code_bits, rows * code_bits)
     return Cut(
         programs=triton.cdiv(rows, TILE_ROWS) * across,
         rows=rows,
         columns=columns,
         across=across,
-        aligned=is_aligned(x, *results) and not any(bits % (ACCESS_BYTES * 8) for bits in line_bits),
+        aligned=is_aligned(*results) and not any(bits % (ACCESS_BYTES * 8) for bits in line_bits),
         whole=rows % TILE_ROWS == 0 and columns % width == 0,
     )
