@@ -7,6 +7,8 @@
 | FP8 with scales | quantize_fp8, dequantize_fp8, update_fp8_scales_                               |
 | MXFP8, MXFP4    | quantize_mx, dequantize_mx                                                     |
 | NVFP4           | quantize_nvfp4, dequantize_nvfp4, amax_nvfp4, hadamard16                       |
+| both ways       | quantize_mx_with_transpose, quantize_nvfp4_with_transpose,                     |
+|                 | amax_nvfp4_with_transpose, quantize_fp8_with_transpose                         |
 | scale layout    | swizzle_scales, unswizzle_scales                                               |
 | wire messages   | message_layout, pack_message_, unpack_message_, read_header,                   |
 |                 | reduce_messages_, reduce_peer_messages_                                        |
@@ -50,6 +52,12 @@ from .nvfp4.op import amax_nvfp4, dequantize_nvfp4, hadamard16, quantize_nvfp4
 from .optim.norm_op import l2_norm_
 from .optim.op import Segments, flat_adamw_, flat_sgd_
 from .pack.op import pack_, reduce_, unpack_
+from .transposed.op import (
+    amax_nvfp4_with_transpose,
+    quantize_fp8_with_transpose,
+    quantize_mx_with_transpose,
+    quantize_nvfp4_with_transpose,
+)
 from .wire.layout import MessageLayout, message_layout, read_header
 from .wire.op import (
     pack_message_,
@@ -83,6 +91,7 @@ __all__ = [
     "Segments",
     "WireFormat",
     "amax_nvfp4",
+    "amax_nvfp4_with_transpose",
     "cast",
     "cast_back",
     "dequantize_fp8",
@@ -96,8 +105,11 @@ __all__ = [
     "pack_",
     "pack_message_",
     "quantize_fp8",
+    "quantize_fp8_with_transpose",
     "quantize_mx",
+    "quantize_mx_with_transpose",
     "quantize_nvfp4",
+    "quantize_nvfp4_with_transpose",
     "read_header",
     "reduce_",
     "reduce_messages_",

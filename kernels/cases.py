@@ -15,6 +15,7 @@ from .mx import cases as mx
 from .nvfp4 import cases as nvfp4
 from .optim import cases as optim
 from .pack import cases as pack
+from .transposed import cases as transposed
 from .wire import cases as wire
 
 _INTRODUCTION = """\
@@ -89,6 +90,7 @@ SECTIONS = (
     ("Many tensors at once", pack.rows()),
     ("Casts", (*cast.rows(), *fp8.rows())),
     ("Block formats", (*mx.rows(), *nvfp4.rows())),
+    ("A matrix and its transpose", transposed.rows()),
     ("Wire messages", wire.rows()),
     ("Optimizers", optim.rows()),
 )
@@ -108,6 +110,7 @@ def cases(worlds: Sequence[int] | None = None) -> tuple[Case, ...]:
         *fp8.cases(),
         *mx.cases(),
         *nvfp4.cases(),
+        *transposed.cases(),
         *wire.cases(worlds),
         *optim.cases(),
     )

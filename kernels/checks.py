@@ -57,9 +57,7 @@ def check_count(name: str, values: object, count: int) -> None:
         got = type(values).__name__
         raise TypeError(f"{name}: expected {expected}, got {got}; pass a tuple of {count}")
     if len(values) != count:
-        raise ValueError(
-            f"{name}: expected {expected}, got {len(values)}; pass a tuple of {count}"
-        )
+        raise ValueError(f"{name}: expected {expected}, got {len(values)}; pass a tuple of {count}")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:

@@ -145,9 +145,7 @@ def _raise_to(amax, x):
     do_not_specialize=["rows", "columns", "across"],
     do_not_specialize_on_alignment=["source", "amax", "amax_t"],
 )
-def _amax_kernel(
-    source, amax, amax_t, rows, columns, across, WHOLE: tl.constexpr
-):
+def _amax_kernel(source, amax, amax_t, rows, columns, across, WHOLE: tl.constexpr):
     """Raises both to the largest magnitudes of a tile and of its columns' transform."""
     x = tiles.load_tile(source, tiles.tile_of(rows, columns, across), WHOLE)
     _raise_to(amax, x)

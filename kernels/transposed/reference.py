@@ -96,7 +96,7 @@ def _square_scales(x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, t
     """Scale bytes and factors of squares, [rows / 16, columns / 16] each."""
     rows, columns = (side // BLOCK_NUMEL for side in x.shape)
     squares = x.float().view(rows, BLOCK_NUMEL, columns, BLOCK_NUMEL).transpose(1, 2)
-    block_amax, _ = block_amaxes(squares.reshape(rows, columns, -1), False)
+    block_amax, _ = block_amaxes(squares.reshape(rows, columns, BLOCK_NUMEL**2), False)
     return block_scales(block_amax, amax, False)
 
 

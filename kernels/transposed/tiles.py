@@ -37,7 +37,6 @@ _ROWS, _COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_COLUMNS)
 _EIGHTS_DOWN, _EIGHTS_ACROSS = tl.constexpr(TILE_ROWS // 8), tl.constexpr(TILE_COLUMNS // 8)
 
 
-
 @triton.jit
 def tile_of(rows, columns, across) -> tuple:
     """(Rows and columns of the matrix; the first row and column of this program's tile), int64.
