@@ -46,11 +46,22 @@ _FP8 = Row(
 # An H100 has time for 40 instructions an element while it moves the bytes of MXFP8 and FP8 and for
 # 31 with codes of half a byte, of BF16. A thread keeps its 64 elements for the second side.
 _MX_GATES = {
-    "e4m3 from bf16": Gate(20.0, 128),
+    "e4m3 from bf16": Gate(19.5, 128),
+    "e2m1 from bf16": Gate(38.0, 128),
+    "e4m3 from bf16 stochastic": Gate(50.0, 144),
+    "e4m3 from bf16 swizzled": Gate(21.0, 128),
+    "e2m1 from bf16 swizzled": Gate(41.5, 144),
 }
-_NVFP4_GATES: Mapping[str, Gate] = {}
-_FP8_GATES: Mapping[str, Gate] = {}
-_AMAX_GATES: Mapping[str, Gate] = {}
+_NVFP4_GATES = {
+    "from bf16": Gate(43.0, 144),
+    "from bf16 hadamard": Gate(53.0, 144),
+    "from bf16 square": Gate(37.0, 144),
+    "from bf16 stochastic": Gate(48.5, 184),
+    "from bf16 hadamard stochastic swizzled": Gate(61.5, 255),
+    "from bf16 square swizzled": Gate(39.0, 144),
+}
+_AMAX_GATES = {"of bf16": Gate(14.5, 96)}
+_FP8_GATES = {"tensor from bf16": Gate(10.5, 96), "delayed from bf16": Gate(12.5, 144)}
 _BLOCK = 32  # sides are multiples of that at least
 _FORMATS = {form.element.name: form for form in BLOCK_FORMATS if form.codec is MXFP8.codec}
 _OPTIONS: Mapping[str, dict[str, Any]] = {
@@ -83,7 +94,7 @@ def cases() -> Iterator[Case]:
 
 
 def _shape(numel: int) -> tuple[int, int]:
-    """Of the matrix of about `numel` elements: of whole tiles, or if it is small of whole blocks."""
+    """Of the matrix of about `numel` elements: of whole tiles, or a small one of whole blocks."""
     found = numel // ROW_NUMEL
     for multiple in (SQUARE_ROWS, _BLOCK):
         if found >= multiple:
@@ -103,7 +114,7 @@ def _options(words: str) -> dict[str, Any]:
 def _made(
     dtype: str, make: Callable[[torch.Tensor], Sequence[torch.Tensor]], *scalars: float
 ) -> Callable[[torch.device, int], Operands]:
-    """Makes the matrix to read, and memory for all that `make` returns of it, but for `scalars`."""
+    """Makes the matrix to read, memory for all that `make` returns of it, and the scalars."""
 
     def operands(device: torch.device, numel: int) -> Operands:
         x = torch.randn(_shape(numel), device=device).to(DTYPES[dtype])
@@ -179,7 +190,8 @@ def _nvfp4_case(dtype: str, words: str) -> Case:
 
 def _amax_case(dtype: str) -> Case:
     def call(operands: Operands) -> None:
-        amax_nvfp4_with_transpose(operands.read[0], out=operands.written)
+        one, other = operands.written
+        amax_nvfp4_with_transpose(operands.read[0], out=(one, other))
 
     return Case(
         op=_AMAX.op,
@@ -208,7 +220,7 @@ def _fp8_case(dtype: str, kind: str) -> Case:
         scale, amax = operands.scalars[1:] if delayed else (None, None)
         out = codes, codes_t, scale_inv
         made = quantize_fp8_with_transpose(operands.read[0], scale=scale, amax=amax, out=out)
-        return (*made, amax) if delayed else made
+        return made if amax is None else (*made, amax)
 
     return Case(
         op=_FP8.op,

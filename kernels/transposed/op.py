@@ -16,8 +16,8 @@ Beside TransformerEngine, which has the same for its quantizers: the rules of am
 its, with what the casts' own docstrings tell apart. Ours differ in this. Its column-wise MXFP8
 lies as x does, with scales [rows / 32, columns]; ours is transposed, as its NVFP4 and FP8 are, and
 torchao's MXFP8. Its scales are padded to multiples of 128 and 4, ours only where swizzled. Its
-transform is a product of BF16 matrices, whose sums have no order that is told; ours has one. Its noise
-depends on the launch, ours on an element's index in either result.
+transform is a product of BF16 matrices, whose sums have no order that is told; ours has one. Its
+noise depends on the launch, ours on an element's index in either result.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from ..aliasing import check_apart
 from ..arguments import Wanted, check_source, results_of
 from ..checks import check_choice, check_flag, check_pair
 from ..formats.noise import check_first_index, checked_seed
-from ..formats.table import MXFP8, NVFP4, SCALE_RULES
+from ..formats.table import SCALE_RULES
 from ..fp8.op import check_delayed
 from ..fp8.reference import ELEMENTS as FP8_ELEMENTS
 from ..mx.op import parts_of as mx_parts_of
+from ..mx.reference import BLOCK_NUMEL as MX_BLOCK
 from ..mx.reference import elements
 from ..nvfp4.op import amax_nvfp4, checked_amax
 from ..nvfp4.op import parts_of as nvfp4_parts_of
+from ..nvfp4.reference import BLOCK_NUMEL as NVFP4_BLOCK
 from ..op import Op, call, on_first_use
 from . import reference
 
@@ -97,7 +99,7 @@ def quantize_mx_with_transpose(
     check_choice("rule", rule, SCALE_RULES)
     swizzled = check_flag("swizzled", swizzled)
     seed = checked_seed(rounding, seed)
-    _check_matrix(x, MXFP8.block_numel, "blocks of 32 run along both")
+    _check_matrix(x, MX_BLOCK, f"blocks of {MX_BLOCK} run along both")
     check_first_index(first_index, x.numel())
     wanted = [mx_parts_of(shape, element, swizzled) for shape in _shapes_of(x)]
     rows, columns = _pairs_of(out, wanted, x.device, {"x": x})
@@ -140,7 +142,7 @@ def quantize_nvfp4_with_transpose(
     swizzled = check_flag("swizzled", swizzled)
     seed = checked_seed(rounding, seed)
     _check_square(square, hadamard, rounding)
-    _check_matrix(x, NVFP4.block_numel, "blocks of 16 run along both")
+    _check_matrix(x, NVFP4_BLOCK, f"blocks of {NVFP4_BLOCK} run along both")
     check_first_index(first_index, x.numel())
     if amaxes is not None:
         check_pair("amaxes", amaxes)
@@ -165,7 +167,7 @@ def amax_nvfp4_with_transpose(x: torch.Tensor, *, out: Pair | None = None) -> Pa
     FP32, BF16 or FP16, contiguous, both multiples of 16. out: both, written into instead. Raises
     `ValueError` before anything is written.
     """
-    _check_matrix(x, NVFP4.block_numel, "blocks of 16 run along both")
+    _check_matrix(x, NVFP4_BLOCK, f"blocks of {NVFP4_BLOCK} run along both")
     amax, amax_t = results_of(out, [((), torch.float32)] * 2, x.device, {"x": x})
     call(_AMAX_NVFP4, x, amax, amax_t, x)
     return amax, amax_t
@@ -243,7 +245,7 @@ def _pairs_of(
     """Memory for data and scales of both sides, all four apart."""
     if out is not None:
         check_pair("out", out)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for side, parts in enumerate(wanted):
         name = f"out[{side}]"
         made = results_of(None if out is None else out[side], parts, device, sources, name)

@@ -9,8 +9,8 @@ what that makes of x.T.contiguous(), bit for bit: `mx.reference`, `nvfp4.referen
                 the sixteen of x.T that have a part of it: what both stand for is the same
 
 Square scales are NVIDIA's for weights ("Pretraining Large Language Models with NVFP4", 2025,
-section 4.3), so that the forward pass and that of its gradients see one weight, and the transform is for the
-operands of weights' gradients (section 4.2).
+section 4.3), so that forward and backward pass see one weight; the transform is for the operands of
+weights' gradients (section 4.2).
 """
 
 from __future__ import annotations
@@ -70,11 +70,10 @@ def quantize_nvfp4_with_transpose_(
         _square_side(data, scales, x, scale_bytes, factors, swizzled)
         _square_side(data_t, scales_t, x.t(), scale_bytes.t(), factors.t(), swizzled)
         return
-    noise = {"seed": seed, "first_index": first_index}
-    quantize_nvfp4_(data, scales, x, amax, **noise, swizzled=swizzled)
+    quantize_nvfp4_(data, scales, x, amax, seed, first_index, False, False, swizzled)
     transposed = x.t().contiguous()
     quantize_nvfp4_(
-        data_t, scales_t, transposed, amax_t, **noise, hadamard=hadamard, swizzled=swizzled
+        data_t, scales_t, transposed, amax_t, seed, first_index, False, hadamard, swizzled
     )
 
 

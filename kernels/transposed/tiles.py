@@ -1,14 +1,15 @@
 """Tiles of a matrix that are read once and written along both sides, as they lie and transposed.
 
-A program has TILE_ROWS x TILE_COLUMNS elements, a thread 8 x 8 of them at a time: eight rows, and of
-each the 16 bytes of eight elements of BF16. So codes of either side, and the words of eight that
-E2M1 makes of them, are made where the elements are, a block's amax takes two exchanges between
-threads at most, and what goes through shared memory is codes, the smallest that there is of a tile.
+A program has TILE_ROWS x TILE_COLUMNS elements and a thread 8 x 8 of them: of eight rows the 16
+bytes of eight elements of BF16. So the codes of both sides, and the words of eight that E2M1 makes
+of them, are made where the elements are, a block's amax takes two exchanges between threads at
+most, and what goes through shared memory is codes, the least that there is of a tile.
 
 A side is how one of the two results sees the tile: as lines of its matrix, (line [L], the first of
 the tile's elements in every line, lines of the matrix, elements of a line), int64 all. The lines of
-one side are the rows, of the other the columns. Sides of the matrix are multiples of eight at least.
-Where ALIGNED, all lines of codes start 16-byte aligned; where WHOLE, no tile lacks an element or a scale.
+one side are rows, those of the other columns. Sides of the matrix are multiples of eight at least.
+Where ALIGNED, all lines of codes start 16-byte aligned; where WHOLE, no tile lacks an element or a
+scale.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -152,7 +153,7 @@ def store_lines(
 def store_scales(
     scales, made, side, NUMEL: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr
 ) -> None:
-    """Scale bytes, one for NUMEL elements of a line, to where they belong; swizzled, padding too."""
+    """Scale bytes, one for NUMEL elements of a line, where they belong; swizzled with padding."""
     line, first, num_lines, line_numel = side
     made = tl.reshape(made, [line.numel, made.numel // line.numel])
     block = first // NUMEL + tl.arange(0, made.shape[1])
