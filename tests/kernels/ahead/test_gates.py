@@ -40,6 +40,10 @@ EACH_KERNEL = (
     ("flat_adamw_", "fp32 to none"),
     ("flat_sgd_", "bf16 to e4m3 all options"),
     ("l2_norm_", "of bf16"),
+    ("quantize_mx_with_transpose_", "e4m3 from bf16 stochastic swizzled"),
+    ("quantize_nvfp4_with_transpose_", "from bf16 hadamard stochastic swizzled"),
+    ("amax_nvfp4_with_transpose_", "of bf16"),
+    ("quantize_fp8_with_transpose_", "delayed from bf16"),
 )
 OTHERS = [target for target in TARGETS if target.startswith("sm_") and target != "sm_90"]
 # Each on AMD, and by turns on one of the others.
