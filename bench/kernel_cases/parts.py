@@ -11,9 +11,9 @@ of ours, and the definition, the same call on a CPU, makes the results of the pa
     planted   where all elements decide, as for a norm, a maximum or the scale of a whole tensor: a
               number that outweighs all others lies in the part, which then decides alone
 
-Not looked at here are optimizers with all options, whose segments lie elsewhere in a part, and noise
-of both sides of a matrix, which has other indices there. Those cases are compared at a small size
-alone, as a whole.
+Not looked at here are optimizers with all options, whose segments lie elsewhere in a part, and
+noise of both sides of a matrix, whose indices are others there. Those cases are compared at a small
+size alone, as a whole.
 """
 
 from __future__ import annotations

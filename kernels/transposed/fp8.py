@@ -41,12 +41,11 @@ def _quantize_kernel(
     ELEMENT: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     HARDWARE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """One tile. Without `scale` it is made from `amax`; with it, `amax`, if there, records |x|."""
     tile = tiles.tile_of(rows, columns, across)
-    x = tiles.load_tile(source, tile, WHOLE)
+    x = tiles.load_tile(source, tile, LAYOUT)
     if scale is None:
         known = tl.load(amax + tl.arange(0, 1)).to(tl.float32, bitcast=True)
         factor = scale_of(known, ELEMENT, POWER_OF_2)
@@ -58,10 +57,8 @@ def _quantize_kernel(
     if tl.program_id(0) == 0:
         tl.store(scale_inv + tl.arange(0, 1), inverse_of(factor))
     made = device.code_of(x * tl.sum(factor, 0), None, ELEMENT, HARDWARE)
-    lines, side = tiles.row_lines(made), tiles.row_side(tile)
-    tiles.store_lines(codes, lines, side, lines.shape[1], ALIGNED, WHOLE)
-    lines, side = tiles.column_lines(made), tiles.column_side(tile)
-    tiles.store_lines(codes_t, lines, side, lines.shape[1], ALIGNED, WHOLE)
+    tiles.store_lines(codes, tiles.row_lines(made), tiles.row_side(tile), 1, LAYOUT)
+    tiles.store_lines(codes_t, tiles.column_lines(made), tiles.column_side(tile), 1, LAYOUT)
 
 
 def quantize_fp8_with_transpose_(
@@ -75,7 +72,7 @@ def quantize_fp8_with_transpose_(
 ) -> None:
     """`reference.quantize_fp8_with_transpose_`: amax first, unless the scale is given."""
     element = BY_DTYPE[codes.dtype]
-    cut = tiles.cut_of(x, (codes, codes_t), element.stored_bits, False)
+    cut = tiles.cut_of(x, (codes, codes_t), element)
     if scale is None:
         bits: torch.Tensor | None = row_amaxes(x, 1)
     else:
@@ -89,12 +86,10 @@ def quantize_fp8_with_transpose_(
         tiles.aligned_source(x),
         bits,
         scale,
-        cut.rows,
-        cut.columns,
-        cut.across,
+        *cut.sizes,
         on=x,
         num_warps=tiles.NUM_WARPS,
         ELEMENT=element_of(element),
         POWER_OF_2=power_of_2,
-        **cut.constants,
+        LAYOUT=cut.layout,
     )

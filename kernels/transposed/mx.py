@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ELEMENTS, SCALE_RULES
 from ..launch import launch
@@ -23,29 +22,13 @@ from . import tiles
 
 @triton.jit
 def _write(
-    data,
-    scales,
-    x,
-    side,
-    seed,
-    first_index,
-    CODEC: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    EIGHTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """The codes and scales of lines, FP32 [L, n]."""
-    NUMEL: tl.constexpr = x.shape[1]
-    blocks: tl.constexpr = [x.numel // 32, 32]
-    scaled, scale_bytes, _ = CODEC.scaled(tl.reshape(x, blocks), CODEC, 0, HARDWARE)
-    bits = None
-    if seed is not None:
-        bits = tl.reshape(tiles.noise_of_lines(seed, first_index, side, NUMEL, EIGHTS), blocks)
-    made = device.stored(scaled, bits, CODEC.element, HARDWARE)
-    tiles.store_lines(data, made, side, NUMEL, ALIGNED, WHOLE)
-    tiles.store_scales(scales, scale_bytes, side, 32, SWIZZLED, WHOLE)
+    data, scales, lines, side, noise, CODEC: tl.constexpr, HARDWARE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """The codes and scales of a side's lines, FP32."""
+    blocks = tl.reshape(lines, [lines.numel // 32, 32])
+    scaled, made, _ = CODEC.scaled(blocks, CODEC, 0, HARDWARE)
+    tiles.write_side(data, scales, scaled, made, side, noise, CODEC.element, HARDWARE, LAYOUT)
 
 
 @triton.jit(
@@ -65,23 +48,15 @@ def _quantize_kernel(
     first_index,
     CODEC: tl.constexpr,
     HARDWARE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    EIGHTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """One tile, along its rows and along its columns."""
-    tile = tiles.tile_of(rows, columns, across)
-    x = tiles.load_tile(source, tile, WHOLE)
-    first_index = first_index.to(tl.int64)
-    _write(
-        data, scales, tiles.row_lines(x), tiles.row_side(tile), seed, first_index,
-        CODEC, HARDWARE, SWIZZLED, EIGHTS, ALIGNED, WHOLE,
-    )  # fmt: skip
-    _write(
-        data_t, scales_t, tiles.column_lines(x), tiles.column_side(tile), seed, first_index,
-        CODEC, HARDWARE, SWIZZLED, EIGHTS, ALIGNED, WHOLE,
-    )  # fmt: skip
+    tile, noise = tiles.tile_of(rows, columns, across), (seed, first_index)
+    x = tiles.load_tile(source, tile, LAYOUT)
+    lines, side = tiles.row_lines(x), tiles.row_side(tile)
+    _write(data, scales, lines, side, noise, CODEC, HARDWARE, LAYOUT)
+    lines, side = tiles.column_lines(x), tiles.column_side(tile)
+    _write(data_t, scales_t, lines, side, noise, CODEC, HARDWARE, LAYOUT)
 
 
 def quantize_mx_with_transpose_(
@@ -97,23 +72,19 @@ def quantize_mx_with_transpose_(
     swizzled: bool = False,
 ) -> None:
     """`reference.quantize_mx_with_transpose_` in one launch."""
-    cut = tiles.cut_of(x, (data, data_t), ELEMENTS[element].stored_bits, swizzled)
-    if x.numel() == 0:
-        return
-    launch(
-        _quantize_kernel,
-        cut.programs,
-        tiles.aligned_source(x),
-        *(part.view(torch.uint8) for part in (data, scales, data_t, scales_t)),
-        cut.rows,
-        cut.columns,
-        cut.across,
-        seed,
-        first_index,
-        on=x,
-        num_warps=tiles.NUM_WARPS,
-        CODEC=codec_of(form_of(ELEMENTS[element]), SCALE_RULES[rule]),
-        SWIZZLED=swizzled,
-        EIGHTS=first_index % tiles.EIGHT == 0,
-        **cut.constants,
-    )
+    form, codes = form_of(ELEMENTS[element]), (data, data_t)
+    cut = tiles.cut_of(x, codes, form.element, swizzled=swizzled, first_index=first_index)
+    if cut.programs:
+        launch(
+            _quantize_kernel,
+            cut.programs,
+            tiles.aligned_source(x),
+            *(part.view(torch.uint8) for part in (data, scales, data_t, scales_t)),
+            *cut.sizes,
+            seed,
+            first_index,
+            on=x,
+            num_warps=tiles.NUM_WARPS,
+            CODEC=codec_of(form, SCALE_RULES[rule]),
+            LAYOUT=cut.layout,
+        )

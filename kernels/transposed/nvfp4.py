@@ -13,13 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.device_e2m1 import packed_e2m1
+from ..formats.device_table import element_constant
 from ..formats.table import E2M1
 from ..launch import launch
 from ..nvfp4.device_codec import block_scales, number_amax, tensor_scale_of
 from ..nvfp4.hadamard import sign_factors, stages_of_eight
 from ..portable import round_to, to_fp32
 from . import tiles
+
+_E2M1 = element_constant(E2M1)
 
 
 @triton.jit
@@ -56,49 +58,31 @@ def _square_amaxes(x):
 
 @triton.jit
 def _write(
-    data,
-    scales,
-    x,
-    side,
-    block_amax,
-    amax,
-    seed,
-    first_index,
-    HARDWARE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    EIGHTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """The codes and scales of lines, FP32 [L, n]; block_amax: of each block, None for its own."""
-    NUMEL: tl.constexpr = x.shape[1]
-    blocks: tl.constexpr = [x.numel // 16, 16]
-    x = tl.reshape(x, blocks)
+    data, scales, lines, side, noise, block_amax, amax, HARDWARE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """The codes and scales of a side's lines, FP32; block_amax: None for each block's own."""
+    blocks = tl.reshape(lines, [lines.numel // 16, 16])
     if block_amax is None:
-        block_amax = number_amax(x, 1)
-    tensor_scale = tensor_scale_of(tl.load(amax), False)
-    scale_bytes, factors = block_scales(block_amax, tensor_scale, False, HARDWARE)
-    bits = None
-    if seed is not None:
-        bits = tl.reshape(tiles.noise_of_lines(seed, first_index, side, NUMEL, EIGHTS), blocks)
-    made = packed_e2m1(x * factors[:, None], bits)
-    tiles.store_lines(data, made, side, NUMEL, ALIGNED, WHOLE)
-    tiles.store_scales(scales, scale_bytes, side, 16, SWIZZLED, WHOLE)
+        block_amax = number_amax(blocks, 1)
+    made, factors = block_scales(block_amax, tensor_scale_of(tl.load(amax), False), False, HARDWARE)
+    scaled = blocks * factors[:, None]
+    tiles.write_side(data, scales, scaled, made, side, noise, _E2M1, HARDWARE, LAYOUT)
 
 
 @triton.jit(
     do_not_specialize=["rows", "columns", "across", "seed", "first_index"],
     do_not_specialize_on_alignment=[
-        "source", "data", "scales", "amax", "data_t", "scales_t", "amax_t",
+        "source", "data", "scales", "data_t", "scales_t", "amax", "amax_t",
     ],
 )  # fmt: skip
 def _quantize_kernel(
     source,
     data,
     scales,
-    amax,
     data_t,
     scales_t,
+    amax,
     amax_t,
     rows,
     columns,
@@ -108,30 +92,21 @@ def _quantize_kernel(
     HADAMARD: tl.constexpr,
     SQUARE: tl.constexpr,
     HARDWARE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    EIGHTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """One tile, along its rows and along its columns; HADAMARD: the columns transformed."""
-    tile = tiles.tile_of(rows, columns, across)
-    x = tiles.load_tile(source, tile, WHOLE)
-    first_index = first_index.to(tl.int64)
+    tile, noise = tiles.tile_of(rows, columns, across), (seed, first_index)
+    x = tiles.load_tile(source, tile, LAYOUT)
     row_amax = None
     column_amax = None
     if SQUARE:
         row_amax, column_amax = _square_amaxes(x)
-    _write(
-        data, scales, tiles.row_lines(x), tiles.row_side(tile), row_amax, amax, seed, first_index,
-        HARDWARE, SWIZZLED, EIGHTS, ALIGNED, WHOLE,
-    )  # fmt: skip
-    x = tiles.column_lines(x)
+    lines, side = tiles.row_lines(x), tiles.row_side(tile)
+    _write(data, scales, lines, side, noise, row_amax, amax, HARDWARE, LAYOUT)
+    lines, side = tiles.column_lines(x), tiles.column_side(tile)
     if HADAMARD:
-        x = _transformed_lines(x, source.dtype.element_ty)
-    _write(
-        data_t, scales_t, x, tiles.column_side(tile), column_amax, amax_t, seed, first_index,
-        HARDWARE, SWIZZLED, EIGHTS, ALIGNED, WHOLE,
-    )  # fmt: skip
+        lines = _transformed_lines(lines, source.dtype.element_ty)
+    _write(data_t, scales_t, lines, side, noise, column_amax, amax_t, HARDWARE, LAYOUT)
 
 
 @triton.jit
@@ -145,31 +120,27 @@ def _raise_to(amax, x):
     do_not_specialize=["rows", "columns", "across"],
     do_not_specialize_on_alignment=["source", "amax", "amax_t"],
 )
-def _amax_kernel(source, amax, amax_t, rows, columns, across, WHOLE: tl.constexpr):
+def _amax_kernel(source, amax, amax_t, rows, columns, across, LAYOUT: tl.constexpr):
     """Raises both to the largest magnitudes of a tile and of its columns' transform."""
-    x = tiles.load_tile(source, tiles.tile_of(rows, columns, across), WHOLE)
+    x = tiles.load_tile(source, tiles.tile_of(rows, columns, across), LAYOUT)
     _raise_to(amax, x)
     _raise_to(amax_t, _transformed_lines(tiles.column_lines(x), source.dtype.element_ty))
 
 
 def amax_nvfp4_with_transpose_(amax: torch.Tensor, amax_t: torch.Tensor, x: torch.Tensor) -> None:
     """`reference.amax_nvfp4_with_transpose_`, in one launch after those that write zeros."""
-    amax.zero_()
-    amax_t.zero_()
-    cut = tiles.cut_of(x, (), E2M1.stored_bits, False)
-    if x.numel():
+    amaxes = amax.zero_().view(torch.int32), amax_t.zero_().view(torch.int32)
+    cut = tiles.cut_of(x, (), E2M1)
+    if cut.programs:
         launch(
             _amax_kernel,
             cut.programs,
             tiles.aligned_source(x),
-            amax.view(torch.int32),
-            amax_t.view(torch.int32),
-            cut.rows,
-            cut.columns,
-            cut.across,
+            *amaxes,
+            *cut.sizes,
             on=x,
             num_warps=tiles.NUM_WARPS,
-            WHOLE=cut.whole,
+            LAYOUT=cut.layout,
         )
 
 
@@ -188,29 +159,21 @@ def quantize_nvfp4_with_transpose_(
     swizzled: bool = False,
 ) -> None:
     """`reference.quantize_nvfp4_with_transpose_` in one launch."""
-    cut = tiles.cut_of(x, (data, data_t), E2M1.stored_bits, swizzled)
-    if x.numel() == 0:
-        return
-    launch(
-        _quantize_kernel,
-        cut.programs,
-        tiles.aligned_source(x),
-        data,
-        scales.view(torch.uint8),
-        amax,
-        data_t,
-        scales_t.view(torch.uint8),
-        amax_t,
-        cut.rows,
-        cut.columns,
-        cut.across,
-        seed,
-        first_index,
-        on=x,
-        num_warps=tiles.NUM_WARPS,
-        HADAMARD=hadamard,
-        SQUARE=square,
-        SWIZZLED=swizzled,
-        EIGHTS=first_index % tiles.EIGHT == 0,
-        **cut.constants,
-    )
+    cut = tiles.cut_of(x, (data, data_t), E2M1, swizzled=swizzled, first_index=first_index)
+    if cut.programs:
+        launch(
+            _quantize_kernel,
+            cut.programs,
+            tiles.aligned_source(x),
+            *(part.view(torch.uint8) for part in (data, scales, data_t, scales_t)),
+            amax,
+            amax_t,
+            *cut.sizes,
+            seed,
+            first_index,
+            on=x,
+            num_warps=tiles.NUM_WARPS,
+            HADAMARD=hadamard,
+            SQUARE=square,
+            LAYOUT=cut.layout,
+        )

@@ -55,11 +55,21 @@ def test_elements_beyond_32_bits(shape):
     scales, scales_t = (sparse(x.numel() // 32, torch.uint8) for _ in range(2))
     near = x[:128, :64]
     near.copy_(oracle.values(near.numel(), torch.bfloat16, seed=3).view(near.shape))
-    options = {"SWIZZLED": False, "EIGHTS": True, "ALIGNED": True, "WHOLE": True}
+    layout = mx.tiles.cut_of(near, (), MXFP8.element).layout
     codec = codec_of(MXFP8, SCALE_RULES["rceil"])
     sizes = (rows, columns, columns // 64)
     mx._quantize_kernel[1,](
-        x, data, scales, data_t, scales_t, *sizes, None, 0, CODEC=codec, HARDWARE=False, **options
+        x,
+        data,
+        scales,
+        data_t,
+        scales_t,
+        *sizes,
+        None,
+        0,
+        CODEC=codec,
+        HARDWARE=False,
+        LAYOUT=layout,
     )
     found = (
         data.view(shape)[:128, :64],
