@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -98,6 +99,9 @@ def _numel(numel: int) -> int:
     return math.prod(_shape(numel))
 
 
+_case = functools.partial(Case, numel=_numel, recorded_numel=SQUARE_ROWS * ROW_NUMEL)
+
+
 def _options(words: str) -> dict[str, Any]:
     """The options that a case's name tells."""
     return {name: value for word in words.split() for name, value in _OPTIONS[word].items()}
@@ -137,17 +141,15 @@ def _mx_case(dtype: str, element: str, words: str) -> Case:
     def call(operands: Operands, **index: Any) -> None:
         quantized(operands.read[0], out=_pairs(operands.written), **index)
 
-    return Case(
+    return _case(
         op=_MX.op,
         name=name,
         format=form.name,
         dtype=dtype,
         make=_made(dtype, quantized),
         call=call,
-        numel=_numel,
         num_bytes=lambda numel: round(_numel(numel) * _moved(dtype, form)),
         gate=_MX_GATES.get(name),
-        recorded_numel=SQUARE_ROWS * ROW_NUMEL,
         copy_share=_MX.share_of(fp4=element == E2M1.name, stochastic="stochastic" in words),
         standard=dtype == "bf16" and not words,
     )
@@ -164,17 +166,15 @@ def _nvfp4_case(dtype: str, words: str) -> Case:
         options = {"amaxes": operands.scalars, "out": _pairs(operands.written)}
         quantized(operands.read[0], **options, **index)
 
-    return Case(
+    return _case(
         op=_NVFP4.op,
         name=name,
         format=NVFP4.name,
         dtype=dtype,
         make=_made(dtype, quantized, AMAX, AMAX),
         call=call,
-        numel=_numel,
         num_bytes=lambda numel: round(_numel(numel) * _moved(dtype, NVFP4)),
         gate=_NVFP4_GATES.get(name),
-        recorded_numel=SQUARE_ROWS * ROW_NUMEL,
         copy_share=_NVFP4.share_of(stochastic="stochastic" in words),
         standard=dtype == "bf16" and words in ("", "hadamard", "square"),
     )
@@ -185,17 +185,15 @@ def _amax_case(dtype: str) -> Case:
         one, other = operands.written
         amax_nvfp4_with_transpose(operands.read[0], out=(one, other))
 
-    return Case(
+    return _case(
         op=_AMAX.op,
         name=f"of {dtype}",
         format=NVFP4.name,
         dtype=dtype,
         make=_made(dtype, amax_nvfp4_with_transpose),
         call=call,
-        numel=_numel,
         num_bytes=lambda numel: _numel(numel) * DTYPES[dtype].itemsize,
         gate=_AMAX_GATES.get(f"of {dtype}"),
-        recorded_numel=SQUARE_ROWS * ROW_NUMEL,
         copy_share=_AMAX.share_of(),
         standard=dtype == "bf16",
     )
@@ -214,19 +212,17 @@ def _fp8_case(dtype: str, kind: str) -> Case:
         made = quantize_fp8_with_transpose(operands.read[0], scale=scale, amax=amax, out=out)
         return made if amax is None else (*made, amax)
 
-    return Case(
+    return _case(
         op=_FP8.op,
         name=name,
         format=f"fp8_{kind}",
         dtype=dtype,
         make=_made(dtype, lambda x: quantize_fp8_with_transpose(x)[:2], *[1.0] * 3),
         call=call,
-        numel=_numel,
         num_bytes=lambda numel: _numel(numel) * (passes * DTYPES[dtype].itemsize + 2),
         passes=passes,
         gate=_FP8_GATES.get(name),
         counted=passes - 1,
-        recorded_numel=SQUARE_ROWS * ROW_NUMEL,
         copy_share=_FP8.share_of(),
         standard=dtype == "bf16",
     )

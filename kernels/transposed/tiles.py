@@ -174,14 +174,13 @@ def _store_scales(scales, made, side, BLOCK: tl.constexpr, LAYOUT: tl.constexpr)
     made = tl.reshape(made, [line.numel, made.numel // line.numel])
     block = first // BLOCK + tl.arange(0, made.shape[1])
     length = line_numel // BLOCK
-    exists = (line < num_lines)[:, None] & (block < length)[None, :]
-    if LAYOUT.swizzled:
+    if LAYOUT.swizzled:  # zeros, where the matrix has no element, have byte 0, as padding has
         across = (length + 3) // 4
         places = swizzled_index(line[:, None], block[None, :], across)
-        made = tl.where(exists, made, 0)
         exists = (line >= 0)[:, None] & (block < across * 4)[None, :]
     else:
         places = line[:, None] * length + block[None, :]
+        exists = (line < num_lines)[:, None] & (block < length)[None, :]
     if LAYOUT.whole:
         tl.store(scales + places, made)
     else:
