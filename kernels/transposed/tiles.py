@@ -116,13 +116,13 @@ def write_side(
 
     noise: (seed, index of the matrix's first element); seed: None to round to nearest.
     """
+    _store_scales(scales, scale_bytes, side, scaled.shape[1], LAYOUT)
     bits = None
     if noise[0] is not None:
         NUMEL: tl.constexpr = scaled.numel // side[0].numel
         bits = tl.reshape(_noise_of_lines(noise, side, NUMEL, LAYOUT), scaled.shape)
     made = device.stored(scaled, bits, ELEMENT, HARDWARE)
     store_lines(data, made, side, ELEMENT.form.codes_per_byte, LAYOUT)
-    _store_scales(scales, scale_bytes, side, scaled.shape[1], LAYOUT)
 
 
 @triton.jit
