@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,18 +45,21 @@ _FP8 = Row(
 
 # An H100 has time for 40 instructions an element while it moves the bytes of MXFP8 and FP8 and for
 # 31 with codes of half a byte, of BF16. A thread keeps its 64 elements for the second side.
-_MX_GATES = {
-    "e4m3 from bf16": Gate(19.5, 128),
-    "e4m3 from bf16 stochastic swizzled": Gate(50.5, 144),
+_GATES = {
+    _MX: {
+        "e4m3 from bf16": Gate(19.5, 128),
+        "e4m3 from bf16 stochastic swizzled": Gate(50.5, 144),
+    },
+    _NVFP4: {
+        "from bf16": Gate(43.0, 144),
+        "from bf16 square": Gate(37.0, 144),
+        "from bf16 hadamard stochastic swizzled": Gate(59.5, 255),
+    },
+    _AMAX: {"of bf16": Gate(14.5, 96)},
+    _FP8: {"tensor from bf16": Gate(10.5, 96)},
 }
-_NVFP4_GATES = {
-    "from bf16": Gate(43.0, 144),
-    "from bf16 square": Gate(37.0, 144),
-    "from bf16 hadamard stochastic swizzled": Gate(59.5, 255),
-}
-_AMAX_GATES = {"of bf16": Gate(14.5, 96)}
-_FP8_GATES = {"tensor from bf16": Gate(10.5, 96)}
 _BLOCK = 32  # sides are multiples of that at least
+_MANY = 1 << 20
 _FORMATS = {form.element.name: form for form in BLOCK_FORMATS if form.codec is MXFP8.codec}
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "hadamard": {"hadamard": True},
@@ -99,130 +101,104 @@ def _numel(numel: int) -> int:
     return math.prod(_shape(numel))
 
 
-_case = functools.partial(Case, numel=_numel, recorded_numel=SQUARE_ROWS * ROW_NUMEL)
-
-
 def _options(words: str) -> dict[str, Any]:
     """The options that a case's name tells."""
     return {name: value for word in words.split() for name, value in _OPTIONS[word].items()}
 
 
-def _made(
-    dtype: str, make: Callable[[torch.Tensor], Sequence[torch.Tensor]], *scalars: float
-) -> Callable[[torch.device, int], Operands]:
-    """Makes the matrix to read, memory for all that `make` returns of it, and the scalars."""
+def _flat(pairs: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(one for pair in pairs for one in pair)
 
-    def operands(device: torch.device, numel: int) -> Operands:
+
+def _pairs(out: Any) -> Any:
+    return out and (out[:2], out[2:])
+
+
+def _case(
+    row: Row, dtype: str, name: str, quantize: Callable[..., Sequence[torch.Tensor]], **options: Any
+) -> Case:
+    """quantize(x, out, *scalars, *updated) returns results, which `out` has if it is not None.
+
+    options: what `Case` has; `moved`, bytes an element; `scalars` and `updated`, a number each.
+    """
+    given = [options.pop(kind, ()) for kind in ("scalars", "updated")]
+    moved = options.pop("moved")
+
+    def make(device: torch.device, numel: int) -> Operands:
         x = torch.randn(_shape(numel), device=device).to(DTYPES[dtype])
-        written = [zeros_like(one) for one in make(x)]
-        given = [torch.tensor(value, device=device) for value in scalars]
-        return Operands(read=[x], written=written, scalars=given)
+        scalars, updated = ([torch.tensor(one, device=device) for one in kind] for kind in given)
+        numbers = (one.clone() for one in (*scalars, *updated))
+        written = [zeros_like(one) for one in quantize(x, None, *numbers)]
+        return Operands(read=[x], written=written, scalars=scalars, updated=updated)
 
-    return operands
+    def call(operands: Operands, **index: Any) -> None:
+        numbers = (*operands.scalars, *operands.updated)
+        quantize(operands.read[0], operands.written, *numbers, **index)
+
+    return Case(
+        op=row.op,
+        name=name,
+        dtype=dtype,
+        make=make,
+        call=call,
+        numel=_numel,
+        num_bytes=lambda numel: round(_numel(numel) * moved),
+        gate=_GATES[row].get(name),
+        recorded_numel=SQUARE_ROWS * ROW_NUMEL,
+        standard=dtype == "bf16" and "swizzled" not in name,
+        **{"copy_share": row.share_of()} | options,
+    )
 
 
-def _pairs(written: Sequence[torch.Tensor]) -> Any:
-    return tuple(written[:2]), tuple(written[2:])
-
-
-def _moved(dtype: str, form: BlockFormat) -> float:
-    """Bytes an element, read once and written along both sides."""
-    return DTYPES[dtype].itemsize + 2 * form.num_bytes(1 << 20) / (1 << 20)
+def _blocks(dtype: str, form: BlockFormat) -> dict[str, Any]:
+    """What cases of block formats have, read once and written along both sides."""
+    each = form.num_bytes(_MANY) / _MANY
+    return {"format": form.name, "moved": DTYPES[dtype].itemsize + 2 * each}
 
 
 def _mx_case(dtype: str, element: str, words: str) -> Case:
-    name = f"{element} from {dtype} {words}".rstrip()
     form = _FORMATS[element]
 
-    def quantized(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-        rows, columns = quantize_mx_with_transpose(x, element=element, **_options(words) | options)
-        return *rows, *columns
+    def quantize(x: torch.Tensor, out: Any, **index: Any) -> tuple[torch.Tensor, ...]:
+        options = {"element": element, **_options(words), **index}
+        return _flat(quantize_mx_with_transpose(x, out=_pairs(out), **options))
 
-    def call(operands: Operands, **index: Any) -> None:
-        quantized(operands.read[0], out=_pairs(operands.written), **index)
-
-    return _case(
-        op=_MX.op,
-        name=name,
-        format=form.name,
-        dtype=dtype,
-        make=_made(dtype, quantized),
-        call=call,
-        num_bytes=lambda numel: round(_numel(numel) * _moved(dtype, form)),
-        gate=_MX_GATES.get(name),
-        copy_share=_MX.share_of(fp4=element == E2M1.name, stochastic="stochastic" in words),
-        standard=dtype == "bf16" and not words,
-    )
+    share = _MX.share_of(fp4=form.element is E2M1, stochastic="stochastic" in words)
+    name = f"{element} from {dtype} {words}".rstrip()
+    return _case(_MX, dtype, name, quantize, copy_share=share, **_blocks(dtype, form))
 
 
 def _nvfp4_case(dtype: str, words: str) -> Case:
-    name = f"from {dtype} {words}".rstrip()
+    def quantize(
+        x: torch.Tensor, out: Any, *amaxes: torch.Tensor, **index: Any
+    ) -> tuple[torch.Tensor, ...]:
+        options: dict[str, Any] = {"amaxes": amaxes, "out": _pairs(out), **_options(words)}
+        made = quantize_nvfp4_with_transpose(x, **options | index)
+        return _flat(side[:2] for side in made)
 
-    def quantized(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-        rows, columns = quantize_nvfp4_with_transpose(x, **_options(words) | options)
-        return *rows[:2], *columns[:2]
-
-    def call(operands: Operands, **index: Any) -> None:
-        options = {"amaxes": operands.scalars, "out": _pairs(operands.written)}
-        quantized(operands.read[0], **options, **index)
-
-    return _case(
-        op=_NVFP4.op,
-        name=name,
-        format=NVFP4.name,
-        dtype=dtype,
-        make=_made(dtype, quantized, AMAX, AMAX),
-        call=call,
-        num_bytes=lambda numel: round(_numel(numel) * _moved(dtype, NVFP4)),
-        gate=_NVFP4_GATES.get(name),
-        copy_share=_NVFP4.share_of(stochastic="stochastic" in words),
-        standard=dtype == "bf16" and words in ("", "hadamard", "square"),
-    )
+    share = _NVFP4.share_of(stochastic="stochastic" in words)
+    options = {"scalars": (AMAX, AMAX), "copy_share": share, **_blocks(dtype, NVFP4)}
+    return _case(_NVFP4, dtype, f"from {dtype} {words}".rstrip(), quantize, **options)
 
 
 def _amax_case(dtype: str) -> Case:
-    def call(operands: Operands) -> None:
-        one, other = operands.written
-        amax_nvfp4_with_transpose(operands.read[0], out=(one, other))
+    def amaxes(x: torch.Tensor, out: Any) -> tuple[torch.Tensor, ...]:
+        return amax_nvfp4_with_transpose(x, out=out)
 
-    return _case(
-        op=_AMAX.op,
-        name=f"of {dtype}",
-        format=NVFP4.name,
-        dtype=dtype,
-        make=_made(dtype, amax_nvfp4_with_transpose),
-        call=call,
-        num_bytes=lambda numel: _numel(numel) * DTYPES[dtype].itemsize,
-        gate=_AMAX_GATES.get(f"of {dtype}"),
-        copy_share=_AMAX.share_of(),
-        standard=dtype == "bf16",
-    )
+    moved = DTYPES[dtype].itemsize
+    return _case(_AMAX, dtype, f"of {dtype}", amaxes, format=NVFP4.name, moved=moved)
 
 
 def _fp8_case(dtype: str, kind: str) -> Case:
-    name = f"{kind} from {dtype}"
-    delayed = kind == "delayed"
     # Without a scale the amax of all must be known before the first code is.
-    passes = 1 if delayed else 2
+    is_delayed = kind == "delayed"
+    passes = 1 if is_delayed else 2
 
-    def call(operands: Operands) -> tuple[torch.Tensor, ...]:
-        codes, codes_t, scale_inv = (*operands.written, *operands.scalars[:1])
-        scale, amax = operands.scalars[1:] if delayed else (None, None)
-        out = codes, codes_t, scale_inv
-        made = quantize_fp8_with_transpose(operands.read[0], scale=scale, amax=amax, out=out)
-        return made if amax is None else (*made, amax)
+    def quantize(x: torch.Tensor, out: Any, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale, amax = given or (None, None)
+        return quantize_fp8_with_transpose(x, scale=scale, amax=amax, out=out)
 
-    return _case(
-        op=_FP8.op,
-        name=name,
-        format=f"fp8_{kind}",
-        dtype=dtype,
-        make=_made(dtype, lambda x: quantize_fp8_with_transpose(x)[:2], *[1.0] * 3),
-        call=call,
-        num_bytes=lambda numel: _numel(numel) * (passes * DTYPES[dtype].itemsize + 2),
-        passes=passes,
-        gate=_FP8_GATES.get(name),
-        counted=passes - 1,
-        copy_share=_FP8.share_of(),
-        standard=dtype == "bf16",
-    )
+    options: dict[str, Any] = {"format": f"fp8_{kind}", "passes": passes, "counted": passes - 1}
+    options |= {"scalars": (1.0,), "updated": (1.0,)} if is_delayed else {}
+    moved = passes * DTYPES[dtype].itemsize + 2
+    return _case(_FP8, dtype, f"{kind} from {dtype}", quantize, moved=moved, **options)
