@@ -103,7 +103,9 @@ def quantize_mx_with_transpose(
     check_first_index(first_index, x.numel())
     wanted = [mx_parts_of(shape, element, swizzled) for shape in _shapes_of(x)]
     rows, columns = _pairs_of(out, wanted, x.device, {"x": x})
-    call(_QUANTIZE_MX, x, *rows, *columns, x, element, rule, seed, first_index, swizzled)
+    # Bytes, since torch.compile makes no code for E8M0 (torch 2.13).
+    made = [(data, scales.view(torch.uint8)) for data, scales in (rows, columns)]
+    call(_QUANTIZE_MX, x, *made[0], *made[1], x, element, rule, seed, first_index, swizzled)
     return rows, columns
 
 
