@@ -121,6 +121,21 @@ def test_fp8_is_converted_by_the_hardware_from_hopper_on(target):
         assert set(re.findall(r"FMNMX[^ ]*", assembly)) <= {"FMNMX.NAN", "FMNMX3.NAN"}
 
 
+@pytest.mark.parametrize(
+    ("op", "name", "numbers"),
+    [
+        ("quantize_mx_with_transpose_", "e4m3 from bf16", 0),
+        ("quantize_nvfp4_with_transpose_", "from bf16 hadamard stochastic swizzled", 2),
+    ],
+    ids=["mx", "nvfp4"],
+)
+def test_a_matrix_is_read_once_for_both_sides(op, name, numbers):
+    """Each of a thread's 64 elements of BF16, 16 bytes at a time; and the amaxes."""
+    instructions = compiled(op, name, "sm_90").instructions
+    loads = [step.access.bits for step in instructions if step.access and step.access.is_load]
+    assert sorted(loads) == [32] * numbers + [128] * 8
+
+
 def test_noise_is_shared_by_a_thread_s_elements():
     """Seven rounds an element would be 28 multiplications; 16 elements share them."""
     assembly = compiled("quantize_mx_", "e2m1 from bf16 stochastic", "sm_90").assembly
