@@ -9,6 +9,8 @@
 | NVFP4           | quantize_nvfp4, dequantize_nvfp4, amax_nvfp4, hadamard16                       |
 | groups of rows  | quantize_fp8_grouped, quantize_mx_grouped, quantize_nvfp4_grouped,             |
 |                 | amax_nvfp4_grouped                                                             |
+| both ways       | quantize_mx_with_transpose, quantize_nvfp4_with_transpose,                     |
+|                 | amax_nvfp4_with_transpose, quantize_fp8_with_transpose                         |
 | scale layout    | swizzle_scales, unswizzle_scales                                               |
 | wire messages   | message_layout, pack_message_, unpack_message_, read_header,                   |
 |                 | reduce_messages_, reduce_peer_messages_                                        |
@@ -59,6 +61,12 @@ from .nvfp4.op import amax_nvfp4, dequantize_nvfp4, hadamard16, quantize_nvfp4
 from .optim.norm_op import l2_norm_
 from .optim.op import Segments, flat_adamw_, flat_sgd_
 from .pack.op import pack_, reduce_, unpack_
+from .transposed.op import (
+    amax_nvfp4_with_transpose,
+    quantize_fp8_with_transpose,
+    quantize_mx_with_transpose,
+    quantize_nvfp4_with_transpose,
+)
 from .wire.layout import MessageLayout, message_layout, read_header
 from .wire.op import (
     pack_message_,
@@ -94,6 +102,7 @@ __all__ = [
     "WireFormat",
     "amax_nvfp4",
     "amax_nvfp4_grouped",
+    "amax_nvfp4_with_transpose",
     "cast",
     "cast_back",
     "dequantize_fp8",
@@ -108,10 +117,13 @@ __all__ = [
     "pack_message_",
     "quantize_fp8",
     "quantize_fp8_grouped",
+    "quantize_fp8_with_transpose",
     "quantize_mx",
     "quantize_mx_grouped",
+    "quantize_mx_with_transpose",
     "quantize_nvfp4",
     "quantize_nvfp4_grouped",
+    "quantize_nvfp4_with_transpose",
     "read_header",
     "reduce_",
     "reduce_messages_",

@@ -19,6 +19,7 @@ from .mx import cases as mx
 from .nvfp4 import cases as nvfp4
 from .optim import cases as optim
 from .pack import cases as pack
+from .transposed import cases as transposed
 from .wire import cases as wire
 
 _INTRODUCTION = """\
@@ -108,6 +109,7 @@ SECTIONS = (
     ("Many tensors at once", pack.rows()),
     ("Casts", (*cast.rows(), *fp8.rows())),
     ("Block formats", (*mx.rows(), *nvfp4.rows(), *grouped.rows())),
+    ("A matrix and its transpose", transposed.rows()),
     ("Wire messages", wire.rows()),
     ("Optimizers", optim.rows()),
 )
@@ -128,6 +130,7 @@ def cases(worlds: Sequence[int] | None = None) -> tuple[Case, ...]:
         *mx.cases(),
         *nvfp4.cases(),
         *grouped.cases(),
+        *transposed.cases(),
         *wire.cases(worlds),
         *optim.cases(),
     )

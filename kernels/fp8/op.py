@@ -102,7 +102,7 @@ def quantize_fp8(
     check_source("x", x)
     _check_dims("x", x, scaling)
     power_of_2 = check_flag("power_of_2", power_of_2)
-    _check_delayed(x, scaling, power_of_2, scale, amax)
+    check_delayed(x, scaling, power_of_2, scale, amax)
     wanted = (x.shape, CAST_ELEMENTS[element].dtype), (scale_shape(x.shape, scaling), torch.float32)
     sources = {"x": x, "scale": scale}
     codes, scale_inv = results_of(out, wanted, x.device, {**sources, "amax": amax})
@@ -190,13 +190,14 @@ def _check_dims(name: str, tensor: torch.Tensor, scaling: str) -> None:
         )
 
 
-def _check_delayed(
+def check_delayed(
     x: torch.Tensor,
     scaling: str,
     power_of_2: bool,
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
 ) -> None:
+    """Raise unless `scale` and `amax` are there, or not, as delayed scaling has them."""
     for name, tensor in (("scale", scale), ("amax", amax)):
         if tensor is not None:
             check_one(name, tensor, (torch.float32,), x.device)

@@ -77,7 +77,7 @@ def quantize_mx(
     seed = checked_seed(rounding, seed, x.device)
     _check_rows("x", x)
     check_first_index(first_index, x.numel())
-    wanted = _parts_of(x.shape, element, swizzled)
+    wanted = parts_of(x.shape, element, swizzled)
     data, scales = results_of(out, wanted, x.device, {"x": x, "seed": tensor_of(seed)})
     call(_QUANTIZE, x, data, _bytes_of(scales), x, element, rule, seed, first_index, swizzled)
     return data, scales
@@ -108,7 +108,7 @@ def dequantize_mx(
     row_numel = checked_row_numel(data, row_numel, ELEMENTS[element].codes_per_byte)
     shape = torch.Size((*data.shape[:-1], row_numel))
     parts = {"data": data, "scales": scales}
-    wanted = _parts_of(shape, element, swizzled)
+    wanted = parts_of(shape, element, swizzled)
     for (name, part), (part_shape, part_dtype) in zip(parts.items(), wanted, strict=True):
         check_like(name, part, part_shape, part_dtype, data.device)
     out = result_of(out, (shape, dtype), data.device, parts)
@@ -129,7 +129,7 @@ def _check_rows(name: str, tensor: torch.Tensor) -> None:
         check_row_blocks(name, MXFP8.num_blocks(tensor.shape[-1]))
 
 
-def _parts_of(shape: torch.Size, element: str, swizzled: bool) -> tuple[Wanted, Wanted]:
+def parts_of(shape: torch.Size, element: str, swizzled: bool) -> tuple[Wanted, Wanted]:
     """The shapes and dtypes of data and scales for a tensor of `shape`."""
     form = ELEMENTS[element]
     data = (*shape[:-1], -(-shape[-1] // form.codes_per_byte))

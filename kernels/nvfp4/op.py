@@ -96,8 +96,8 @@ def quantize_nvfp4(
     seed = checked_seed(rounding, seed, x.device)
     check_first_index(first_index, x.numel())
     if global_amax is not None:
-        global_amax = _checked_amax(global_amax, x.device)
-    wanted = _parts_of(x.shape, swizzled)
+        global_amax = checked_amax("global_amax", global_amax, x.device)
+    wanted = parts_of(x.shape, swizzled)
     sources = {"x": x, "global_amax": global_amax, "seed": tensor_of(seed)}
     data, scales = results_of(out, wanted, x.device, sources)
     if global_amax is None:
@@ -155,9 +155,9 @@ def dequantize_nvfp4(
     check_contiguous("data", data)
     row_numel = checked_row_numel(data, row_numel, 2)
     shape = torch.Size((*data.shape[:-1], row_numel))
-    _, (scales_shape, scales_dtype) = _parts_of(shape, swizzled)
+    _, (scales_shape, scales_dtype) = parts_of(shape, swizzled)
     check_like("scales", scales, scales_shape, scales_dtype, data.device)
-    global_amax = _checked_amax(global_amax, data.device)
+    global_amax = checked_amax("global_amax", global_amax, data.device)
     wanted = shape, result_dtype(dtype, out)
     sources = {"data": data, "scales": scales, "global_amax": global_amax}
     out = result_of(out, wanted, data.device, sources)
@@ -191,13 +191,13 @@ def _check_input(x: torch.Tensor) -> None:
     check_rows("x", x)
 
 
-def _checked_amax(global_amax: torch.Tensor, device: torch.device) -> torch.Tensor:
+def checked_amax(name: str, amax: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The amax of a tensor, 0-d."""
-    check_one("global_amax", global_amax, (torch.float32,), device)
-    return global_amax.view(()) if global_amax.dim() else global_amax
+    check_one(name, amax, (torch.float32,), device)
+    return amax.view(()) if amax.dim() else amax
 
 
-def _parts_of(shape: torch.Size, swizzled: bool) -> tuple[Wanted, Wanted]:
+def parts_of(shape: torch.Size, swizzled: bool) -> tuple[Wanted, Wanted]:
     """The shapes and dtypes of data and scales for a tensor of `shape`."""
     num_blocks = NVFP4.num_blocks(shape[-1])
     if swizzled:

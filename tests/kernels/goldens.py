@@ -331,9 +331,31 @@ def _optimizers() -> Calls:
         yield f"flat_sgd_ {suffix}", sgd
 
 
+def _transposed() -> Calls:
+    """What is no cast of x or of its transpose, and one call of what is."""
+    shape = (96, 160)
+    for name, dtype in DTYPES.items():
+        x = values(shape, dtype)
+        yield (
+            f"quantize_nvfp4_with_transpose square {name}",
+            lambda x=x: kernels.quantize_nvfp4_with_transpose(x, square=True),
+        )
+    x = values(shape, torch.bfloat16, 2)
+    for function in (
+        kernels.quantize_mx_with_transpose,
+        kernels.quantize_nvfp4_with_transpose,
+        kernels.amax_nvfp4_with_transpose,
+        kernels.quantize_fp8_with_transpose,
+    ):
+        yield f"{function.__name__} bf16", lambda function=function: function(x)
+
+
 def calls() -> dict[str, Callable[[], Any]]:
     """All, by their names."""
-    families = (_many_tensors, _casts, _fp8, _mx, _nvfp4, _messages, _optimizers, _grouped)
+    families = (
+        *(_many_tensors, _casts, _fp8, _mx, _nvfp4, _messages, _optimizers, _grouped),
+        _transposed,
+    )
     return dict(call for family in families for call in family())
 
 

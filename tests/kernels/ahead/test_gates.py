@@ -47,6 +47,10 @@ EACH_KERNEL = (
     ("flat_adamw_", "fp32 to none"),
     ("flat_sgd_", "bf16 to e4m3 all options"),
     ("l2_norm_", "of bf16"),
+    ("quantize_mx_with_transpose_", "e4m3 from bf16 stochastic swizzled"),
+    ("quantize_nvfp4_with_transpose_", "from bf16 hadamard stochastic swizzled"),
+    ("amax_nvfp4_with_transpose_", "of bf16"),
+    ("quantize_fp8_with_transpose_", "delayed from bf16"),
 )
 OTHERS = [target for target in TARGETS if target.startswith("sm_") and target != "sm_90"]
 # Each on AMD, and by turns on one of the others.
@@ -170,6 +174,21 @@ def test_fp8_is_converted_by_the_hardware_from_hopper_on(target):
     assert ("F2FP.SATFINITE.E4M3" in assembly) == is_there
     if is_there:  # the interpreter's maxima are others: none here may drop a NaN
         assert set(re.findall(r"FMNMX[^ ]*", assembly)) <= {"FMNMX.NAN", "FMNMX3.NAN"}
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "numbers"),
+    [
+        ("quantize_mx_with_transpose_", "e4m3 from bf16", 0),
+        ("quantize_nvfp4_with_transpose_", "from bf16 hadamard stochastic swizzled", 2),
+    ],
+    ids=["mx", "nvfp4"],
+)
+def test_a_matrix_is_read_once_for_both_sides(op, name, numbers):
+    """Each of a thread's 64 elements of BF16, 16 bytes at a time; and the amaxes."""
+    instructions = compiled(op, name, "sm_90").instructions
+    loads = [step.access.bits for step in instructions if step.access and step.access.is_load]
+    assert sorted(loads) == [32] * numbers + [128] * 8
 
 
 def test_noise_is_shared_by_a_thread_s_elements():
