@@ -36,10 +36,10 @@ from ..fp8.reference import ELEMENTS as FP8_ELEMENTS
 from ..mx.op import parts_of as mx_parts_of
 from ..mx.reference import BLOCK_NUMEL as MX_BLOCK
 from ..mx.reference import elements
+from ..numbers import tensor_of
 from ..nvfp4.op import amax_nvfp4, checked_amax
 from ..nvfp4.op import parts_of as nvfp4_parts_of
 from ..nvfp4.reference import BLOCK_NUMEL as NVFP4_BLOCK
-from ..numbers import tensor_of
 from ..op import Op, call, on_first_use
 from . import reference
 
