@@ -177,7 +177,7 @@ def _problems(config: ModelParallelConfig) -> Iterator[str]:
     for name, other, sign, wanted in _NEEDS:
         got = getattr(c, other)
         if getattr(c, name) and not _HOLDS[sign](got, wanted):
-            yield f"{name}: expected {other}{sign}{wanted}, got {got}; pass that, or not this"
+            yield f"{name}: expected {other}{sign}{wanted}, got {got}; pass that, or leave it out"
     pipeline, parts = c.pipeline_model_parallel_size, c.virtual_pipeline_model_parallel_size
     if pipeline > 1 and c.pipeline_dtype is None:
         yield "pipeline_dtype: expected the dtype that stages send, got None; pass it"

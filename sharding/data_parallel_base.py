@@ -115,13 +115,18 @@ class DataParallelBase(nn.Module):
 
     # ---- state, under the names of the module: they have no prefix `module.`
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the module; `parameters()` gives them too."""
-        # None are the wrapper's own: torch's tools would take the module's for tied ones.
-        held = self.module.named_parameters(prefix, recurse, remove_duplicate)
-        return held if recurse else iter(())
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This one, then the module and those in it. Parameters and buffers have their names by
+        these, for a module around it too.
+        """
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""

@@ -127,7 +127,8 @@ _EXCLUDES = (
 def _problems(config: DistributedDataParallelConfig) -> Iterator[str]:
     checked, problems = checked_fields(config, DistributedDataParallelConfig)
     yield from problems
-    given = {f.name for f in fields(config) if getattr(checked, f.name) != f.default}
+    known = fields(DistributedDataParallelConfig)
+    given = {field.name for field in known if getattr(checked, field.name) != field.default}
     if len(sizes := [name for name in _SIZES if getattr(config, name) is not None]) > 1:
         yield f"expected at most one of {', '.join(sizes)}, which all size buckets; keep one"
     for name, needed, reason in _NEEDS:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from .arguments import require_forward
+from .expert_ranks import is_expert
 from .modules.unit_classes import UnitClass, resolve_unit_classes
 
 
@@ -53,9 +54,9 @@ def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
             yield from _own_parts(child, units)
 
 
-def require_shardable(module: nn.Module) -> None:
-    """Refuse parameters that FSDP2 cannot shard, or of which it cannot exchange the gradients: it
-    would say so when others are sharded.
+def require_shardable(module: nn.Module, world_size: int) -> None:
+    """Refuse parameters that FSDP2 cannot shard over so many ranks, or of which it cannot exchange
+    the gradients: it would say so when others are sharded, or, of experts, never.
 
     Raises:
         ValueError: there are some.
@@ -68,6 +69,11 @@ def require_shardable(module: nn.Module) -> None:
             wrong.append(f"'{name}' is empty: freeze it")
         elif not param.is_contiguous():
             wrong.append(f"'{name}' is not contiguous: make it of .contiguous()")
+        elif is_expert(param) and world_size > 1:
+            wrong.append(
+                f"'{name}' is an expert's (allreduce=False): remove the mark where all ranks hold "
+                "the same"
+            )
     if wrong:
         raise ValueError(
             f"module: expected parameters that FSDP2 can shard, got others: {'; '.join(wrong)}; "

@@ -109,10 +109,13 @@ class GradientChecks:
                 f"'{self._names[at]}' ({largest[at]:.3g}, {self._usual[at]:.3g} before)"
                 for at in is_large.nonzero().flatten()
             ]
-            text = (
+            _logger.warning(
                 "exchange %d: gradients are more than %g times as large as ever before: %s; look "
+                "at the batch, or clip",
+                number,
+                LARGE,
+                listed(found),
             )
-            _logger.warning(text + "at the batch, or clip", number, LARGE, listed(found))
         self._usual = torch.maximum(self._usual, largest.nan_to_num(0, 0, 0))
 
 

@@ -41,7 +41,8 @@ def nccl_options(source: str | Path | Mapping[str, Options] | None) -> dict[str,
         ModuleNotFoundError: a file, without PyYAML.
         ValueError: unknown groups or options, wrong values; all of them in one message.
     """
-    table = (_read(source) if isinstance(source, str | Path) else source) or {}
+    table = _read(source) if isinstance(source, str | Path) else source
+    table = {} if table is None else table
     if problems := list(_problems(table)):
         raise ValueError(f"nccl_communicator_config_path: {'; '.join(problems)}; change these")
     return dict(table)

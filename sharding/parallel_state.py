@@ -17,8 +17,9 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from .arguments import require_kind
 from .model_parallel_layout import GROUP_KINDS
-from .process_groups import ProcessGroupCollection, require_groups
+from .process_groups import ProcessGroupCollection
 from .process_groups import initialize_model_parallel as make_process_groups
 
 P = ParamSpec("P")
@@ -41,7 +42,7 @@ def set_process_groups(process_groups: ProcessGroupCollection) -> None:
         TypeError: they are no collection.
     """
     _require_none()
-    require_groups(process_groups)
+    require_kind("process_groups", process_groups, ProcessGroupCollection)
     _state.groups = process_groups
 
 
@@ -121,12 +122,13 @@ def _getter(
     all by name.
     """
     names = {"": which} if isinstance(which, str) else which
+    known = {option for given in names for option in given.split()}
 
     def get(**options: bool) -> T:
         given = " ".join(sorted(name for name in options if options[name]))
-        if given not in names:
+        if given not in names or not known.issuperset(options):
             raise TypeError(
-                f"options: expected none or all of one of {[*names][1:]} to be True, got {given!r}"
+                f"options: expected none or all of one of {[*names][1:]} to be True, got {options}"
                 "; pass those"
             )
         return found(getattr(get_process_groups(), names[given]))

@@ -192,10 +192,12 @@ def initialize_model_parallel(
     """
     require_count("rank_offset", rank_offset, 0)
     left = dist.get_world_size() - rank_offset if dist.is_initialized() else 1
+    if left < 1:
+        require_member(range(rank_offset, rank_offset + 1))
     if local_world_size is not None:
         require_count("local_world_size", local_world_size)
     layout = ModelParallelLayout(
-        world_size=local_world_size or max(left, 1),
+        world_size=local_world_size or left,
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,

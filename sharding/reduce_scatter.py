@@ -146,7 +146,7 @@ def _checked(output: Tensor, sent: Tensor, scratch: Tensor | None) -> list[Tenso
             )
         check_contiguous(name, tensor)
         check_device(name, tensor, output.device)
-    check_dtype("output", output, (sent.dtype, torch.float32))
+    check_dtype("output", output, tuple(dict.fromkeys((sent.dtype, torch.float32))))
     if scratch is not None:
         flat = scratch.view(-1)
         check_like("scratch", flat, (sent.numel(),), sent.dtype, output.device)

@@ -83,7 +83,7 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             TypeError: an argument of the wrong type.
             ValueError: process_groups and mesh at once; a module that is sharded already; a unit
                 without a forward; parameters that are shared by two units, or that FSDP2 cannot
-                shard: without a dimension, trainable and empty, or not contiguous.
+                shard: without a dimension, trainable and empty, not contiguous, or of experts.
             RuntimeError: no process group.
             CommunicationError: a rank is gone.
         """
@@ -101,7 +101,7 @@ class TorchFullyShardedDataParallel(DataParallelBase):
         policy = MixedPrecisionPolicy() if config.mp_policy is None else config.mp_policy
         require_kind("mp_policy", policy, MixedPrecisionPolicy)
         self._mesh = _mesh_of(process_groups, mesh, held_device_type(module))
-        require_shardable(module)
+        require_shardable(module, self._mesh.size())
         units = units_in(module, fsdp_unit_modules)
         require_apart(module, units)
         self._syncs = True
@@ -135,15 +135,15 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             self._syncs = before
             root.set_requires_gradient_sync(before)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that an optimizer takes, sharded: a forward without gradients may have left
-        gathered ones in their place. `parameters()` gives them too.
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """With the parameters that an optimizer takes, sharded: a forward without gradients may
+        have left gathered ones in their place. So `parameters()` gives those, here and around it.
         """
         for part in self._sharded_modules():
             part.reshard()
-        return super().named_parameters(prefix, recurse, remove_duplicate)
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def finish_grad_sync(self) -> None:
         """See that every gradient was exchanged, which the backward has done.

@@ -35,6 +35,8 @@ from .quantized import QuantizedTensor, block_amaxes, codec_function, quantize
 from .recipes import ROLES, Recipe
 
 _ITS_OWN = ("_parameters", "_buffers", "_modules")
+# What would go on computing the plain product in its place: `linear.compile()` sets the latter.
+_CALLS = ("forward", "_compiled_call_impl")
 
 
 class Float8Linear(nn.Linear):
@@ -48,7 +50,9 @@ class Float8Linear(nn.Linear):
 
     Raises:
         TypeError: no linear layer, no recipe.
-        ValueError: features that are no such multiples, parameters that are sharded already.
+        ValueError: features that are no such multiples, parameters that are sharded already, parts
+            beside weight and bias, as adapters and parametrizations have them, a forward of its
+            own or a compiled one.
     """
 
     def __init__(self, linear: nn.Linear, recipe: Recipe) -> None:
@@ -62,6 +66,13 @@ class Float8Linear(nn.Linear):
             raise ValueError(
                 f"linear: expected plain parameters, got a {kind_of(linear.weight)}; quantise the "
                 "layers of a model before it is sharded"
+            )
+        parts = {name for kind in _ITS_OWN for name in vars(linear)[kind]} - {"scaling"}
+        parts |= vars(linear).keys() & _CALLS
+        if parts != {"weight", "bias"}:
+            raise ValueError(
+                f"linear: expected a weight and a bias alone, got {sorted(parts)}; leave this "
+                "layer as it is, or take out what else it has"
             )
         sizes = linear.in_features, linear.out_features
         if any(size < 1 or size % recipe.align_numel for size in sizes):
@@ -84,7 +95,7 @@ class Float8Linear(nn.Linear):
                 for role in ROLES
                 if recipe.history is not None
             }
-        )
+        ).train(linear.training)
 
     def forward(self, input: Tensor, weight: QuantizedTensor | None = None) -> Tensor:
         """input [..., in_features] -> [..., out_features] of its dtype.

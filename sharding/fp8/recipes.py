@@ -36,7 +36,7 @@ class Blocks:
     makes the scales. `rule`: what that is told of them; for FP8 whether they are powers of two.
 
     Raises:
-        ValueError: a rule of another kind than the format has.
+        TypeError, ValueError: a height or width below 1, a rule of another kind than the format's.
     """
 
     form: BlockFormat
@@ -45,6 +45,8 @@ class Blocks:
     rule: ScaleRule | bool | None
 
     def __post_init__(self) -> None:
+        check_integer("height", self.height, 1)
+        check_integer("width", 1 if self.width is None else self.width, 1)
         known = rule_of(self.form, "rceil", False)
         if type(self.rule) is not type(known):
             raise ValueError(

@@ -590,14 +590,16 @@ def _tools_of_torch(rank: int, world_size: int) -> dict[str, bool]:
 
     found: dict[str, bool] = {}
     plain = _net(layers=2)
-    made = [DistributedDataParallel(_net(layers=2), _config()) for _ in range(2)]
+    plain.module = nn.BatchNorm1d(3)  # of this name, and with buffers
+    made = [DistributedDataParallel(copy.deepcopy(plain), _config()) for _ in range(2)]
     optimizers = [_bound(model) for model in made]
     made[0](_batch(0, rank)).square().mean().backward()
     optimizers[0].step()
     whole = tools.StateDictOptions(full_state_dict=True)
     for name, options in {"parts": None, "whole": whole}.items():
         model, state = tools.get_state_dict(made[0], optimizers[0], options=options)
-        found[name] = {*model} == {*state["state"]} == {*plain.state_dict()}
+        found[name] = {*model} == {*plain.state_dict()}
+        found[f"state of {name}"] = {*state["state"]} == {*dict(plain.named_parameters())}
     tools.set_state_dict(
         made[1], optimizers[1], model_state_dict=model, optim_state_dict=state, options=whole
     )
@@ -609,10 +611,18 @@ def _tools_of_torch(rank: int, world_size: int) -> dict[str, bool]:
     found["goes on alike"] = all(map(torch.equal, *weights))
 
     # Chunks of a pipeline in one module; and the same without wrappers.
-    held, other = nn.ModuleList(made), nn.ModuleList(_net(layers=2) for _ in made)
+    held, other = nn.ModuleList(made), nn.ModuleList(copy.deepcopy(plain) for _ in made)
     state = ss.full_state_dict(made[0])
     chunks = {f"{number}.{key}": value for number in (0, 1) for key, value in state.items()}
     found["names"] = list(held.state_dict()) == list(other.state_dict()) == list(chunks)
+    for kind in ("named_parameters", "named_buffers"):
+        names = [[name for name, _ in getattr(one, kind)()] for one in (held, other)]
+        found[kind] = names[0] == names[1]
+    model, state = tools.get_state_dict(held, optimizers, options=whole)
+    found["chunks' state"] = {*state["state"]} == {*dict(other.named_parameters())}
+    tools.set_state_dict(
+        held, optimizers, model_state_dict=model, optim_state_dict=state, options=whole
+    )
     held.load_state_dict({key: value + 1 for key, value in chunks.items()})
     other.load_state_dict(ss.full_state_dict(held))
     found["chunks"] = all(torch.equal(other.state_dict()[key], chunks[key] + 1) for key in chunks)

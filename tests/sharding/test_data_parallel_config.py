@@ -94,6 +94,19 @@ def test_nothing_changes_it():
     assert config == DistributedDataParallelConfig()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Derived(DistributedDataParallelConfig):
+    """With an option of its own."""
+
+    mine: int = 3
+
+
+def test_classes_may_derive_from_it():
+    assert Derived(mine=4, bucket_size=2).mine == 4
+    with pytest.raises(ValueError, match="align_param_gather needs"):
+        Derived(align_param_gather=True)
+
+
 SIZES = {
     "nothing overlaps": ({}, ReverseBuckets(None)),
     "default": ({"overlap_grad_reduce": True}, ReverseBuckets(40_000_000)),

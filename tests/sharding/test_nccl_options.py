@@ -62,8 +62,9 @@ def test_without_pyyaml(tmp_path: Path) -> None:
         ({"tp": {"is_high_priority_stream": 1}}, "expected True or False, got 1"),
         ({"tp": ["min_ctas"]}, "tp: expected a mapping of options to values, got ['min_ctas']; "),
         ([1], "expected a mapping of groups to options, got [1]"),
+        ([], "expected a mapping of groups to options, got []"),
     ],
-    ids=["group", "all of them", "cluster", "flag", "list of options", "list of groups"],
+    ids=["group", "all of them", "cluster", "flag", "list of options", "list of groups", "empty"],
 )
 def test_refused(source: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:

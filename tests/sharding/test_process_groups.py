@@ -300,6 +300,7 @@ def _globals(rank: int) -> None:
         (lambda: state.get_data_parallel_group(partial_data_parallel=True), "['with_context_para"),
         (lambda: state.get_data_parallel_rank(with_context=True), "['with_context_parallel', 'par"),
         (lambda: state.get_tensor_model_parallel_group(with_context_parallel=True), "[] to be Tr"),
+        (lambda: state.get_tensor_model_parallel_group(check_initialized=False), "[] to be True"),
     ):
         assert f"options: expected none or all of one of {names}" in _refusal(call)
     assert "parts of the same dense layers" in str(state.get_tensor_model_parallel_rank.__doc__)
@@ -327,16 +328,15 @@ def _globals(rank: int) -> None:
 
 
 def _wrong_arguments() -> None:
-    with pytest.raises(
-        TypeError, match="process_groups: expected a ProcessGroupCollection or None, got"
-    ):
-        state.set_process_groups(3)  # type: ignore[arg-type]
+    for wrong in (3, None):
+        with pytest.raises(TypeError, match="process_groups: expected a ProcessGroupCollection of"):
+            state.set_process_groups(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"rank_offset: expected .* of at least 0, got '1'"):
         state.initialize_model_parallel(rank_offset="1")
     with pytest.raises(
         ValueError, match=r"expected some of the job's 4, got 9 to 9; .* offset small"
     ):
-        state.initialize_model_parallel(rank_offset=9)
+        state.initialize_model_parallel(2, rank_offset=9)
     with pytest.raises(ValueError, match=r"local_world_size: expected .* of at least 1, got 0"):
         state.initialize_model_parallel(local_world_size=0)
     assert not state.is_initialized()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as tools
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -89,7 +90,7 @@ def _trains_as_a_plain_model(rank: int, world_size: int) -> None:
     plain = Model(0)
     module = Model(seed=rank)  # rank 0's values count
     module.layers[0].inner.weight.tensor_model_parallel = "mine"
-    module.last.bias.allreduce = False
+    module.last.bias.sequence_parallel = True
     model = TorchFullyShardedDataParallel(module, fsdp_unit_modules=["Outer"])
     assert model.module is module
     assert [name for name, part in module.named_modules() if isinstance(part, FSDPModule)] == [
@@ -121,7 +122,7 @@ def _trains_as_a_plain_model(rank: int, world_size: int) -> None:
         plain_optimizer.zero_grad()
     _close([*ss.full_state_dict(model).values()], [*plain.state_dict().values()])
     # Attributes: on the sharded parameters, and on those that a forward sees.
-    assert module.last.bias.allreduce is False
+    assert module.last.bias.sequence_parallel is True
     assert module.layers[0].inner.weight.tensor_model_parallel == "mine"
     assert set(module.layers[0].inner.seen) == {"mine"}
     assert set(module.layers[1].inner.seen) == {None}
@@ -225,7 +226,42 @@ def _loads(rank: int, world_size: int, folder: str) -> None:
     assert model.load_state_dict({"x": plain.first.weight}, strict=False).unexpected_keys == ["x"]
     with pytest.raises(RuntimeError, match="leave assign out"):
         model.load_state_dict(plain.state_dict(), assign=True)
+    _in_a_list(rank)
+    marked = Model()
+    marked.last.bias.allreduce = False
+    with pytest.raises(ValueError, match=r"'last.bias' is an expert's .* or use DistributedDataPa"):
+        TorchFullyShardedDataParallel(marked)
     _checkpoints(rank, model, folder)
+
+
+def _in_a_list(rank: int) -> None:
+    """Several, with one optimizer over all."""
+    config = TorchFullyShardedDataParallelConfig(reshard_after_forward=False)
+    lists = [nn.ModuleList(_adapter(seed + n, config=config) for n in (0, 1)) for seed in (0, 5)]
+    with torch.no_grad():  # leaves parameters gathered, which no optimizer may get
+        for chunk in lists[0]:
+            chunk(_data(0, 0))
+    optimizers = [torch.optim.AdamW(held.parameters(), lr=0.1) for held in lists]
+    for chunk in lists[0]:
+        _loss(chunk, _data(0, rank)).backward()
+    optimizers[0].step()
+    whole = tools.StateDictOptions(full_state_dict=True)
+    found = tools.get_state_dict(lists[0], optimizers[0], options=whole)
+    names = [name for name, _ in nn.ModuleList(Model() for _ in range(2)).named_parameters()]
+    assert list(found[1]["state"]) == names
+    tools.set_state_dict(
+        lists[1],
+        optimizers[1],
+        model_state_dict=found[0],
+        optim_state_dict=copy.deepcopy(found[1]),  # else both would have the same tensors
+        options=whole,
+    )
+    for held, optimizer in zip(lists, optimizers, strict=True):
+        optimizer.zero_grad()
+        for chunk in held:
+            _loss(chunk, _data(1, rank)).backward()
+        optimizer.step()
+    _same(*lists)
 
 
 def _same(model: nn.Module, other: nn.Module) -> None:

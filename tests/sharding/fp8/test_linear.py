@@ -198,6 +198,8 @@ def test_in_the_place_of_a_layer():
     assert dict(made.named_parameters()).keys() == dict(plain.named_parameters()).keys()
     assert not made.training and made.tag == "mine"
     assert made(torch.randn(2, 32)).isfinite().all() and seen == ["called"]
+    assert not any(state.amax_history.any() for state in made.scaling.values())
+    assert Float8Linear(made, recipe_for("tensorwise")).weight is plain.weight
     no_bias = Float8Linear(nn.Linear(32, 64, bias=False), recipe_for("mxfp8"))
     assert no_bias.training and no_bias.bias is None and not list(no_bias.buffers())
 
@@ -230,14 +232,30 @@ def test_weights_and_activations_of_other_elements():
             r"of 32 for mxfp8, got \(33, 32\)",
         ),
         (lambda: nn.Linear(16, 0), recipe_for("delayed"), ValueError, r"got \(16, 0\)"),
+        (
+            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+            recipe_for("delayed"),
+            ValueError,
+            r"a weight and a bias alone.*, got \['bias', 'parametrizations'\]",
+        ),
     ],
-    ids=["recipe", "layer", "odd", "empty"],
+    ids=["recipe", "layer", "odd", "empty", "made of others"],
 )
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_refusals(make, recipe, error, words):
     linear = make()
     with pytest.raises(error, match=words):
         Float8Linear(linear, recipe)
+
+
+def test_a_layer_that_calls_something_else_is_refused(monkeypatch):
+    patched, compiled = nn.Linear(16, 16), nn.Linear(16, 16)
+    patched.forward = patched.forward
+    monkeypatch.setattr(torch, "compile", lambda call: call)  # takes seconds to import
+    compiled.compile()
+    for layer, words in ((patched, "'forward'"), (compiled, "'_compiled_call_impl'")):
+        with pytest.raises(ValueError, match=f"a weight and a bias alone, got .*{words}"):
+            Float8Linear(layer, recipe_for("delayed"))
 
 
 @KINDS

@@ -69,8 +69,13 @@ def test_changes():
             ValueError,
             "rule: expected a NoneType for nvfp4, got True",
         ),
+        (
+            lambda: dataclasses.replace(recipe_for("nvfp4").weight, width=0),
+            ValueError,
+            "width: expected 1 or more, got 0",
+        ),
     ],
-    ids=["name", "field", "multiple", "margin", "length", "algorithm", "fp8 rule", "nvfp4 rule"],
+    ids=["name", "field", "multiple", "margin", "length", "algorithm", "rule", "nvfp4", "width"],
 )
 def test_refusals(call, error, words):
     with pytest.raises(error, match=words):
