@@ -31,6 +31,7 @@ HARDWARE = "HARDWARE"
 """The constant of kernels that may convert FP8 by the GPU's own instructions."""
 
 _HOPPER = (9, 0)
+_NO_GUARD = contextlib.nullcontext()  # to make one anew takes 0.3 us
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def device_guard(device: torch.device) -> contextlib.AbstractContextManager[obje
     """Makes a GPU the current one, where Triton launches; nothing for CPUs."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
-    return contextlib.nullcontext()
+    return _NO_GUARD
 
 
 @functools.cache

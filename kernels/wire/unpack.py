@@ -19,13 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import tables
 from ..device_tables import NUM_CODES, pointer_of
 from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE
 from ..launch import LaunchConfig, launch
 from ..portable import round_to, to_fp32
+from ..table_cache import TableCache
 from ..tuned import config_for
 from .layout import HEADER_BYTES, layout_of_numel
 from .reference import aligned_memory
@@ -37,7 +37,7 @@ from .tiles import (
     over,
     part_numel,
     paths_of,
-    piece_entries,
+    piece_table,
     section,
     unpacked_pieces,
     word_of,
@@ -46,7 +46,7 @@ from .tiles import (
 _DATA_AT = tl.constexpr(HEADER_BYTES)
 _BITS_PER_BYTE = tl.constexpr(BITS_PER_BYTE)
 
-_tables = tables.TableCache(entries_of=piece_entries)
+_tables = TableCache(table_of=piece_table)
 
 
 @triton.jit
@@ -173,13 +173,13 @@ def _unpack_part(piece, kind, begin, arguments, FULL: tl.constexpr, NUMEL: tl.co
 
 
 @triton.jit(
-    do_not_specialize=["tiles_at", "scales_at", "rows_at"],
+    do_not_specialize=["num_rows", "scales_at", "rows_at"],
     do_not_specialize_on_alignment=["messages", "table"],
 )
 def _unpack_kernel(
     messages,
     table,
-    tiles_at,
+    num_rows,
     scales_at,
     rows_at,
     scale,
@@ -187,6 +187,7 @@ def _unpack_kernel(
     ROW: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    STEPS: tl.constexpr,
     KIND: tl.constexpr,
     FULL: tl.constexpr,
     MASKED: tl.constexpr,
@@ -201,8 +202,9 @@ def _unpack_kernel(
     for_piece(
         _unpack_part,
         table,
-        tiles_at,
+        num_rows,
         (messages, scales_at, rows_at, scale, CODEC, ROW, ACCUMULATE, HARDWARE),
+        STEPS,
         KIND,
         FULL,
         MASKED,
@@ -245,7 +247,7 @@ def unpack_message_(
         table.num_tiles,
         source,
         table.entries,
-        table.tiles_at,
+        table.num_rows,
         layout.scales_at,
         layout.row_scales_at,
         None if scale == 1.0 else scale,
@@ -254,6 +256,7 @@ def unpack_message_(
         CODEC=codec_of(layout.format),
         ROW=row_numel,
         ACCUMULATE=accumulate,
+        STEPS=table.search_steps,
         KIND=paths.dtype,
         FULL=paths.full,
         MASKED=paths.masked,
