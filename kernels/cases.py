@@ -32,11 +32,12 @@ it is one of `torch.ops.sidestream`, whose name ends in `_`: that takes every ar
 memory for its results among them, and leaves the checks to the function, so that wrong ones may
 write anywhere. An op's definition is plain PyTorch, `reference.py` in its folder: that runs on a
 CPU and is the oracle of the Triton kernel, to which the interpreter agrees bit for bit. All kernels
-compile without spills for sm_80, sm_89, sm_90, sm_100, sm_120 and gfx942; FP8 is converted by the
-hardware from sm_90 on and by arithmetic elsewhere, to the same bits. FP4 is rounded to nearest and
-decoded by the instructions of sm_100a, sm_103a, sm_110a, sm_120a and sm_121a. They have not run
-here: a model of them, made from their specification, is compared with the arithmetic that all else
-takes, and a test marked `gpu` compares every FP32. sm_90 decodes FP4 by permuting a table's bytes.
+compile without spills for sm_80, sm_89, sm_90, sm_100, sm_103, sm_120 and gfx942; FP8 is converted
+by the hardware from sm_90 on and by arithmetic elsewhere, to the same bits. FP4 is rounded to
+nearest and decoded by the instructions of sm_100a, sm_103a, sm_110a, sm_120a and sm_121a. They have
+not run here: a model of them, made from their specification, is compared with the arithmetic that
+all else takes, and a test marked `gpu` compares every FP32. sm_90 decodes FP4 by permuting a
+table's bytes.
 
 *bytes an element*: what must move, once; *of a copy*: the part of a copy's rate that large sizes
 are to reach on a GPU, **a target until measured** (0.60 with stochastic rounding, 0.70 to e2m1),

@@ -30,7 +30,7 @@ from triton.compiler import ASTSource
 from ..launch import HARDWARE, Launch, hardware_of
 
 TARGETS: Mapping[str, GPUTarget] = {
-    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 120)},
+    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 103, 120)},
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 HARDWARE_OF: Mapping[str, int] = {
@@ -138,7 +138,7 @@ def compile_launch(launch: Launch, target: str) -> CompiledKernel:
     return (_read_nvidia if TARGETS[target].backend == "cuda" else _read_amd)(target, made)
 
 
-def specialised(launch: Launch, target: str) -> tuple[dict[str, str], dict[str, Any]]:
+def specialised(launch: Launch, target: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The types of all arguments, "constexpr" being that of constants, and the constants."""
     constants = dict(launch.constants)
     constants |= {name: None for name, value in launch.arguments.items() if value is None}
@@ -151,8 +151,10 @@ def specialised(launch: Launch, target: str) -> tuple[dict[str, str], dict[str, 
     return signature, constants
 
 
-def type_of(value: object) -> str:
-    """What Triton calls the type of an argument: "*bf16", say, or "i32"."""
+def type_of(value: object) -> Any:
+    """What Triton calls the type of an argument: "*bf16", say, or "i32"; of a tuple, a tuple."""
+    if isinstance(value, tuple):
+        return tuple(type_of(one) for one in value)
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype]
     if isinstance(value, bool):

@@ -55,6 +55,7 @@ MULTIPROCESSORS: Mapping[str, Multiprocessor] = {
     "sm_89": Multiprocessor(48, 24, 100 * KIB),
     "sm_90": Multiprocessor(64, 32, 228 * KIB),
     "sm_100": Multiprocessor(64, 32, 228 * KIB),
+    "sm_103": Multiprocessor(64, 32, 228 * KIB),
     "sm_120": Multiprocessor(48, 24, 100 * KIB),
 }
 
@@ -109,6 +110,8 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("H100", "sm_90", 132, 1.755, 3350, 3000),
     Gpu("H200", "sm_90", 132, 1.755, 4800, 4300),
     _by_data_sheet("B200", "sm_100", 148, 1.965, 8000),
+    # Its sheet has B200's FP32 rate, multiprocessors times clock, which are not told apart there.
+    _by_data_sheet("B300", "sm_103", 148, 1.965, 8000),
     _by_data_sheet("RTX5090", "sm_120", 170, 2.407, 1792),
 )
 

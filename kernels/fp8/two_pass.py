@@ -71,7 +71,7 @@ def _part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
         tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["x"])
+@triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["amax", "x"])
 def _amax_kernel(
     amax,
     x,
@@ -135,7 +135,7 @@ def _known_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["history", "scales"])
 def _update_kernel(
     history,
     scales,

@@ -30,7 +30,8 @@ from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE, MessageFormat
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, launch
 from ..numbers import Scale, unless_one
 from ..portable import round_to, to_fp32
-from ..tables import TableCache
+from ..table_cache import TableCache
+from ..tables import TileTable
 from ..tuned import config_for
 from ..wide import aligned_pointers
 from .layout import DEFAULT_ROW_NUMEL, HEADER_BYTES, MessageLayout, layout_of_numel
@@ -49,12 +50,12 @@ _BITS_PER_BYTE = tl.constexpr(BITS_PER_BYTE)
 _ROWS_IN_LOOP = tl.constexpr(ROWS_IN_LOOP)
 
 
-def _entries(addresses: Sequence[int], _tile_size: int) -> tuple[torch.Tensor, int]:
+def _addresses(addresses: Sequence[int], _tile_size: int) -> TileTable:
     """Every program reads the whole table, so none of it tells what is a program's own."""
-    return torch.tensor(addresses), 0
+    return TileTable(torch.tensor(addresses), len(addresses), 0, 0)
 
 
-_tables = TableCache(entries_of=_entries)
+_tables = TableCache(table_of=_addresses)
 
 
 @triton.jit

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import tables
 from ..device_numbers import number_of
 from ..device_tables import NUM_CODES, pointer_of
 from ..formats import device_codes as device
@@ -28,6 +27,7 @@ from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE
 from ..launch import LaunchConfig, launch
 from ..numbers import unless_one
 from ..portable import round_to, to_fp32
+from ..table_cache import TableCache
 from ..tuned import config_for
 from .layout import HEADER_BYTES, layout_of_numel
 from .reference import aligned_memory
@@ -39,7 +39,7 @@ from .tiles import (
     over,
     part_numel,
     paths_of,
-    piece_entries,
+    piece_table,
     section,
     unpacked_pieces,
     word_of,
@@ -48,7 +48,7 @@ from .tiles import (
 _DATA_AT = tl.constexpr(HEADER_BYTES)
 _BITS_PER_BYTE = tl.constexpr(BITS_PER_BYTE)
 
-_tables = tables.TableCache(entries_of=piece_entries)
+_tables = TableCache(table_of=piece_table)
 
 
 @triton.jit
@@ -175,13 +175,13 @@ def _unpack_part(piece, kind, begin, arguments, FULL: tl.constexpr, NUMEL: tl.co
 
 
 @triton.jit(
-    do_not_specialize=["tiles_at", "scales_at", "rows_at", "scale"],
+    do_not_specialize=["num_rows", "scales_at", "rows_at", "scale"],
     do_not_specialize_on_alignment=["messages", "table"],
 )
 def _unpack_kernel(
     messages,
     table,
-    tiles_at,
+    num_rows,
     scales_at,
     rows_at,
     scale,
@@ -189,6 +189,7 @@ def _unpack_kernel(
     ROW: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    STEPS: tl.constexpr,
     KIND: tl.constexpr,
     FULL: tl.constexpr,
     MASKED: tl.constexpr,
@@ -203,8 +204,9 @@ def _unpack_kernel(
     for_piece(
         _unpack_part,
         table,
-        tiles_at,
+        num_rows,
         (messages, scales_at, rows_at, scale, CODEC, ROW, ACCUMULATE, HARDWARE),
+        STEPS,
         KIND,
         FULL,
         MASKED,
@@ -247,7 +249,7 @@ def unpack_message_(
         table.num_tiles,
         source,
         table.entries,
-        table.tiles_at,
+        table.num_rows,
         layout.scales_at,
         layout.row_scales_at,
         unless_one(scale),
@@ -256,6 +258,7 @@ def unpack_message_(
         CODEC=codec_of(layout.format),
         ROW=row_numel,
         ACCUMULATE=accumulate,
+        STEPS=table.search_steps,
         KIND=paths.dtype,
         FULL=paths.full,
         MASKED=paths.masked,

@@ -10,6 +10,7 @@ import pytest
 
 from sidestream.kernels.ahead import counted, measure
 from sidestream.kernels.ahead.compile import HARDWARE_OF, TARGETS
+from sidestream.kernels.ahead.count import WIDE_BITS
 from sidestream.kernels.ahead.machines import occupancy
 from sidestream.kernels.case import GATED_TARGET
 from sidestream.kernels.cases import case_of, cases
@@ -82,6 +83,7 @@ LOOPED = "world 64"
 # Tensors of many sizes, so that what is left of tiles is compiled too.
 MANY = 300_000
 PHILOX = r"%c(?:-76\d+|-84\d+)\w*_i32"
+FP64 = r"(?:@\S+ )?(?:D(?:ADD|MUL|FMA|SETP)|MUFU\.\w+64H|\w+\.F64)"
 COUNTING = (
     ("pack_", "bf16 to fp32"),
     ("reduce_", "bf16 to fp32 world 2"),
@@ -189,6 +191,16 @@ def test_a_matrix_is_read_once_for_both_sides(op, name, numbers):
     instructions = compiled(op, name, "sm_90").instructions
     loads = [step.access.bits for step in instructions if step.access and step.access.is_load]
     assert sorted(loads) == [32] * numbers + [128] * 8
+
+
+@pytest.mark.parametrize("op", ["flat_adamw_", "flat_sgd_"])
+def test_a_step_finds_its_scalars_made(op):
+    """On B300, whose FP64 is a 60th of FP32: none is left, and wide loads begin soon."""
+    step = compiled(op, "bf16 to bf16 all options", "sm_103")
+    texts = [instruction.text for instruction in step.instructions]
+    assert [text for text in texts if re.match(FP64, text)] == []
+    accesses = [instruction.access for instruction in step.instructions]
+    assert next(at for at, one in enumerate(accesses) if one and one.bits == WIDE_BITS) < 100
 
 
 def test_noise_is_shared_by_a_thread_s_elements():
