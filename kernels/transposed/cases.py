@@ -48,10 +48,10 @@ _FP8 = Row(
 _GATES = {
     _MX: {
         "e4m3 from bf16": Gate(19.5, 128),
-        "e4m3 from bf16 stochastic swizzled": Gate(50.5, 144),
+        "e4m3 from bf16 stochastic swizzled": Gate(50.5, 168),
     },
     _NVFP4: {
-        "from bf16": Gate(43.0, 144),
+        "from bf16": Gate(43.0, 168),
         "from bf16 square": Gate(37.0, 144),
         "from bf16 hadamard stochastic swizzled": Gate(59.5, 255),
     },

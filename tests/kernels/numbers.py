@@ -51,6 +51,34 @@ def _quantize_nvfp4(x, seed, first_index=5):
     return [*k.quantize_nvfp4(x, first_index=first_index, **_noise(seed))]
 
 
+def _both(quantize, x, seed, first_index):
+    matrix = x.view(-1)[:8192].view(128, 64)
+    made = quantize(matrix, first_index=first_index, **_noise(seed))
+    return [one for side in made for one in side]
+
+
+def _both_mx(x, seed, first_index=32):
+    return _both(k.quantize_mx_with_transpose, x, seed, first_index)
+
+
+def _both_nvfp4(x, seed, first_index=5):
+    return _both(k.quantize_nvfp4_with_transpose, x, seed, first_index)
+
+
+def _grouped(quantize, x, seed, first_index):
+    matrix = x.view(-1)[:8192].view(128, 64)
+    ends = torch.tensor([40, 128], device=x.device)
+    return [*quantize(matrix, ends, first_index=first_index, **_noise(seed))]
+
+
+def _grouped_mx(x, seed, first_index=32):
+    return _grouped(k.quantize_mx_grouped, x, seed, first_index)
+
+
+def _grouped_nvfp4(x, seed, first_index=5):
+    return _grouped(k.quantize_nvfp4_grouped, x, seed, first_index)
+
+
 def _message(x, **options):
     numel = k.message_layout(FORMAT, [x.numel()]).num_bytes
     message = torch.zeros(numel, dtype=torch.uint8, device=x.device)
@@ -102,6 +130,10 @@ CALLS = [
     Call("cast_", "seed", _cast),
     Call("quantize_mx_", "seed", _quantize_mx),
     Call("quantize_nvfp4_", "seed", _quantize_nvfp4),
+    Call("quantize_mx_with_transpose_", "seed", _both_mx),
+    Call("quantize_nvfp4_with_transpose_", "seed", _both_nvfp4),
+    Call("quantize_mx_grouped_", "seed", _grouped_mx),
+    Call("quantize_nvfp4_grouped_", "seed", _grouped_nvfp4),
     Call("pack_message_", "seed", _pack_message),
     Call("pack_message_", "scale", lambda x, scale: [_message(x, scale=scale)]),
     Call("pack_", "scale", _pack),
