@@ -9,13 +9,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test test-all docs lint gpu-check clean
+.PHONY: help demo test test-all docs counts lint gpu-check clean
 
 help:
 	@echo "make demo       train a small GPT on two ranks, kill it, resume it, compare the bits"
 	@echo "make test       lint, types and the tests, but for those marked slow"
 	@echo "make test-all   lint, types and every test"
 	@echo "make docs       write docs/kernels.md anew from the kernels' cases"
+	@echo "make counts     compile all cases with a gate for what docs/kernels.md says of GPUs"
 	@echo "make lint       lint and types only"
 	@echo "make gpu-check  tests, sanitizers, speed, training and tuning on this machine's GPU, in 6 minutes"
 	@echo "make clean      remove the virtual environment and all caches"
@@ -45,6 +46,10 @@ test-all: lint
 
 docs: $(INSTALLED)
 	$(BIN)/python -m sidestream.kernels.cases > docs/kernels.md
+
+counts: $(INSTALLED)
+	$(BIN)/python -m sidestream.kernels.ahead.counted
+	$(MAKE) docs
 
 gpu-check: export OUT := $(OUT)
 gpu-check:

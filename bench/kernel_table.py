@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
+from ..kernels.ahead.counted import target_share
+from ..kernels.ahead.machines import Gpu, gpu_of
 from ..kernels.case import Case, Operands
 from ..training.errors import UsageError
 from .bandwidth import BASELINES, copies, reads
@@ -176,7 +178,8 @@ def measure(
             tell(f"timing, pass {number}, {index + 1} of {len(right)}: {job.name}")
             if not is_right(job, lambda job: _sample(job, device, clock, pace, notes)):
                 right.remove(job)
-    rows = tuple(row for job in jobs if job.samples for row in _rows(job))
+    gpu = gpu_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    rows = tuple(row for job in jobs if job.samples for row in _rows(job, gpu))
     return Measured(rows, tuple(wrong), tuple(notes))
 
 
@@ -313,7 +316,7 @@ def _in_turn(tickers: dict[str, Ticker], pace: Pace) -> dict[str, list[float]]:
     return times
 
 
-def _rows(job: _Job) -> list[Row]:
+def _rows(job: _Job, gpu: Gpu | None) -> list[Row]:
     case, num_bytes = job.case, job.case.num_bytes(job.numel)
     num_samples = len(job.samples[OURS])
     rows = []
@@ -323,7 +326,7 @@ def _rows(job: _Job) -> list[Row]:
         baseline = job.baseline_of(name)
         copied = job.samples[baseline]
         median, low, high = spread(times)
-        target = case.copy_share if name == OURS else None
+        target = target_share(case, gpu) if name == OURS else None
         rows.append(
             Row(
                 case=job.name,

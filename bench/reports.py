@@ -50,8 +50,8 @@ class Row:
     high_us: of the samples, the last two their 10 % and 90 % quantiles. percent_of_copy: its rate
     by that of a copy of as many bytes, timed in turn with it and alike, which is copy_gb_per_s.
     method: the clock. rotated: over how many sets of operands it went; cold: whether all of them
-    are more than the last cache holds. target_percent: what percent_of_copy is to be on a GPU, of
-    ours alone. baseline: what made the copy, or where nearly nothing is written only read.
+    are more than the last cache holds. target_percent: what percent_of_copy is to be on this GPU,
+    of ours alone. baseline: what made the copy, or where nearly nothing is written only read.
     """
 
     case: str

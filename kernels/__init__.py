@@ -7,6 +7,10 @@
 | FP8 with scales | quantize_fp8, dequantize_fp8, update_fp8_scales_                               |
 | MXFP8, MXFP4    | quantize_mx, dequantize_mx                                                     |
 | NVFP4           | quantize_nvfp4, dequantize_nvfp4, amax_nvfp4, hadamard16                       |
+| groups of rows  | quantize_fp8_grouped, quantize_mx_grouped, quantize_nvfp4_grouped,             |
+|                 | amax_nvfp4_grouped                                                             |
+| both ways       | quantize_mx_with_transpose, quantize_nvfp4_with_transpose,                     |
+|                 | amax_nvfp4_with_transpose, quantize_fp8_with_transpose                         |
 | scale layout    | swizzle_scales, unswizzle_scales                                               |
 | wire messages   | message_layout, pack_message_, unpack_message_, read_header,                   |
 |                 | reduce_messages_, reduce_peer_messages_                                        |
@@ -25,6 +29,7 @@ from .formats.table import (
     BLOCK_FORMATS,
     E2M1,
     E4M3,
+    E4M3FNUZ,
     E5M2,
     E8M0,
     ELEMENT_FORMATS,
@@ -44,12 +49,24 @@ from .formats.table import (
     wire_format_of,
 )
 from .fp8.op import dequantize_fp8, quantize_fp8, update_fp8_scales_
+from .grouped.op import (
+    amax_nvfp4_grouped,
+    quantize_fp8_grouped,
+    quantize_mx_grouped,
+    quantize_nvfp4_grouped,
+)
 from .launch import LaunchConfig
 from .mx.op import dequantize_mx, quantize_mx
 from .nvfp4.op import amax_nvfp4, dequantize_nvfp4, hadamard16, quantize_nvfp4
 from .optim.norm_op import l2_norm_
 from .optim.op import Segments, flat_adamw_, flat_sgd_
 from .pack.op import pack_, reduce_, unpack_
+from .transposed.op import (
+    amax_nvfp4_with_transpose,
+    quantize_fp8_with_transpose,
+    quantize_mx_with_transpose,
+    quantize_nvfp4_with_transpose,
+)
 from .wire.layout import MessageLayout, message_layout, read_header
 from .wire.op import (
     pack_message_,
@@ -64,6 +81,7 @@ __all__ = [
     "BLOCK_FORMATS",
     "E2M1",
     "E4M3",
+    "E4M3FNUZ",
     "E5M2",
     "E8M0",
     "ELEMENT_FORMATS",
@@ -83,6 +101,8 @@ __all__ = [
     "Segments",
     "WireFormat",
     "amax_nvfp4",
+    "amax_nvfp4_grouped",
+    "amax_nvfp4_with_transpose",
     "cast",
     "cast_back",
     "dequantize_fp8",
@@ -96,8 +116,14 @@ __all__ = [
     "pack_",
     "pack_message_",
     "quantize_fp8",
+    "quantize_fp8_grouped",
+    "quantize_fp8_with_transpose",
     "quantize_mx",
+    "quantize_mx_grouped",
+    "quantize_mx_with_transpose",
     "quantize_nvfp4",
+    "quantize_nvfp4_grouped",
+    "quantize_nvfp4_with_transpose",
     "read_header",
     "reduce_",
     "reduce_messages_",

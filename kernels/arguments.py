@@ -15,10 +15,10 @@ from .aliasing import check_apart
 from .checks import (
     SOURCE_DTYPES,
     check_contiguous,
+    check_count,
     check_dtype,
     check_integer,
     check_like,
-    check_pair,
     check_result_dtype,
 )
 from .formats.swizzle import swizzled_numel
@@ -77,7 +77,7 @@ def result_of(
     out: torch.Tensor | None,
     wanted: Wanted,
     device: torch.device,
-    sources: Mapping[str, torch.Tensor],
+    sources: Mapping[str, torch.Tensor | None],
 ) -> torch.Tensor:
     """Memory for a result: `out`, if given, of that shape and dtype, apart from the sources."""
     shape, dtype = wanted
@@ -89,19 +89,18 @@ def result_of(
 
 
 def results_of(
-    out: tuple[torch.Tensor, torch.Tensor] | None,
-    wanted: tuple[Wanted, Wanted],
+    out: Sequence[torch.Tensor] | None,
+    wanted: Sequence[Wanted],
     device: torch.device,
     sources: Mapping[str, torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`result_of` for two, which are apart from each other as well."""
+    name: str = "out",
+) -> tuple[torch.Tensor, ...]:
+    """`result_of` for several, which are apart from each other as well."""
     if out is None:
-        first, second = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted)
-        return first, second
-    check_pair("out", out)
-    first, second = out
-    named = {"out[0]": first, "out[1]": second}
-    for (name, tensor), (shape, dtype) in zip(named.items(), wanted, strict=True):
-        check_like(name, tensor, shape, dtype, device)
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted)
+    check_count(name, out, len(wanted))
+    named = {f"{name}[{index}]": tensor for index, tensor in enumerate(out)}
+    for (part, tensor), (shape, dtype) in zip(named.items(), wanted, strict=True):
+        check_like(part, tensor, shape, dtype, device)
     check_apart(named, sources)
-    return first, second
+    return tuple(out)

@@ -3,7 +3,7 @@
     Row        an op as docs/kernels.md has it
     Case       one op on one kind of tensors and options, of any size, under one name
     Operands   the tensors of one size, by what the op does with them
-    Gate       limits of what the compiler makes of a case for sm_90
+    Gate       limits of what the compiler makes of a case for one target
 
 Everything that lists the kernels reads the same cases, `cases.cases()`: the gates and `sidestream
 inspect`, the benchmark, the tuner, the sanitizers, the documentation. So a case tells as little as
@@ -34,6 +34,8 @@ from .op import launching_on_cpu
 if TYPE_CHECKING:
     from .ahead.compile import Instruction
 
+GATED_TARGET = "sm_90"
+"""What gates are for; the limits elsewhere follow from `ahead.counted`."""
 FP4_SHARE = 0.70
 STOCHASTIC_SHARE = 0.60
 RECORDED_NUMEL = 1 << 16
@@ -72,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Limits of one case, compiled for sm_90: it never spills.
+    """Limits of one case, compiled for one target, `GATED_TARGET` in a `Case`: it never spills.
 
     instructions: an element, in the final machine code of the path of full tiles, None where that
     path cannot be told apart. registers: of a thread. Both leave room above what Triton 3.6 and 3.7

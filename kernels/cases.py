@@ -1,6 +1,7 @@
 """All cases of all ops, and docs/kernels.md, which `python -m sidestream.kernels.cases` prints.
 
-Each folder has its own in `cases.py`; `case` tells what a case is.
+Each folder has its own in `cases.py`; `case` tells what a case is. Targets by GPU, and limits
+elsewhere than on sm_90, follow from `ahead/counted.json`.
 """
 
 from __future__ import annotations
@@ -8,13 +9,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from .case import Case, Row
+from .ahead import counted
+from .ahead.machines import GPUS, PIPE_SHARE
+from .case import GATED_TARGET, Case, Gate, Row
 from .cast import cases as cast
 from .fp8 import cases as fp8
+from .grouped import cases as grouped
 from .mx import cases as mx
 from .nvfp4 import cases as nvfp4
 from .optim import cases as optim
 from .pack import cases as pack
+from .transposed import cases as transposed
 from .wire import cases as wire
 
 _INTRODUCTION = """\
@@ -27,20 +32,32 @@ it is one of `torch.ops.sidestream`, whose name ends in `_`: that takes every ar
 memory for its results among them, and leaves the checks to the function, so that wrong ones may
 write anywhere. An op's definition is plain PyTorch, `reference.py` in its folder: that runs on a
 CPU and is the oracle of the Triton kernel, to which the interpreter agrees bit for bit. All kernels
-compile without spills for sm_80, sm_89, sm_90, sm_100, sm_120 and gfx942; FP8 is converted by the
-hardware from sm_90 on and by arithmetic elsewhere, to the same bits; FP4 by arithmetic everywhere,
-since the instructions of sm_100a and sm_103a have not run here to be compared.
+compile without spills for sm_80, sm_89, sm_90, sm_100, sm_103, sm_120 and gfx942; FP8 is converted
+by the hardware from sm_90 on and by arithmetic elsewhere, to the same bits. FP4 is rounded to
+nearest and decoded by the instructions of sm_100a, sm_103a, sm_110a, sm_120a and sm_121a. They have
+not run here: a model of them, made from their specification, is compared with the arithmetic that
+all else takes, and a test marked `gpu` compares every FP32. sm_90 decodes FP4 by permuting a
+table's bytes.
 
 *bytes an element*: what must move, once; *of a copy*: the part of a copy's rate that large sizes
-are to reach on a GPU, **a target until measured** (0.60 with stochastic rounding, 0.70 to e2m1).
+are to reach on a GPU, **a target until measured** (0.60 with stochastic rounding, 0.70 to e2m1),
+and less where a GPU's pipes leave less: see below.
 """
 
 
+_TARGETS = f"""
+The part of a copy's rate: the smaller of *of a copy* and {PIPE_SHARE:g} of what the pipes leave, at
+which warps can issue every instruction, or at half that rate those of integers, logic and
+conversions. Only the cases are here that get less on a GPU; a product is what its data sheet says.
+
+"""
 _NOTES = """
 A case is a call, and what it would launch is compiled. Instructions are counted in the final
 machine code, on the path of full tiles, which makes nearly all its accesses by 16 bytes; `-` where
-there is no limit. Registers are those of all paths, the most of all kernels of a call. `sidestream
-inspect` prints what is counted.
+there is no limit. Registers are those of all paths, the most of all kernels of a call. On sm_90
+limits are those of the cases, elsewhere half an instruction and eight registers above what was last
+counted (`kernels/ahead/counted.json`), and 64 registers at least. `sidestream inspect` prints what
+is counted.
 
 ## NaN and infinity
 
@@ -48,6 +65,7 @@ inspect` prints what is counted.
 |---|---|---|
 | bf16, fp16 | NaN | infinity, as IEEE 754; stochastic bf16: a finite value stays finite |
 | e4m3, e5m2 | 0x7F | largest finite value, of its sign |
+| e4m3fnuz | 0x80 | largest finite value, of its sign |
 | e2m1 | +6 | +-6 |
 | e8m0 | 255 | 2^127; infinity 255 |
 | FP8 with scales | scale 1 where the amax is NaN, infinite or 0; elements as above | with \
@@ -80,7 +98,10 @@ update.
 ## CUDA graphs
 
 No op waits for the device, and lr, step, clip factor and found_inf are read there, so a graph
-follows them. Tables of addresses that a capture makes are kept until the process ends, since every
+follows them. So are seeds and scales that are tensors of one element, int64 and FP32: a graph that
+adds 1 to a seed draws new noise in each replay, the same as with that number; an integer's noise
+would be that of the capture. A seed is the whole state of the noise, which has no counter besides.
+Tables of addresses that a capture makes are kept until the process ends, since every
 replay reads them; tensors must stay where they were. Run a step before capturing, so that kernels
 are compiled.
 """
@@ -88,7 +109,8 @@ are compiled.
 SECTIONS = (
     ("Many tensors at once", pack.rows()),
     ("Casts", (*cast.rows(), *fp8.rows())),
-    ("Block formats", (*mx.rows(), *nvfp4.rows())),
+    ("Block formats", (*mx.rows(), *nvfp4.rows(), *grouped.rows())),
+    ("A matrix and its transpose", transposed.rows()),
     ("Wire messages", wire.rows()),
     ("Optimizers", optim.rows()),
 )
@@ -108,6 +130,8 @@ def cases(worlds: Sequence[int] | None = None) -> tuple[Case, ...]:
         *fp8.cases(),
         *mx.cases(),
         *nvfp4.cases(),
+        *grouped.cases(),
+        *transposed.cases(),
         *wire.cases(worlds),
         *optim.cases(),
     )
@@ -142,15 +166,44 @@ def _tables() -> Iterator[str]:
             share = "-" if row.copy_share is None else f"{row.copy_share:.2f}"
             cells = (f"`{row.function}`", row.formats, row.moved, row.rounding, row.proof)
             yield f"| {' | '.join((*cells, share, row.source))} |"
-    yield from ("", "## Gates on sm_90", "")
-    yield "| op | case | instructions an element, at most | registers, at most |"
-    yield "|---|---|---|---|"
+    yield from _target_table()
+    yield from _gate_table()
+
+
+def _target_table() -> Iterator[str]:
+    known = [gpu for gpu in GPUS if gpu.target in counted.TARGETS]
+    yield from ("", "## Targets by GPU", *_TARGETS.splitlines())
+    yield f"| op | case | {' | '.join(gpu.name for gpu in known)} |"
+    yield f"|---|---|{'---|' * len(known)}"
+    for function, case in _gated():
+        if case.copy_share is None:
+            continue
+        shares = [f"{counted.target_share(case, gpu):.2f}" for gpu in known]
+        if set(shares) != {f"{case.copy_share:.2f}"}:
+            yield f"| `{function}` | {case.name} | {' | '.join(shares)} |"
+
+
+def _gate_table() -> Iterator[str]:
+    targets = (GATED_TARGET, *(name for name in counted.TARGETS if name != GATED_TARGET))
+    yield from ("", "## Gates", "", "Instructions an element and registers, at most.", "")
+    yield f"| op | case | {' | '.join(targets)} |"
+    yield f"|---|---|{'---|' * len(targets)}"
+    for function, case in _gated():
+        limits = " | ".join(_limits(counted.gate_of(case, target)) for target in targets)
+        yield f"| `{function}` | {case.name} | {limits} |"
+
+
+def _gated() -> Iterator[tuple[str, Case]]:
+    """The cases with a gate, each behind its public function's name."""
     functions = {row.op: row.function for row in rows()}
-    for case in cases():
-        if case.gate is not None:
-            limit = case.gate.instructions
-            count = "-" if limit is None else f"{limit:g}"
-            yield f"| `{functions[case.op]}` | {case.name} | {count} | {case.gate.registers} |"
+    return ((functions[case.op], case) for case in cases() if case.gate is not None)
+
+
+def _limits(gate: Gate | None) -> str:
+    if gate is None:
+        return "-"
+    count = "-" if gate.instructions is None else f"{gate.instructions:g}"
+    return f"{count}, {gate.registers}"
 
 
 if __name__ == "__main__":

@@ -47,10 +47,17 @@ def check_tensors(name: str, tensors: object) -> list[torch.Tensor]:
 
 def check_pair(name: str, pair: object) -> None:
     """Raise unless it is two of something, in a tuple or a list."""
-    if not isinstance(pair, (tuple, list)):
-        raise TypeError(f"{name}: expected a pair, got {type(pair).__name__}; pass a tuple of two")
-    if len(pair) != 2:  # noqa: PLR2004
-        raise ValueError(f"{name}: expected a pair, got {len(pair)}; pass a tuple of two")
+    check_count(name, pair, 2)
+
+
+def check_count(name: str, values: object, count: int) -> None:
+    """Raise unless it is so many of something, in a tuple or a list."""
+    expected = "a pair" if count == 2 else f"a tuple of {count}"  # noqa: PLR2004
+    if not isinstance(values, (tuple, list)):
+        got = type(values).__name__
+        raise TypeError(f"{name}: expected {expected}, got {got}; pass a tuple of {count}")
+    if len(values) != count:
+        raise ValueError(f"{name}: expected {expected}, got {len(values)}; pass a tuple of {count}")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:

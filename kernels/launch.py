@@ -25,12 +25,21 @@ from typing import Any
 
 import torch
 
+from .op import on_first_use
+
 ACCESS_BYTES = 16
 THREADS_PER_WARP = 32
 HARDWARE = "HARDWARE"
-"""The constant of kernels that may convert FP8 by the GPU's own instructions."""
+"""The constant of kernels that convert formats: which of them the GPU has instructions for."""
+
+FP8, FP4 = 1, 2
+"""What HARDWARE may be: FP8's instructions, and FP4's too; 0: all is arithmetic."""
 
 _HOPPER = (9, 0)
+# sm_100a, sm_103a, sm_110a, sm_120a and sm_121a: ptxas refuses FP4's instructions for all others.
+_WITH_FP4 = frozenset({(10, 0), (10, 3), (11, 0), (12, 0), (12, 1)})
+_as_compiled = on_first_use("portable", "as_compiled")
+_NO_GUARD = contextlib.nullcontext()  # to make one anew takes 0.3 us
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +75,25 @@ def device_guard(device: torch.device) -> contextlib.AbstractContextManager[obje
     """Makes a GPU the current one, where Triton launches; nothing for CPUs."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
-    return contextlib.nullcontext()
+    return _NO_GUARD
 
 
-@functools.cache
-def has_hardware_fp8(device: torch.device) -> bool:
-    """Whether a kernel on `device` may set HARDWARE: NVIDIA's GPUs from Hopper on.
+def hardware_of(capability: tuple[int, int]) -> int:
+    """What HARDWARE is on NVIDIA's GPUs of this compute capability: FP8 from Hopper on.
 
     Ada (8, 9) has the instructions, but Triton 3.6 goes by way of FP16 there and rounds twice.
     """
+    if capability in _WITH_FP4:
+        return FP4
+    return FP8 if capability >= _HOPPER else 0
+
+
+@functools.cache
+def hardware_on(device: torch.device) -> int:
+    """What HARDWARE is on `device`: 0 on AMD's, and on a CPU, where kernels are interpreted."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= _HOPPER
+        return 0
+    return hardware_of(torch.cuda.get_device_capability(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +128,8 @@ def launch(
         _records[-1].append(Launch(kernel, programs, named, constants, num_warps))
         return
     if HARDWARE in kernel.arg_names:
-        constants[HARDWARE] = has_hardware_fp8(on.device)
+        constants[HARDWARE] = hardware_on(on.device)
+    arguments = _as_compiled(arguments)
     with device_guard(on.device):
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
 

@@ -3,6 +3,9 @@
 The ops write into their arguments, return nothing and are not differentiable. On a CPU an op is its
 definition in plain PyTorch, on a GPU the launcher of a Triton kernel, imported when it is first
 called.
+
+A number of a call, such as a seed, may be a tensor of one element on its device. A definition is
+given what that has, a launcher the tensor, for its kernel to read: so a CUDA graph follows it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 
 from .aliasing import PLAIN_TYPES
 
+_TENSOR = "_tensor"
 _library = torch.library.Library("sidestream", "DEF")
 _blocks_launching_on_cpu = 0
 
@@ -50,22 +54,59 @@ class Op:
     """One op of ours: its overload and its implementation by device type.
 
     `schema` is without the namespace: "reduce_(Tensor(a!) out, Tensor parts) -> ()". An op writes
-    into its arguments and returns nothing.
+    into its arguments and returns nothing. A number that may be a tensor is in the schema twice: as
+    "SymInt? seed", where `dispatch` and implementations have either, and behind all, by name alone,
+    as "Tensor? seed_tensor=None".
     """
 
     def __init__(self, schema: str, cpu: Callable[..., None], cuda: Callable[..., None]) -> None:
         _library.define(schema)
         name = schema.partition("(")[0]
         self.overload = getattr(torch.ops.sidestream, name).default
-        self.by_device = {"cpu": _without_autograd(cpu), "cuda": _without_autograd(cuda)}
+        taken = self.overload._schema.arguments
+        self._defaults = [one.default_value for one in taken if not one.kwarg_only]
+        places = {one.name: place for place, one in enumerate(taken)}
+        names = (one.name.removesuffix(_TENSOR) for one in taken if one.name.endswith(_TENSOR))
+        self._numbers = tuple((places[name], name + _TENSOR) for name in names)
+        self.by_device = {
+            "cpu": _without_autograd(self._reading(cpu)),
+            "cuda": _without_autograd(cuda),
+        }
         for device_type in self.by_device:
             _library.impl(name, functools.partial(self._run, device_type), device_type.upper())
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"sidestream::{name}", _writes_in_place, lib=_library)
 
+    def dispatch(self, *arguments: Any) -> None:
+        """Call the overload, by way of the dispatcher."""
+        given, tensors = list(arguments), {}
+        for place, name in self._numbers:
+            if isinstance(given[place], torch.Tensor):
+                tensors[name], given[place] = given[place], self._defaults[place]
+        self.overload(*given, **tensors)
+
     def _run(self, device_type: str, *arguments: Any, **options: Any) -> None:
+        given = [*arguments, *self._defaults[len(arguments) :]]  # dispatchers leave defaults out
+        for place, name in self._numbers:
+            tensor = options.pop(name, None)
+            given[place] = given[place] if tensor is None else tensor
         chosen = "cuda" if _blocks_launching_on_cpu else device_type
-        self.by_device[chosen](*arguments, **options)
+        self.by_device[chosen](*given, **options)
+
+    def _reading(self, function: Callable[..., None]) -> Callable[..., None]:
+        """The `function` of numbers alone."""
+        if not self._numbers:
+            return function
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> None:
+            given = list(arguments)
+            for place, _ in self._numbers:
+                if isinstance(given[place], torch.Tensor):
+                    given[place] = given[place].item()
+            function(*given)
+
+        return call
 
 
 @contextlib.contextmanager
@@ -117,7 +158,7 @@ def call(op: Op, anchor: torch.Tensor, *arguments: Any) -> None:
     ):
         implementation(*arguments)
     else:
-        op.overload(*arguments)
+        op.dispatch(*arguments)
 
 
 def is_usual(looks: Callable[..., bool], anchor: torch.Tensor, *arguments: Any) -> bool:

@@ -1,8 +1,8 @@
 """What compiled and interpreted kernels must do in different ways: casts, quotients, loop bounds.
 
 Triton's interpreter cuts FP32 off when it casts to BF16, flushes BF16 subnormals when it casts to
-FP32, and cannot loop up to a number it has loaded. Where it runs, integers make the right bits;
-compiled kernels use the hardware's casts.
+FP32, cannot loop up to a number it has loaded, and leaves a Python float FP64. Where it runs,
+integers make the right bits; compiled kernels use the hardware's casts.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -10,11 +10,28 @@ compiled kernels use the hardware's casts.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 # Read once, as Triton does: a kernel is interpreted or compiled for good when it is decorated.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def as_compiled(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A launch's arguments, floats being FP32 where Triton interprets, as a compiler makes them."""
+    if not INTERPRETED.value:
+        return arguments
+    return tuple(_fp32(argument) if type(argument) is float else argument for argument in arguments)
+
+
+def _fp32(value: float) -> tl.tensor:
+    from triton.runtime.interpreter import TensorHandle
+
+    rounded = torch.tensor([value], dtype=torch.float32, device="cpu").numpy()
+    return tl.tensor(TensorHandle(rounded, tl.float32), tl.float32)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ model. So neither units nor ZeRO levels change a bit, and no two ranks make the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from ..kernels import (
     reduce_peer_messages_,
     unpack_message_,
 )
+from ..kernels.checks import check_one
+from ..kernels.formats.noise import signed_seed
 from .arguments import require_flag, require_number
 from .wire import PlainWire, Source, Wire
 
@@ -77,12 +80,17 @@ class MessageWire(Wire):
         error_feedback: dtype, FP32 or BF16, of what each rank's own rounding has lost so far, an
             element of the model each, which is added to its next gradients. None: it is lost.
         seed: of the noise, any 64 bits.
+        seed_offset: int64 tensor of one element on the device of the gradients, added to the seed
+            of every exchange where the message is packed; no host reads it. A captured CUDA graph,
+            in which exchanges keep their numbers, draws new noise once it has changed: advance it
+            between steps. None: 0.
 
     Vectors, such as norms and biases, travel as `for_vectors` says. Of sums over the ranks of one
     axis that travel along another one in messages, the error is not fed back.
 
     Raises:
-        ValueError: an unknown format; noise or feedback that the format has not.
+        ValueError: an unknown format; noise or feedback that the format has not; an offset of
+            another dtype or number of elements, or without noise.
         TypeError: an option of another type.
     """
 
@@ -96,6 +104,7 @@ class MessageWire(Wire):
         hadamard: bool = False,
         error_feedback: torch.dtype | None = None,
         seed: int = 0,
+        seed_offset: Tensor | None = None,
     ) -> None:
         self.format = require_format("MessageWire: format", format, list(FORMATS))
         form = message_layout(FORMATS[format], []).format
@@ -110,6 +119,7 @@ class MessageWire(Wire):
         require_flag("MessageWire: hadamard", hadamard)
         require_number("MessageWire: seed", seed, "a whole number", lambda n: isinstance(n, int))
         self.rounding, self.hadamard, self.seed = rounding, hadamard, seed
+        self.seed_offset = _checked_offset(rounding, seed_offset)
         self.residual_dtype = _checked_residual(format, error_feedback)
         self.align_numel = align_of(format)
         # What is not finite spoils its block, or comes out of the transform, behind the tensor too.
@@ -118,6 +128,7 @@ class MessageWire(Wire):
         more = {
             "stochastic": rounding == "stochastic",
             f"seed {seed}": rounding == "stochastic" and seed,
+            "seed offset": seed_offset is not None,
             "hadamard": hadamard,
             f"feedback in {error_feedback}".replace("torch.", ""): error_feedback is not None,
         }
@@ -160,17 +171,20 @@ class MessageWire(Wire):
     def _encode(
         self, messages: Tensor, source: Source, tensors: Sequence[Tensor], offsets: Sequence[int]
     ) -> None:
-        noise = {}
+        noise: dict[str, Any] = {}
         if self.rounding == "stochastic":
             indices = source.places.indices_at(offsets)
-            noise = {"seed": mixed(self.seed, source.noise_key), "first_indices": indices}
+            seed = mixed(self.seed, source.noise_key)
+            noise = {"seed": seed, "first_indices": indices}
+            if self.seed_offset is not None:
+                noise["seed"] = self.seed_offset + signed_seed(seed)
         pack_message_(
             messages,
             tensors,
             FORMATS[self.format],
             offsets=offsets,
             rounding=self.rounding,
-            **noise,  # type: ignore[arg-type]
+            **noise,
         )
 
     def _decoded(self, messages: Tensor, values: Tensor) -> Tensor:
@@ -213,6 +227,18 @@ def _checked_residual(format: str, dtype: torch.dtype | None) -> torch.dtype | N
             f"back, got {dtype}; leave it out, or pass a format that rounds"
         )
     return dtype
+
+
+def _checked_offset(rounding: str, offset: Tensor | None) -> Tensor | None:
+    if offset is None:
+        return None
+    if rounding != "stochastic":
+        raise ValueError(
+            f"MessageWire: seed_offset: expected None with rounding={rounding!r}, got a tensor; "
+            "leave it out, or round stochastically"
+        )
+    check_one("MessageWire: seed_offset", offset, (torch.int64,), offset.device)
+    return offset
 
 
 def mixed(*values: int) -> int:

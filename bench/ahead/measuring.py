@@ -10,14 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...kernels.ahead import counted
 from ...kernels.ahead import measure as ahead
 from ...kernels.ahead.compile import CompiledKernel, compile_launch
+from ...kernels.ahead.machines import (
+    AMD_WAVES,
+    MULTIPROCESSORS,
+    Prediction,
+    gpus_of,
+    occupancy,
+    predict,
+)
 from ...kernels.ahead.measure import Task
 from ...kernels.case import Case, Gate
 from ...kernels.cases import by_name
-from .machines import AMD_WAVES, MULTIPROCESSORS, Prediction, gpus_of, occupancy, predict
 
-KIND, SCHEMA_VERSION = "inspect", 1
+KIND, SCHEMA_VERSION = "inspect", 2
 """Of the document of rows; the version goes up when `Row` changes."""
 
 
@@ -25,8 +33,8 @@ KIND, SCHEMA_VERSION = "inspect", 1
 class Row:
     """What the compiler made of one case for one target; `None` is what cannot be said.
 
-    `*_bits`: the widths of accesses, widest first. `*_limit`: of the case's gate, on sm_90 alone.
-    instructions, moved_bytes: of an element. occupancy: from 0 to 1.
+    `*_bits`: the widths of accesses, widest first. `*_limit`: of `counted.gate_of`.
+    instructions, integers, moved_bytes: of an element. occupancy: from 0 to 1.
     """
 
     op: str
@@ -41,6 +49,7 @@ class Row:
     store_bits: tuple[int, ...]
     instructions: float | None
     instruction_limit: float | None
+    integers: float | None
     moved_bytes: float
     predictions: tuple[Prediction, ...]
 
@@ -103,8 +112,8 @@ def measure_all(
 
 
 def _row(case: Case, target: str, measured: ahead.Measured) -> Row:
-    gate = case.gate if target == ahead.GATED_TARGET else None
-    instructions = measured.instructions
+    gate = counted.gate_of(case, target)
+    instructions, integers = measured.instructions, measured.integers
     return Row(
         op=case.op,
         case=case.name,
@@ -118,10 +127,13 @@ def _row(case: Case, target: str, measured: ahead.Measured) -> Row:
         store_bits=measured.store_bits,
         instructions=instructions,
         instruction_limit=None if gate is None else gate.instructions,
+        integers=integers,
         moved_bytes=case.moved_bytes,
         predictions=()
-        if instructions is None
-        else tuple(predict(gpu, case.moved_bytes, instructions) for gpu in gpus_of(target)),
+        if instructions is None or integers is None
+        else tuple(
+            predict(gpu, case.moved_bytes, instructions, integers) for gpu in gpus_of(target)
+        ),
     )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .machines import Gpu, Prediction, gpus_of
+from ...kernels.ahead.machines import Gpu, Prediction, gpus_of
 from .measuring import Row
 
 NONE = "-"
-HEADS = ("registers", "spills", "shared", "occupancy", "loads", "stores", "instr", "bytes")
+HEADS = (
+    *("registers", "spills", "shared", "occupancy", "loads", "stores", "instr", "integer"),
+    "bytes",
+)
 
 
 def lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -69,6 +72,7 @@ def _cells(row: Row, gpus: Sequence[Gpu]) -> list[str]:
         NONE
         if row.instructions is None
         else _limited(f"{row.instructions:.2f}", row.instruction_limit),
+        NONE if row.integers is None else f"{row.integers:.2f}",
         f"{row.moved_bytes:.2f}",
     ]
     for gpu in gpus:
@@ -79,7 +83,7 @@ def _cells(row: Row, gpus: Sequence[Gpu]) -> list[str]:
 
 def _predicted(found: Prediction) -> str:
     bound = "instr" if found.bound == "instructions" else found.bound
-    return f"{bound} {found.share:.2f} {found.issued:.0%}"
+    return f"{bound} {found.share:.2f} {max(found.issued, found.integers):.0%}"
 
 
 def _limited(value: str, limit: float | None) -> str:
@@ -88,16 +92,16 @@ def _limited(value: str, limit: float | None) -> str:
 
 def _summary(gpu: Gpu, rows: Sequence[Row]) -> str:
     found = [(row, said) for row in rows for said in row.predictions if said.gpu == gpu.name]
-    bound = [(row, said) for row, said in found if said.bound == "instructions"]
+    bound = [(row, said) for row, said in found if said.bound != "bytes"]
     head = (
         f"{gpu.name} ({gpu.multiprocessors} SMs, {gpu.clock_ghz:g} GHz, "
         f"copy {gpu.copy_gb_s:,.0f} GB/s): "
     )
     if not bound:
-        return f"{head}none of {len(found)} is bound by its instructions"
+        return f"{head}none of {len(found)} is bound by its instructions or integers"
     row, said = min(bound, key=lambda pair: pair[1].share)
     return (
-        f"{head}{len(bound)} of {len(found)} bound by instructions; "
+        f"{head}{len(bound)} of {len(found)} bound by instructions or integers; "
         f"the lowest share of a copy's rate is {said.share:.2f}, {row.op} {row.case}"
     )
 

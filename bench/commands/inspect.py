@@ -2,14 +2,16 @@
 
     registers, spills  of a thread; spills in bytes     shared     bytes of a block
     occupancy          resident warps by the most       loads ...  widths in bits
-    instr, bytes       instructions and bytes of an element
+    instr, integer     instructions of an element, and those that the pipe of integers takes
+    bytes              of an element
     H100, ...          what bounds it there, the share of a copy's rate that this leaves, and the
-                       time of the instructions by that of the bytes
+                       time of the fullest pipe by that of the bytes
 
-After a slash stands the case's limit, which is for sm_90. Widths and instructions are those of the
-path of full tiles; where there is none, widths are those of all accesses, and `-` is what cannot be
-said. Times are at the rate at which warps can issue, which many instructions have half of: a share
-is the most there is. What was once compiled is kept in ~/.cache/sidestream, or $XDG_CACHE_HOME.
+After a slash stands the case's limit: its gate's on sm_90, elsewhere what was last counted and a
+little more. Widths and instructions are those of the path of full tiles; where there is none,
+widths are those of all accesses, and `-` is what cannot be said. Times are at the rate at which
+warps can issue, and at half of it for integers; others may have half of it too, so a share is the
+most there is. What was once compiled is kept in ~/.cache/sidestream, or $XDG_CACHE_HOME.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def _selecting(options: argparse.Namespace) -> list[str]:
 def _write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     import torch
 
-    from ..ahead.machines import GPUS
+    from ...kernels.ahead.machines import GPUS
     from ..ahead.measuring import KIND, SCHEMA_VERSION
     from ..reports import document, write_json
 

@@ -7,11 +7,13 @@ of ours, and the definition, the same call on a CPU, makes the results of the pa
     tensors   many beside a flat buffer or a message: the first one's head, a middle one's middle,
               the last one's tail, and their place in the other
     ranks     sums: the same elements of every rank
+    both      of a matrix and of its transpose: rows of the one, columns of the other
     planted   where all elements decide, as for a norm, a maximum or the scale of a whole tensor: a
               number that outweighs all others lies in the part, which then decides alone
 
-Optimizers with all options are not looked at here: segments lie elsewhere in a part. Those cases
-are compared at a small size alone, as a whole.
+Not looked at here are optimizers with all options, whose segments lie elsewhere in a part, and
+noise of both sides of a matrix, whose indices are others there. Those cases are compared at a small
+size alone, as a whole.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ from ...kernels.wire.layout import (
     write_header,
 )
 
-ONLY_READ = ("amax_nvfp4_", "l2_norm_")
+ONLY_READ = ("amax_nvfp4_", "amax_nvfp4_with_transpose_", "l2_norm_")
 """Ops that write one number, which all elements decide."""
 PART_NUMEL = 64 * 1024
 PLACES: Mapping[str, float] = {"head": 0.0, "middle": 0.5, "tail": 1.0}
 # Its square is more than 2^53 times that of the largest normal number; infinity in FP16.
 _PLANTED = 2.0**40
-_SCALED_BY_ALL = (("quantize_fp8_", "fp8_tensor"), ("quantize_fp8_", "fp8_delayed"))
+_SCALED_BY_ALL = ("fp8_tensor", "fp8_delayed")
+_QUANTIZES_FP8 = ("quantize_fp8_", "quantize_fp8_with_transpose_")
+_BOTH = "_with_transpose_"
 _OPTIONS, _SWIZZLED = "all options", " swizzled"
 _SECTIONS = (
     ("data_at", "scales_at"),
@@ -58,7 +62,7 @@ Call = Callable[[], Sequence[torch.Tensor]]
 def fault(case: Case, operands: Operands, call: Call | None = None) -> str | None:
     """What is wrong with the results of `call`, if anything is; what is read stays as it was."""
     call = call or (lambda: case.results(operands))
-    if _OPTIONS in case.name:
+    if _OPTIONS in case.name or (_BOTH in case.op and STOCHASTIC in case.name):
         return None
     if not is_decided_by_all(case):
         return _fault(case, operands, PLACES, call)
@@ -88,7 +92,7 @@ def _cut(case: Case, operands: Operands, place: float) -> Operands:
 
 def is_decided_by_all(case: Case) -> bool:
     """Whether every element of the result depends on all that is read."""
-    return case.op in ONLY_READ or (case.op, case.format) in _SCALED_BY_ALL
+    return case.op in ONLY_READ or (case.op in _QUANTIZES_FP8 and case.format in _SCALED_BY_ALL)
 
 
 @contextlib.contextmanager
@@ -160,6 +164,32 @@ def _rows(case: Case, operands: Operands, place: float) -> Operands:
         updated=cut(operands.updated),
         scalars=cut(operands.scalars),
     )
+
+
+def _both(case: Case, operands: Operands, place: float) -> Operands:
+    """Rows of the source and of the first half of what is written, columns of the other half; then
+    come numbers that are alone, and left.
+    """
+    (x,) = operands.read
+    sides = [tensor for tensor in operands.written if tensor.ndim]
+    half = len(sides) // 2
+    blocks = len(x) // SQUARE_ROWS if len(x) % SQUARE_ROWS == 0 else 1
+    count = min(blocks, -(-PART_NUMEL * blocks // x.numel()))
+    first = round(place * (blocks - count))
+
+    def cut(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        length = tensor.shape[dim] // blocks
+        return tensor.narrow(dim, first * length, count * length)
+
+    def columns_of(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 1:  # swizzled scales: tiles of as many rows below each other
+            return cut(tensor.view(x.shape[1] // SQUARE_ROWS, -1), 1).reshape(-1)
+        return cut(tensor, -1)
+
+    rows = [cut(tensor, 0) for tensor in sides[:half]]
+    columns = [columns_of(tensor) for tensor in sides[half:]]
+    written = [*rows, *columns, *operands.written[len(sides) :]]
+    return replace(operands, read=[cut(x, 0)], written=written)
 
 
 def _tensors(case: Case, operands: Operands, place: float) -> Operands:
@@ -264,4 +294,8 @@ _CUTS: Mapping[str, Callable[[Case, Operands, float], Operands]] = {
     "reduce_messages_": _summed_messages,
     "reduce_peer_messages_": _summed_messages,
     "l2_norm_": _tensors,
+    "quantize_mx_with_transpose_": _both,
+    "quantize_nvfp4_with_transpose_": _both,
+    "quantize_fp8_with_transpose_": _both,
+    "amax_nvfp4_with_transpose_": _both,
 }

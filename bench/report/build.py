@@ -58,5 +58,7 @@ def roofline(report: Report) -> Roofline | str:
         measured = measure.measure_all(
             tasks, len(os.sched_getaffinity(0)), lambda task, _: step(" ".join(task))
         )
-    found = zip(cases, (one.instructions for one in measured), strict=True)
+    found = (
+        (case, one.instructions, one.integers) for case, one in zip(cases, measured, strict=True)
+    )
     return roofline_of(report, gpu, found)

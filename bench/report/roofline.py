@@ -2,22 +2,23 @@
 
     x      instructions that a thread executes, by bytes moved: of the compiled code
     roofs  the rate of a copy, and the rate at which warps can issue, by x; a kernel is below both
-    point  the lower roof at its x is the most there is; what was measured is below it
+    point  the most there is: the lower roof at its x, or what the pipe of integers leaves, which
+           has a roof of its own for each kernel; what was measured is below it
+    target the smaller of the case's share of a copy and `PIPE_SHARE` of what the pipes leave
 
 The cases are those that were measured, and of their ops all that have a gate, for comparison. The
 roof of the copy is what this run measured on the GPU; where no kernel ran on a GPU, what
-`bench.ahead.machines` takes for one, and nothing is measured. Everything here is pure.
+`kernels.ahead.machines` takes for one, and nothing is measured. Everything here is pure.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from ..ahead.machines import GPUS, Gpu, predict
+from ...kernels.ahead.machines import Gpu, gpu_of, predict
 from ..bandwidth import COPY, TRITON_COPY
 from ..reports import CPU_METHOD, Report, Row
 from .series import groups_of
@@ -27,19 +28,21 @@ if TYPE_CHECKING:
 
 PREDICTED = "H100"
 """The GPU that is predicted where none was measured."""
-# What may stand beside a product's name without changing what `Gpu` says of it.
-_HARMLESS = re.compile(r"NVIDIA|GeForce|SXM\d?|HBM\d\w*|\d+GB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One compiled case, with the instructions of a thread for an element. roof_gb_s: the most
-    there is; measured: the row of ours at its largest size, if there is one.
+    """One compiled case, with the instructions of a thread for an element. bound: what limits it,
+    "bytes", "instructions" or "integers"; roof_gb_s: the most there is; target: the part of the
+    copy's rate that it is to reach, None if nothing is asked; measured: the row of ours at its
+    largest size, if there is one.
     """
 
     case: Case
     instructions: float
+    bound: str
     roof_gb_s: float
+    target: float | None
     measured: Row | None
 
     @property
@@ -83,15 +86,6 @@ class Roofline:
         return found
 
 
-def gpu_of(device: str) -> Gpu | None:
-    """The product by the name that CUDA gives it; `None` where nothing is known of it, such as of a
-    laptop's, or of a part of one.
-    """
-    words = re.split(r"[\s-]+", device.strip())
-    left = [word for word in words if not _HARMLESS.fullmatch(word)]
-    return next((gpu for gpu in GPUS if gpu.name == "".join(left)), None)
-
-
 def subject_of(report: Report) -> Gpu | None:
     """The GPU that the roofline is of: the report's, or the predicted one for a CPU's report."""
     return gpu_of(str(report.machine["device"]) if is_of_gpu(report) else PREDICTED)
@@ -114,24 +108,31 @@ def cases_of(report: Report) -> list[Case]:
     ]
 
 
-def roofline_of(report: Report, gpu: Gpu, counted: Iterable[tuple[Case, float | None]]) -> Roofline:
-    """From what was measured, and the instructions of `cases_of` it, compiled for `gpu`; None where
-    they cannot be counted.
+def roofline_of(
+    report: Report, gpu: Gpu, counted: Iterable[tuple[Case, float | None, float | None]]
+) -> Roofline:
+    """From what was measured, and the instructions and integers of `cases_of` it, compiled for
+    `gpu`; None where they cannot be counted.
     """
     ran = is_of_gpu(report)
     copy_gb_s = _copy_gb_s(report.rows) if ran else gpu.copy_gb_s
     groups = [group for inside in groups_of(report.rows).values() for group in inside]
     measured = {group.case: group.largest for group in groups if group.largest} if ran else {}
     points, uncounted = [], []
-    for case, instructions in counted:
+    # Its copy is the one that was measured.
+    here = replace(gpu, copy_gb_s=copy_gb_s)
+    for case, instructions, integers in counted:
         row = measured.pop(case.full_name, None)
-        if instructions is None:
+        if instructions is None or integers is None:
             uncounted.append(case.full_name)
             continue
+        most = predict(here, case.moved_bytes, instructions, integers)
         point = Point(
             case=case,
             instructions=instructions,
-            roof_gb_s=min(copy_gb_s, _issue_gb_s(gpu, instructions / case.moved_bytes)),
+            bound=most.bound,
+            roof_gb_s=copy_gb_s * most.share,
+            target=None if case.copy_share is None else most.target(case.copy_share),
             measured=row,
         )
         points.append(point)
@@ -146,7 +147,7 @@ def roofline_of(report: Report, gpu: Gpu, counted: Iterable[tuple[Case, float | 
 
 
 def _issue_gb_s(gpu: Gpu, per_byte: float) -> float:
-    return gpu.copy_gb_s / predict(gpu, 1.0, per_byte).issued
+    return gpu.copy_gb_s / predict(gpu, 1.0, per_byte, 0.0).issued
 
 
 def _copy_gb_s(rows: Sequence[Row]) -> float:

@@ -27,13 +27,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..launch import HARDWARE, Launch
+from ..launch import HARDWARE, Launch, hardware_of
 
 TARGETS: Mapping[str, GPUTarget] = {
-    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 120)},
+    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 103, 120)},
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-HARDWARE_FP8 = ("sm_90", "sm_100", "sm_120")
+HARDWARE_OF: Mapping[str, int] = {
+    name: hardware_of(divmod(target.arch, 10)) if target.backend == "cuda" else 0
+    for name, target in TARGETS.items()
+}
+"""What HARDWARE is for each target."""
 
 _POINTERS = {
     torch.float64: "*fp64",
@@ -57,6 +61,12 @@ _SASS_BRANCH = re.compile(
 )
 _SASS_ACCESS = re.compile(r"\b(LDG|STG)\.E(?:\.\w+)*")
 _SASS_PADDING = re.compile(r"\bNOP\b")
+# Nsight Compute, "Kernel Profiling Guide", pipelines, ALU: integers but their products, logic,
+# comparisons, moves, and conversions to fewer bits.
+_SASS_INTEGER = re.compile(
+    r"(?:@\S+ +)?(?:V?I(?:ADD3?|MNMX3?|ABS|SETP)|VIADD(?:MNMX)?|LOP3|LEA|SHF|SGXT|BMSK|PRMT|PLOP3"
+    r"|[FI]?SEL|FSETP|FMNMX3?|F2FP|MOV|P2R|R2P)\b"
+)
 _AMD = re.compile(r"^(?P<label>\.LBB\w+):|^\s+(?P<text>[a-z]+_[a-z0-9_]+[^;]*)")
 _AMD_BRANCH = re.compile(r"s_(?:c?branch)(?P<guard>_\w+)?\s+(?P<label>\.LBB\w+)")
 _AMD_ACCESS = re.compile(r"(?:global|flat|buffer)_(load|store)_(\w+?)(?:_d16(?:_hi)?)?\s")
@@ -73,7 +83,8 @@ class Access:
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One instruction of machine code. jumps_to: the index of another one, where it is a branch;
-    goes_on: whether the next one may follow; is_end: the program ends.
+    goes_on: whether the next one may follow; is_end: the program ends; is_integer: the pipe of
+    integers takes it, which NVIDIA's GPUs have, of half the rate at which warps can issue.
     """
 
     text: str
@@ -81,6 +92,7 @@ class Instruction:
     jumps_to: int | None = None
     goes_on: bool = True
     is_end: bool = False
+    is_integer: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,12 +138,12 @@ def compile_launch(launch: Launch, target: str) -> CompiledKernel:
     return (_read_nvidia if TARGETS[target].backend == "cuda" else _read_amd)(target, made)
 
 
-def specialised(launch: Launch, target: str) -> tuple[dict[str, str], dict[str, Any]]:
+def specialised(launch: Launch, target: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The types of all arguments, "constexpr" being that of constants, and the constants."""
     constants = dict(launch.constants)
     constants |= {name: None for name, value in launch.arguments.items() if value is None}
     if HARDWARE in launch.kernel.arg_names:
-        constants[HARDWARE] = target in HARDWARE_FP8
+        constants[HARDWARE] = HARDWARE_OF[target]
     signature = {
         name: "constexpr" if name in constants else type_of(launch.arguments[name])
         for name in launch.kernel.arg_names
@@ -139,8 +151,10 @@ def specialised(launch: Launch, target: str) -> tuple[dict[str, str], dict[str, 
     return signature, constants
 
 
-def type_of(value: object) -> str:
-    """What Triton calls the type of an argument: "*bf16", say, or "i32"."""
+def type_of(value: object) -> Any:
+    """What Triton calls the type of an argument: "*bf16", say, or "i32"; of a tuple, a tuple."""
+    if isinstance(value, tuple):
+        return tuple(type_of(one) for one in value)
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype]
     if isinstance(value, bool):
@@ -174,7 +188,11 @@ def _sass_instruction(text: str, labels: Mapping[str, int]) -> Instruction:
         is_conditional = bool(branch["guard"] or branch["operand"])
         return Instruction(text, jumps_to=labels[branch["label"]], goes_on=is_conditional)
     access = _SASS_ACCESS.search(text)
-    return Instruction(text, access and Access(access[1] == "LDG", _sass_bits(access[0])))
+    return Instruction(
+        text,
+        access and Access(access[1] == "LDG", _sass_bits(access[0])),
+        is_integer=_SASS_INTEGER.match(text) is not None,
+    )
 
 
 def _amd_instruction(text: str, labels: Mapping[str, int]) -> Instruction:

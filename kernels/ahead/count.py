@@ -28,10 +28,13 @@ class CountError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A way through the code: its instructions, and those of them that access global memory."""
+    """A way through the code: its instructions, those of them that access global memory, and how
+    many the pipe of integers takes.
+    """
 
     instructions: int
     accesses: tuple[Access, ...]
+    integers: int
 
 
 class _State(NamedTuple):
@@ -43,9 +46,12 @@ class _State(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """The way of one state that is kept: its length, its last access, and the way to that one."""
+    """The way of one state that is kept: its length, how much of that is the integers' pipe's, its
+    last access, and the way to that one.
+    """
 
     length: int
+    integers: int = 0
     access: Access | None = None
     before: _Way | None = None
 
@@ -80,7 +86,8 @@ def _path(instructions: Sequence[Instruction], thread_bytes: float, *, longest: 
     state = max(found, key=lambda state: (state.always, state.wide, not state.loops))
     if state.loops:
         raise CountError("expected a path of full tiles without loops, got one with loops")
-    return Path(found[state].length, _accesses(found[state]))
+    way = found[state]
+    return Path(way.length, _accesses(way), way.integers)
 
 
 def _ways(instructions: Sequence[Instruction], *, longest: bool) -> _Ways:
@@ -112,9 +119,9 @@ def _stepped(ways: _Ways, instruction: Instruction) -> list[tuple[_State, _Way]]
     return [
         (
             _State(state.always + always, state.wide + units, state.loops),
-            _Way(way.length + 1, way.access, way.before)
+            _Way(way.length + 1, way.integers + instruction.is_integer, way.access, way.before)
             if access is None
-            else _Way(way.length + 1, access, way),
+            else _Way(way.length + 1, way.integers, access, way),
         )
         for state, way in ways.items()
     ]

@@ -33,7 +33,6 @@ from .compile import TARGETS, CompiledKernel, compile_launch, specialised
 from .count import WIDE_BITS, CountError
 from .count import Path as CodePath
 
-GATED_TARGET = "sm_90"
 # Below this a process costs more, for its imports, than it saves.
 MIN_CASES_A_PROCESS = 4
 _AMD_WAVES = re.compile(r"; Occupancy: (\d+)")
@@ -50,8 +49,9 @@ class Measured:
 
     registers, spill_bytes, shared_bytes: the most of all its launches. num_warps, waves (AMD's,
     resident on a SIMD), `*_bits` (the widths of accesses, widest first), wide_bytes (of a thread's
-    element, by 16 bytes at once) and instructions (of an element): of the launch that is counted,
-    on the path of full tiles where that can be told apart.
+    element, by 16 bytes at once), instructions and integers (of an element, and those of them that
+    the pipe of integers takes): of the launch that is counted, on the path of full tiles where that
+    can be told apart.
     """
 
     registers: int
@@ -63,6 +63,7 @@ class Measured:
     store_bits: tuple[int, ...]
     wide_bytes: float | None
     instructions: float | None
+    integers: float | None
 
     def faults(self, gate: Gate) -> list[str]:
         """What exceeds the gate, a sentence each."""
@@ -175,6 +176,7 @@ def _look(case: Case, compiled: Sequence[CompiledKernel], plan: _Plan) -> Measur
         if path is None
         else sum(access.bits for access in accesses if access.bits >= WIDE_BITS) / 8 / per_thread,
         instructions=path.instructions / per_thread if path is not None and is_nvidia else None,
+        integers=path.integers / per_thread if path is not None and is_nvidia else None,
     )
 
 

@@ -13,15 +13,15 @@ from ..inputs import NOISE, STOCHASTIC, decoded_from, made_from, matrix_numel
 from .op import cast, cast_back
 
 _CAST = Row(
-    "cast_", "cast", "fp32, bf16, fp16 -> bf16, fp16, e4m3, e5m2, e2m1, e8m0",
-    "source + 2, 2, 1, 1, 0.5, 1",
+    "cast_", "cast", "fp32, bf16, fp16 -> bf16, fp16, e4m3, e5m2, e2m1, e8m0, e4m3fnuz",
+    "source + 2, 2, 1, 1, 0.5, 1, 1",
     "nearest even, to e8m0 ties up, saturating (not bf16, fp16); or stochastic",
-    "bit-exact: ml_dtypes on all bf16 and on boundary fp32", "OFP8 1.0; OCP MX 1.0", 0.88,
+    "bit-exact: ml_dtypes on all bf16 and on boundary fp32", "OFP8 1.0; OCP MX 1.0; AMD", 0.88,
 )  # fmt: skip
 _CAST_BACK = Row(
-    "cast_back_", "cast_back", "bf16, fp16, e4m3, e5m2, e2m1, e8m0 -> fp32, bf16, fp16",
-    "2, 2, 1, 1, 0.5, 1 + result", "exact in fp32, else nearest even, once",
-    "bit-exact: ml_dtypes on every code", "OFP8 1.0; OCP MX 1.0", 0.88,
+    "cast_back_", "cast_back", "bf16, fp16, e4m3, e5m2, e2m1, e8m0, e4m3fnuz -> fp32, bf16, fp16",
+    "2, 2, 1, 1, 0.5, 1, 1 + result", "exact in fp32, else nearest even, once",
+    "bit-exact: ml_dtypes on every code", "OFP8 1.0; OCP MX 1.0; AMD", 0.88,
 )  # fmt: skip
 
 _CAST_GATES = {
@@ -31,6 +31,7 @@ _CAST_GATES = {
     "e5m2 from bf16": Gate(4.0),
     "e2m1 from bf16": Gate(17.0),
     "e8m0 from bf16": Gate(15.0),
+    "e4m3fnuz from bf16": Gate(19.5),
     "bf16 from bf16 stochastic": Gate(27.0),
     "e4m3 from bf16 stochastic": Gate(20.0),
     "e5m2 from bf16 stochastic": Gate(20.0),
@@ -43,6 +44,7 @@ _BACK_GATES = {
     "e5m2 to bf16": Gate(6.5),
     "e2m1 to bf16": Gate(11.5),
     "e8m0 to bf16": Gate(11.0),
+    "e4m3fnuz to bf16": Gate(12.0),
 }
 _STANDARD = (
     "e4m3 from bf16", "e2m1 from bf16", "e2m1 from bf16 stochastic", "bf16 from fp32 stochastic",

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..formats import device_codes as device
 from ..formats.device_table import element_of
-from ..formats.noise import GROUP_NUMEL
+from ..formats.noise import GROUP_NUMEL, Seed
 from ..formats.table import BITS_PER_BYTE, CASTS
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, launch
 from ..paths import for_tile, load, store
@@ -68,10 +68,17 @@ def _cast_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
             bits = device.noise_of_block(seed, (first_index + start) // _GROUP, lanes)
         else:
             bits = device.noise_of(seed, first_index + index)
-    code = device.code_of(value, bits, ELEMENT, HARDWARE)
-    if CODES > 1:
-        code = device.pack_nibbles(code)
-    store(out + start // CODES, code, _place_of(place, CODES), FULL, NUMEL // CODES)
+    if FULL and ELEMENT.pack is not None:
+        if bits is not None:
+            bits = tl.reshape(bits, [NUMEL // 8, 8])
+        words = ELEMENT.pack(tl.reshape(value, [NUMEL // 8, 8]), bits, HARDWARE)
+        base = (out + start // CODES).to(tl.pointer_type(tl.uint32), bitcast=True)
+        store(base, tl.reshape(words, [NUMEL // 8]), place, FULL, NUMEL // 8)
+    else:
+        code = device.code_of(value, bits, ELEMENT, HARDWARE)
+        if CODES > 1:
+            code = device.pack_nibbles(code)
+        store(out + start // CODES, code, _place_of(place, CODES), FULL, NUMEL // CODES)
 
 
 @triton.jit(
@@ -115,11 +122,13 @@ def _cast_back_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
     ELEMENT: tl.constexpr = arguments[2]
     HARDWARE: tl.constexpr = arguments[3]
     CODES: tl.constexpr = _codes_of(ELEMENT)
-    code = load(codes, _place_of(place, CODES), FULL, NUMEL // CODES)
-    if CODES > 1:
-        code = device.unpack_nibbles(code)
-    value = round_to(device.value_of(code, ELEMENT, HARDWARE), out.dtype.element_ty)
-    store(out, value, place, FULL, NUMEL)
+    if FULL and ELEMENT.unpack is not None:
+        words = load(codes.to(tl.pointer_type(tl.uint32), bitcast=True), place, FULL, NUMEL // 8)
+        value = tl.reshape(ELEMENT.unpack(words[:, None], HARDWARE), [NUMEL])
+    else:
+        kept = load(codes, _place_of(place, CODES), FULL, NUMEL // CODES)
+        value = device.values_of(kept, ELEMENT, HARDWARE)
+    store(out, round_to(value, out.dtype.element_ty), place, FULL, NUMEL)
 
 
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["out", "codes"])
@@ -152,7 +161,7 @@ def block_numel(name: str, config: LaunchConfig) -> int:
 
 
 def cast_(
-    out: torch.Tensor, x: torch.Tensor, to: str, seed: int | None = None, first_index: int = 0
+    out: torch.Tensor, x: torch.Tensor, to: str, seed: Seed | None = None, first_index: int = 0
 ) -> None:
     """`reference.cast_` in one launch."""
     row = odd_row(x.shape, to)

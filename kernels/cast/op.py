@@ -8,6 +8,7 @@
 | e5m2     | float8_e5m2    | even, saturating    | yes        | +-57344, infinity too| 0x7F     |
 | e2m1     | uint8, 2 codes | even, saturating    | yes        | +-6, infinity too    | +6       |
 | e8m0     | float8_e8m0fnu | power of two of |x| | no         | 2^127; infinity: 255 | 255      |
+| e4m3fnuz | .._e4m3fnuz    | even, saturating    | yes        | +-240, infinity too  | 0x80     |
 
 Bytes moved an element: those of the source and those of the result, 0.5 of e2m1. FP8 codes come
 from the hardware from Hopper on and from arithmetic elsewhere, of the same bits: see `codes` for
@@ -20,14 +21,16 @@ import torch
 
 from ..arguments import check_rows, check_source, result_of
 from ..checks import check_choice, check_contiguous, check_dtype, check_result_dtype
-from ..formats.noise import check_first_index, checked_seed
+from ..formats.noise import Seed, check_first_index, checked_seed
 from ..formats.table import CASTS
+from ..numbers import tensor_of
 from ..op import Op, call, on_first_use
 from . import reference
 from .reference import has_pairs
 
 _CAST = Op(
-    "cast_(Tensor(a!) out, Tensor x, str to, SymInt? seed, SymInt first_index) -> ()",
+    "cast_(Tensor(a!) out, Tensor x, str to, SymInt? seed, SymInt first_index, *, "
+    "Tensor? seed_tensor=None) -> ()",
     reference.cast_,
     on_first_use("cast.kernel", "cast_"),
 )
@@ -43,21 +46,22 @@ def cast(
     to: str,
     *,
     rounding: str = "nearest",
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x` in the format `to`: of its shape, or for e2m1 [..., ceil(n / 2)], two elements a byte.
 
     x: FP32, BF16 or FP16, contiguous, any shape. rounding: "nearest", or "stochastic" with `seed`,
-    any 64 bits as an integer from -2^63 to 2^64 - 1. first_index: where element 0 of `x` lies in
-    the whole tensor, so that a shard gets the bits it would get as part of it; no index exceeds
-    2^63 - 1. out: memory for the result, apart from that of `x`. Raises `ValueError` before
-    anything is written.
+    any 64 bits as an integer from -2^63 to 2^64 - 1, or as an int64 tensor of one element on the
+    device of `x`, which is read there. first_index: where element 0 of `x` lies in the whole
+    tensor, so that a shard gets the bits it would get as part of it; no index exceeds 2^63 - 1.
+    out: memory for the result, apart from that of what is read. Raises `ValueError` before anything
+    is written.
     """
     check_choice("to", to, CASTS)
     check_source("x", x)
-    seed = checked_seed(rounding, seed)
+    seed = checked_seed(rounding, seed, x.device)
     if seed is not None and not CASTS[to].has_stochastic:
         known = ", ".join(name for name, form in CASTS.items() if form.has_stochastic)
         raise ValueError(
@@ -65,7 +69,7 @@ def cast(
         )
     check_first_index(first_index, x.numel())
     shape = _paired_shape(x.shape) if has_pairs(to) else x.shape
-    out = result_of(out, (shape, CASTS[to].dtype), x.device, {"x": x})
+    out = result_of(out, (shape, CASTS[to].dtype), x.device, {"x": x, "seed": tensor_of(seed)})
     if x.numel():
         call(_CAST, out, out, x, to, seed, first_index)
     return out

@@ -3,7 +3,7 @@
 One code a byte, uint8; e2m1 codes are 0 to 15 until `pack_nibbles` puts two in a byte. One rule for
 what a format cannot hold, whatever the rounding:
 
-| input          | e4m3, e5m2     | e2m1    | e8m0          | bf16, to nearest | bf16, stochastic |
+| input          | e4m3, e5m2 (*) | e2m1    | e8m0          | bf16, to nearest | bf16, stochastic |
 |----------------|----------------|---------|---------------|------------------|------------------|
 | NaN            | 0x7F           | +6      | 255           | NaN              | NaN, 0x7FC0      |
 | +-infinity     | +-max          | +-6     | 255           | +-infinity       | +-infinity       |
@@ -11,9 +11,10 @@ what a format cannot hold, whatever the rounding:
 | sign of others | kept           | kept    | dropped       | kept             | kept             |
 | zero           | zero           | zero    | 2^-127 (0)    | zero             | zero             |
 
-The sign of a NaN is dropped: processors give NaNs they make different signs, and the conversion
-instructions drop it too. The first three columns are PTX's `cvt.rn.satfinite`. Everything here
-is exact on a CPU that flushes subnormals to zero, and independent of torch's own float8 casts.
+(*) And e4m3fnuz, but that its NaN is 0x80 and its one zero 0. The sign of a NaN is dropped:
+processors give NaNs they make different signs, and the conversion instructions drop it too. The
+first three columns are PTX's `cvt.rn.satfinite`. Everything here is exact on a CPU that flushes
+subnormals to zero, and independent of torch's own float8 casts.
 """
 
 from __future__ import annotations
@@ -244,7 +245,8 @@ def _encode_scale(magnitude: torch.Tensor) -> torch.Tensor:
 def _finish(codes: torch.Tensor, values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
     """Put the signs on and what stands for NaN in."""
     shift = 32 - element.bits
-    codes |= (values.view(torch.int32) >> shift) & element.sign_code
+    signs = (values.view(torch.int32) >> shift) & element.sign_code
+    codes |= signs if element.has_negative_zero else signs.masked_fill_(codes == 0, 0)
     nan_code = element.max_code if element.nan_code is None else element.nan_code
     return codes.masked_fill_(values.isnan(), nan_code).to(torch.uint8)
 
@@ -267,6 +269,8 @@ def _table(element: ElementFormat, device: torch.device) -> torch.Tensor:
 
 
 def _value(code: int, element: ElementFormat) -> float:
+    if code == element.nan_code:
+        return math.nan
     magnitude = code & ~element.sign_code if element.has_sign else code
     sign = -1.0 if code & element.sign_code else 1.0
     if magnitude > element.max_code:

@@ -4,14 +4,15 @@
 |-----------------|---------------------------------|----------------------------------------------|
 | stored, code_of | fp32, noise or None -> codes    | `codes.stored`; the same with one code each  |
 | value_of        | codes -> fp32                   | `codes.decode`                               |
+| values_of       | what is stored -> fp32          | `codes.loaded`                               |
 | ARITHMETIC      | any format with a sign          | from its numbers, or by the GPU's conversion |
 | OF_E5M2         | e5m2                            | decoded by way of fp16                       |
 | OF_E8M0         | e8m0                            |                                              |
 | PLAIN           | fp32, bf16, fp16                | casts; bf16 stochastically, too              |
 
 E2M1 codes that eight make a word are `device_e2m1`'s. ELEMENT is the `device_table.Element` of a
-format. HARDWARE is a constexpr, `launch.has_hardware_fp8(device)`, sm_90 and on; where Triton
-interprets there is arithmetic alone. Kernels must be launched with `enable_fp_fusion=False`.
+format. HARDWARE is a constexpr, `launch.hardware_of` the GPU; where Triton interprets FP8 is
+arithmetic alone. Kernels must be launched with `enable_fp_fusion=False`.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..device_numbers import number_of
 from ..portable import INTERPRETED, round_to, to_fp32
 from ..wide import side_by_side
 from . import noise
@@ -46,7 +48,7 @@ def stored(x, bits, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
     the format packs them itself, uint32 [n, m / 8], else bytes [n, m / 2].
     """
     if ELEMENT.pack is not None:
-        return ELEMENT.pack(x, bits)
+        return ELEMENT.pack(x, bits, HARDWARE)
     else:
         made = code_of(x, bits, ELEMENT, HARDWARE)
         return (
@@ -67,6 +69,22 @@ def code_of(x, bits, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor
 def value_of(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
     """Codes, one each, in FP32; what lies above a code's bits is ignored."""
     return ELEMENT.decode(codes, ELEMENT, HARDWARE)
+
+
+@triton.jit
+def values_of(kept, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """What `stored` makes in FP32, an element each: codes, bytes of two, or words of eight [n, m].
+
+    Where two codes share a byte, any format's may come as words, uint32.
+    """
+    if ELEMENT.form.stored_bits >= kept.dtype.primitive_bitwidth:
+        return value_of(kept, ELEMENT, HARDWARE)
+    elif kept.dtype != tl.uint32:
+        return value_of(unpack_nibbles(kept), ELEMENT, HARDWARE)
+    elif ELEMENT.unpack is not None:
+        return ELEMENT.unpack(kept, HARDWARE)
+    else:
+        return value_of(nibbles_of(kept), ELEMENT, HARDWARE)
 
 
 @triton.jit
@@ -115,6 +133,17 @@ def unpack_nibbles(packed) -> tl.tensor:
 
 
 @triton.jit
+def nibbles_of(words) -> tl.tensor:
+    """uint32 [n, m] -> [n, 8 * m], the lowest four bits first.
+
+    What is above a code stays: decoding does not look at it, and to clear it takes instructions.
+    """
+    codes = tl.join(words, words >> 16)
+    codes = tl.join(codes, codes >> 8)
+    return tl.reshape(tl.join(codes, codes >> 4), [words.shape[0], 8 * words.shape[1]])
+
+
+@triton.jit
 def amax(x, axis: tl.constexpr) -> tl.tensor:
     """max(|x|) along `axis`, a NaN if there is one.
 
@@ -135,8 +164,8 @@ def _larger_or_nan(a, b):
 def noise_of(seed, index) -> tl.tensor:
     """`noise.noise_bits` of the elements `index` (int64, global): uint32 of its shape.
 
-    seed: one integer, 64 bits. A compiler shares the Philox call among those of a group's elements
-    that one thread has, if it can tell them: see `noise_of_block`.
+    seed: one integer, 64 bits, or where it lies. A compiler shares the Philox call among those of a
+    group's elements that one thread has, if it can tell them: see `noise_of_block`.
     """
     return _noise(seed, index >> 4, (index & 15).to(tl.int32))
 
@@ -165,7 +194,7 @@ def noise_of_groups(seed, groups) -> tl.tensor:
 def noise_words(seed, groups) -> tuple[tl.tensor, ...]:
     """The four words of noise of each of `groups`, for four elements each: `spread_noise`."""
     low, high = groups.to(tl.uint32), (groups >> 32).to(tl.uint32)
-    return tl.philox(seed, low, high, 0, 0, _PHILOX_ROUNDS)
+    return tl.philox(number_of(seed), low, high, 0, 0, _PHILOX_ROUNDS)
 
 
 @triton.jit
@@ -179,7 +208,7 @@ def spread_noise(first, second) -> tl.tensor:
 @triton.jit
 def _noise(seed, group, lane):
     low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
-    word_0, word_1, word_2, word_3 = tl.philox(seed, low, high, 0, 0, _PHILOX_ROUNDS)
+    word_0, word_1, word_2, word_3 = tl.philox(number_of(seed), low, high, 0, 0, _PHILOX_ROUNDS)
     lower = tl.where((lane & 4) == 0, word_0, word_1)
     upper = tl.where((lane & 4) == 0, word_2, word_3)
     return _rotated(tl.where((lane & 8) == 0, lower, upper), lane)
@@ -228,6 +257,8 @@ def _decode_any(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
     sign = (word & form.sign_code) << (32 - form.bits)
     placed = (magnitude << (23 - form.mantissa_bits)) | sign
     value = placed.to(tl.float32, bitcast=True) * 2.0 ** (127 - form.bias)
+    if not form.has_negative_zero:
+        return tl.where(word == form.nan_code, float("nan"), value)
     if form.max_code < MAGNITUDE:
         if form.infinity_code is not None:
             infinity = (sign | _EXPONENT).to(tl.float32, bitcast=True)
@@ -274,8 +305,11 @@ def _encode_stochastic(x, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _with_sign(code, word, ELEMENT: tl.constexpr):
-    """The sign of the FP32 bits `word` above the code."""
-    return code | ((word >> (32 - ELEMENT.form.bits)) & ELEMENT.form.sign_code)
+    """The sign of the FP32 bits `word` above the code; the one of a zero, if it may have it."""
+    sign = (word >> (32 - ELEMENT.form.bits)) & ELEMENT.form.sign_code
+    if not ELEMENT.form.has_negative_zero:
+        sign = tl.where(code == 0, 0, sign)
+    return code | sign
 
 
 @triton.jit

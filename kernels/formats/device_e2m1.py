@@ -1,8 +1,16 @@
-"""E2M1 codes in words of eight: FP32 to what is stored, as `device_codes` encodes one a byte.
+"""E2M1 codes in words of eight, to and from FP32: what `device_codes` does one code a byte.
 
-A code is finished in its word. Rounding leaves it in bits 24 to 22 of an FP32's, and its sign in
-bit 31, a field of E2M1 here; eight fields become a word by what 32 bits can do at once, at two
-instructions an element. By way of a byte each it takes four and a half.
+| way               | by                                                 | instructions a code |
+|-------------------|----------------------------------------------------|---------------------|
+| encode, Blackwell | `e2m1_instructions.TO_WORD`, to nearest            | 0.5                 |
+| encode            | arithmetic, to nearest; stochastically on any GPU  | 11                  |
+| decode, Blackwell | `e2m1_instructions.OF_WORD`                        | 1.5                 |
+| decode, Hopper    | `e2m1_instructions.OF_WORD_BY_PRMT`                | 2.9                 |
+| decode            | arithmetic                                         | 4                   |
+
+By arithmetic a code is finished in its word. Rounding leaves it in bits 24 to 22 of an FP32's, and
+its sign in bit 31, a field of E2M1 here; eight fields become a word by what 32 bits can do at once,
+at two instructions an element. By way of a byte each it takes four and a half.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -13,6 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..launch import FP4
+from . import device_codes, e2m1_instructions
 from .device_codes import ARITHMETIC, clamp
 from .device_table import Conversions
 from .table import E2M1
@@ -21,18 +31,43 @@ _MAX = tl.constexpr(E2M1.max_finite)
 _SIGN = tl.constexpr(-0x8000_0000)
 _EXPONENT = tl.constexpr(0x7F80_0000)
 _ONE = tl.constexpr(127 << 23)  # the smallest normal
+_FP4 = tl.constexpr(FP4)
+_TO_WORD = tl.constexpr(e2m1_instructions.TO_WORD)
+_OF_WORD = tl.constexpr(e2m1_instructions.OF_WORD)
+_OF_WORD_BY_PRMT = tl.constexpr(e2m1_instructions.OF_WORD_BY_PRMT)
 
 
 @triton.jit
-def packed_e2m1(x, bits) -> tl.tensor:
+def packed_e2m1(x, bits, HARDWARE: tl.constexpr) -> tl.tensor:
     """FP32 [n, 8 * m] -> uint32 [n, m], the first of eight codes in the lowest four bits.
 
     As `device_codes.code_of`, with `bits` or None.
     """
-    if bits is None:
-        return _packed(_fields(x))
-    else:
+    if bits is not None:
         return _packed(_fields_stochastic(x, bits))
+    elif HARDWARE == _FP4:
+        return _converted(x)
+    else:
+        return _packed(_fields(x))
+
+
+@triton.jit
+def unpacked_e2m1(words, HARDWARE: tl.constexpr) -> tl.tensor:
+    """uint32 [n, m] -> FP32 [n, 8 * m]: the values of what `packed_e2m1` makes."""
+    if HARDWARE:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _OF_WORD if HARDWARE == _FP4 else _OF_WORD_BY_PRMT,
+            "=f,=f,=f,=f,=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+        even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+        odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+        return tl.reshape(tl.join(even, odd), [words.shape[0], 8 * words.shape[1]])
+    else:
+        return decode_e2m1(device_codes.nibbles_of(words))
 
 
 @triton.jit
@@ -53,6 +88,32 @@ def bytes_of(words) -> tl.tensor:
     shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
     made = (words[:, :, None] >> shifts[None, None, :]).to(tl.uint8)
     return tl.reshape(made, [words.shape[0], 4 * words.shape[1]])
+
+
+@triton.jit
+def _converted(x):
+    """By the instruction: words, as `_packed` makes them."""
+    ROWS: tl.constexpr = x.shape[0]
+    WORDS: tl.constexpr = x.shape[1] // 8
+    even, odd = tl.split(tl.reshape(x, [ROWS * WORDS, 2, 2, 2]))
+    x04, x26 = _split_twice(even)
+    x15, x37 = _split_twice(odd)
+    words = tl.inline_asm_elementwise(
+        _TO_WORD,
+        "=r,f,f,f,f,f,f,f,f",
+        [x04[0], x15[0], x26[0], x37[0], x04[1], x15[1], x26[1], x37[1]],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+    return tl.reshape(words, [ROWS, WORDS])
+
+
+@triton.jit
+def _split_twice(x):
+    """[n, 2, 2] -> [n] four times: of the last index 0 both of the first, and then of 1."""
+    low, high = tl.split(x)
+    return tl.split(low), tl.split(high)
 
 
 @triton.jit
@@ -102,4 +163,6 @@ def _decode(codes, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
     return decode_e2m1(codes)
 
 
-OF_E2M1 = Conversions(ARITHMETIC.encode, ARITHMETIC.encode_stochastic, _decode, pack=packed_e2m1)
+OF_E2M1 = Conversions(
+    ARITHMETIC.encode, ARITHMETIC.encode_stochastic, _decode, packed_e2m1, unpacked_e2m1
+)

@@ -45,6 +45,17 @@ def scale_pointers(
 
 
 @triton.jit
+def swizzled_index(row, column, across) -> tl.tensor:
+    """`swizzle.swizzled_index(row, column, across)`: int64 all, of any shapes that fit."""
+    return ((row >> 7) * across + (column >> 2)) * 512 + _place_in_tile(row, column)
+
+
+@triton.jit
+def _place_in_tile(row, column):
+    return (row & 31) * 16 + ((row >> 5) & 3) * 4 + (column & 3)
+
+
+@triton.jit
 def _row_and_column(block, width, reciprocal):
     """(block // width, block % width), int64, all three arguments too. See `reciprocal_of`."""
     product = tl.umulhi((block << _SPARE_BITS).to(tl.uint64), reciprocal.to(tl.uint64))
@@ -76,7 +87,7 @@ def _swizzled_pointers(scales, first_block, columns, reciprocal, BLOCKS: tl.cons
     across = (width + 3) >> 2
     tile = (near >> 7) * across.to(tl.int32) + (column >> 2)
     tiles = scales + (row >> 7) * (across * 512) + tile.to(tl.int64) * 512
-    return tiles + ((near & 31) * 16 + ((near >> 5) & 3) * 4 + (column & 3))
+    return tiles + _place_in_tile(near, column)
 
 
 def reciprocal_of(columns: int) -> int:

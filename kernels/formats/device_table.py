@@ -68,14 +68,16 @@ class Conversions:
     """The JIT functions of an element format, in which ELEMENT is the `Element`.
 
     encode(x, ELEMENT, HARDWARE), FP32 to codes, to nearest; encode_stochastic(x, bits, ELEMENT),
-    `None` where there is none; decode(codes, ELEMENT, HARDWARE), codes to FP32. pack(x, bits), if
-    it is there, goes from FP32 [n, 8 * m] to words of eight codes, uint32 [n, m], at once.
+    `None` where there is none; decode(codes, ELEMENT, HARDWARE), codes to FP32. Where they are
+    there, pack(x, bits, HARDWARE) goes from FP32 [n, 8 * m] to words of eight codes, uint32 [n, m],
+    at once, and unpack(words, HARDWARE) back.
     """
 
     encode: Any
     encode_stochastic: Any
     decode: Any
     pack: Any = None
+    unpack: Any = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,6 +90,7 @@ class Element(Constant):
     encode_stochastic: Any
     decode: Any
     pack: Any
+    unpack: Any
 
 
 @dataclass(frozen=True, eq=False, repr=False)

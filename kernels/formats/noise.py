@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import check_choice, check_integer
+from ..checks import check_choice, check_integer, check_one
 
 ROUNDINGS = ("nearest", "stochastic")
 MAX_INDEX = 2**63 - 1  # of an element in its whole tensor, as ops and kernels take integers
 PHILOX_ROUNDS = 7
 GROUP_NUMEL = 16  # elements that share one Philox call
+
+Seed = int | torch.Tensor
+"""64 bits, as an integer from -2^63 to 2^64 - 1, or an int64 tensor of one element."""
 
 LOW_32 = 0xFFFF_FFFF
 KEY_STEPS = (0x9E37_79B9, 0xBB67_AE85)
@@ -35,20 +38,24 @@ def signed_seed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def checked_seed(rounding: str, seed: int | None) -> int | None:
-    """The signed seed to round stochastically with, `None` to round to nearest.
+def checked_seed(rounding: str, seed: Seed | None, device: torch.device) -> Seed | None:
+    """The seed to round stochastically with, signed or a tensor; `None` to round to nearest.
 
-    Raises `ValueError` where `rounding` and `seed` do not go together or are not what they may be.
+    Raises `ValueError` where `rounding` and `seed` do not go together or are not what they may be:
+    a tensor is int64, of one element, on `device`.
     """
     check_choice("rounding", rounding, ROUNDINGS)
     if (rounding == "stochastic") != (seed is not None):
         raise ValueError(
             f"seed: expected {'an integer' if seed is None else 'None'} with {rounding!r} "
-            f"rounding, got {seed}; a seed goes with 'stochastic', and with that alone"
+            f"rounding, got {'a tensor' if isinstance(seed, torch.Tensor) else seed}; a seed goes "
+            "with 'stochastic', and with that alone"
         )
-    if seed is None:
-        return None
-    return signed_seed(check_integer("seed", seed, -(2**63), 2**64 - 1))
+    if isinstance(seed, torch.Tensor):
+        check_one("seed", seed, (torch.int64,), device)
+    elif seed is not None:
+        seed = signed_seed(check_integer("seed", seed, -(2**63), 2**64 - 1))
+    return seed
 
 
 def check_first_index(first_index: int, numel: int) -> None:
@@ -57,12 +64,12 @@ def check_first_index(first_index: int, numel: int) -> None:
 
 
 def noise_bits(
-    seed: int, first_index: int, numel: int, device: torch.device | str = "cpu"
+    seed: Seed, first_index: int, numel: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """The noise of elements [first_index, first_index + numel): int32 [numel], all 32 bits random.
 
-    seed: any 64 bits, as an integer from -2^63 to 2^64 - 1. Raises `ValueError` for a negative
-    `first_index` or `numel`, and for indices that exceed `MAX_INDEX`.
+    seed: any 64 bits; a tensor lies on `device`. Raises `ValueError` for a negative `first_index`
+    or `numel`, and for indices that exceed `MAX_INDEX`.
     """
     check_integer("numel", numel, 0)
     check_first_index(first_index, numel)
@@ -77,7 +84,7 @@ def noise_bits(
     return rotated.view(-1)[start : start + numel]
 
 
-def philox(seed: int, groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def philox(seed: Seed, groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The four 32-bit words of each group, as int64 from 0 to 2^32 - 1; `groups`: int64, >= 0."""
     keys = [seed & LOW_32, (seed >> 32) & LOW_32]
     zero = torch.zeros_like(groups)

@@ -13,13 +13,15 @@ what they know from the row: a new format is a row and, where its arithmetic is 
 A block is the elements that share one scale; formats without scales have blocks of one element.
 Elements narrower than 16 bits, sign / exponent / mantissa bits; E8M0 is only ever a scale:
 
-| name | s/e/m | bias | max finite | min normal | min subnormal | inf  | NaN           |
-|------|-------|------|------------|------------|---------------|------|---------------|
-| e4m3 | 1/4/3 | 7    | 448        | 2^-6       | 2^-9          | none | 0x7F          |
-| e5m2 | 1/5/2 | 15   | 57344      | 2^-14      | 2^-16         | 0x7C | 0x7D to 0x7F  |
-| e2m1 | 1/2/1 | 1    | 6          | 1          | 0.5           | none | none          |
-| e8m0 | 0/8/0 | 127  | 2^127      | 2^-127     | none          | none | 0xFF          |
+| name     | s/e/m | bias | max finite | min normal | min subnormal | inf  | NaN           |
+|----------|-------|------|------------|------------|---------------|------|---------------|
+| e4m3     | 1/4/3 | 7    | 448        | 2^-6       | 2^-9          | none | 0x7F          |
+| e5m2     | 1/5/2 | 15   | 57344      | 2^-14      | 2^-16         | 0x7C | 0x7D to 0x7F  |
+| e2m1     | 1/2/1 | 1    | 6          | 1          | 0.5           | none | none          |
+| e8m0     | 0/8/0 | 127  | 2^127      | 2^-127     | none          | none | 0xFF          |
+| e4m3fnuz | 1/4/3 | 8    | 240        | 2^-7       | 2^-10         | none | 0x80          |
 
+E4M3FNUZ, gfx942's, has one zero, and NaN where the other would be.
 Block formats, scales included in their byte counts:
 
 | name       | element | block    | scale of a block | scale of the tensor |
@@ -154,6 +156,11 @@ class ElementFormat:
     def has_stochastic(self) -> bool:
         """Whether elements may be rounded stochastically, which no scale is."""
         return self.has_sign
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether zero has a sign; where it has none, the sign alone is the code of NaN."""
+        return self.has_sign and self.nan_code != self.sign_code
 
     @property
     def sign_code(self) -> int:
@@ -325,8 +332,10 @@ E8M0 = ElementFormat(
     "e8m0", 8, 0, 127, 0xFE, 0xFF, torch.float8_e8m0fnu,
     has_sign=False, device=(_DEVICE_CODES, "OF_E8M0"),
 )  # fmt: skip
+# Noune et al., "8-bit Numerical Formats for Deep Neural Networks", 2022; AMD's CDNA3 ISA, 2023.
+E4M3FNUZ = ElementFormat("e4m3fnuz", 4, 3, 8, 0x7F, 0x80, torch.float8_e4m3fnuz)
 
-ELEMENT_FORMATS: tuple[ElementFormat, ...] = (E4M3, E5M2, E2M1, E8M0)
+ELEMENT_FORMATS: tuple[ElementFormat, ...] = (E4M3, E5M2, E2M1, E8M0, E4M3FNUZ)
 
 _CODES, _DEVICE_SCALES = ".formats.codes", ".formats.device_scales"
 SCALE_RULES = {

@@ -18,14 +18,14 @@ from .reference import scale_shape
 
 _QUANTIZE = Row(
     "quantize_fp8_", "quantize_fp8",
-    "fp32, bf16, fp16 -> e4m3, e5m2; scaling tensor, row, 1x128, 128x128, delayed",
+    "fp32, bf16, fp16 -> e4m3, e5m2, e4m3fnuz; scaling tensor, row, 1x128, 128x128, delayed",
     "source (twice: tensor, rows above 16384) + 1 + 4 / block",
     "nearest even, saturating; scale = max / amax, IEEE division; powers of two on request",
     "bit-exact: torchao (tensor, row), golden vectors",
     "TransformerEngine; DeepSeek-V3 3.3.2", 0.88,
 )  # fmt: skip
 _DEQUANTIZE = Row(
-    "dequantize_fp8_", "dequantize_fp8", "e4m3, e5m2 -> fp32, bf16, fp16",
+    "dequantize_fp8_", "dequantize_fp8", "e4m3, e5m2, e4m3fnuz -> fp32, bf16, fp16",
     "1 + 4 / block + result", "nearest even, once", "bit-exact: `fp8.reference`",
     "as quantize_fp8_", 0.88,
 )  # fmt: skip

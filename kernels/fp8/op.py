@@ -41,7 +41,7 @@ from ..checks import (
 )
 from ..op import Op, call, on_first_use
 from . import reference
-from .reference import BY_DTYPE, ELEMENTS, scale_shape
+from .reference import BY_DTYPE, CAST_ELEMENTS, scale_shape
 
 MIN_DIMS = {"tensor": 0, "row": 1, "1x128": 1, "128x128": 2}
 ALGORITHMS = ("max", "most_recent")
@@ -88,8 +88,9 @@ def quantize_fp8(
         "1x128"      [..., rows, ceil(columns / 128)]
         "128x128"    [..., ceil(rows / 128), ceil(columns / 128)]
 
-    element: "e4m3" or "e5m2". power_of_2: scales are rounded down to powers of two; then an input
-    near FLT_MAX may be rounded up to 2^128, and decodes to infinity.
+    element: "e4m3", "e5m2", or "e4m3fnuz", gfx942's, its NaN 0x80. power_of_2: scales are rounded
+    down to powers of two; then an input near FLT_MAX may be rounded up to 2^128, and decodes to
+    infinity.
     scale: for delayed scaling, with scaling "tensor": one FP32 to multiply with, on the device, as
     `update_fp8_scales_` leaves it, used as it is. amax: only with `scale`, one FP32 >= 0 that
     becomes the larger of itself and max |x|, a NaN if there is one: pass `amax_history[i, 0]`.
@@ -97,12 +98,12 @@ def quantize_fp8(
     `ValueError` before anything is written.
     """
     check_choice("scaling", scaling, MIN_DIMS)
-    check_choice("element", element, ELEMENTS)
+    check_choice("element", element, CAST_ELEMENTS)
     check_source("x", x)
     _check_dims("x", x, scaling)
     power_of_2 = check_flag("power_of_2", power_of_2)
-    _check_delayed(x, scaling, power_of_2, scale, amax)
-    wanted = (x.shape, ELEMENTS[element].dtype), (scale_shape(x.shape, scaling), torch.float32)
+    check_delayed(x, scaling, power_of_2, scale, amax)
+    wanted = (x.shape, CAST_ELEMENTS[element].dtype), (scale_shape(x.shape, scaling), torch.float32)
     sources = {"x": x, "scale": scale}
     codes, scale_inv = results_of(out, wanted, x.device, {**sources, "amax": amax})
     if amax is not None:
@@ -126,9 +127,9 @@ def dequantize_fp8(
 ) -> torch.Tensor:
     """decode(code) * scale_inv of its block, in FP32, rounded to `dtype`: of the codes' shape.
 
-    codes: float8_e4m3fn or float8_e5m2, contiguous. scale_inv and scaling: as `quantize_fp8` has
-    them. dtype: FP32, BF16 or FP16. out: memory for the result, apart from theirs. Raises
-    `ValueError` before anything is written.
+    codes: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz, contiguous. scale_inv and scaling: as
+    `quantize_fp8` has them. dtype: FP32, BF16 or FP16. out: memory for the result, apart from
+    theirs. Raises `ValueError` before anything is written.
     """
     check_choice("scaling", scaling, MIN_DIMS)
     check_dtype("codes", codes, tuple(BY_DTYPE))
@@ -165,7 +166,7 @@ def update_fp8_scales_(
     maximum first. Formula: TransformerEngine, "Delayed scaling", but for the least scale. Raises
     `ValueError` before anything is written.
     """
-    check_choice("element", element, ELEMENTS)
+    check_choice("element", element, CAST_ELEMENTS)
     check_choice("algorithm", algorithm, ALGORITHMS)
     margin = check_integer("margin", margin, 0, MAX_MARGIN)
     check_dtype("amax_history", amax_history, (torch.float32,))
@@ -189,13 +190,14 @@ def _check_dims(name: str, tensor: torch.Tensor, scaling: str) -> None:
         )
 
 
-def _check_delayed(
+def check_delayed(
     x: torch.Tensor,
     scaling: str,
     power_of_2: bool,
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
 ) -> None:
+    """Raise unless `scale` and `amax` are there, or not, as delayed scaling has them."""
     for name, tensor in (("scale", scale), ("amax", amax)):
         if tensor is not None:
             check_one(name, tensor, (torch.float32,), x.device)

@@ -24,13 +24,16 @@ from collections.abc import Iterator
 import torch
 
 from ..formats import codes as element_codes
-from ..formats.table import E4M3, E5M2, FP32
+from ..formats.table import E4M3, E4M3FNUZ, E5M2, FP32
 from ..pack.reference import CHUNK_NUMEL
 from .codec import scale_of
 
 SQUARE = 128  # elements of a block, along a row and along a column
 ELEMENTS = {element.name: element for element in (E4M3, E5M2)}
-BY_DTYPE = {element.dtype: element for element in (E4M3, E5M2)}
+"""What trainings may ask for."""
+CAST_ELEMENTS = {**ELEMENTS, E4M3FNUZ.name: E4M3FNUZ}
+"""What tensors are cast to."""
+BY_DTYPE = {element.dtype: element for element in CAST_ELEMENTS.values()}
 MIN_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -82,7 +85,7 @@ def update_fp8_scales_(
 ) -> None:
     """The next `scales` from the history, and the history's next step."""
     largest = amax_history[:, 0] if algorithm == "most_recent" else amax_history.amax(1)
-    target = torch.full_like(largest, ELEMENTS[element].max_finite * 2.0**-margin)
+    target = torch.full_like(largest, CAST_ELEMENTS[element].max_finite * 2.0**-margin)
     usable = largest.isfinite() & (largest > 0)
     scales.copy_(torch.where(usable, (target / largest).clamp_(MIN_SCALE, FP32.max_finite), scales))
     amax_history.copy_(amax_history.roll(-1, 1))

@@ -71,7 +71,7 @@ def _part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
         tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["x"])
+@triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["amax", "x"])
 def _amax_kernel(
     amax,
     x,
@@ -135,7 +135,7 @@ def _known_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["history", "scales"])
 def _update_kernel(
     history,
     scales,
@@ -169,6 +169,27 @@ def default_config() -> LaunchConfig:
     return LaunchConfig(BLOCK, NUM_WARPS)
 
 
+def _cut(
+    x: torch.Tensor, rows: int, aligned: bool, delayed: bool
+) -> tuple[int, int, dict[str, Any]]:
+    """(Elements of a row, programs that share it, how they are launched)."""
+    columns = x.numel() // rows
+    case = "delayed" if delayed else "tensor"
+    config = config_for("quantize_fp8_", case, default_config(), x.device)
+    wide = aligned and columns % MIN_LINE == 0
+    shape = {"ALIGNED": wide or (aligned and rows == 1), "WIDE": wide, "BLOCK": config.block_bytes}
+    parts = triton.cdiv(columns, config.block_bytes)
+    return columns, parts, {"on": x, "num_warps": config.num_warps, **shape}
+
+
+def row_amaxes(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """The amax of each of the rows, or of the tensor as one: the bits of FP32, int32 [rows]."""
+    bits = torch.zeros(rows, dtype=torch.int32, device=x.device)
+    columns, parts, launched = _cut(x, rows, is_aligned(x), False)
+    launch(_amax_kernel, rows * parts, bits, x, columns, parts, **launched)
+    return bits
+
+
 def quantize_known(
     codes: torch.Tensor,
     scale_inv: torch.Tensor,
@@ -179,19 +200,11 @@ def quantize_known(
 ) -> None:
     """Rows, or the tensor as one: amax first, unless the scale is given, then the codes."""
     rows = scale_inv.numel()
-    columns = x.numel() // rows
-    case = "tensor" if scale is None else "delayed"
-    config = config_for("quantize_fp8_", case, default_config(), x.device)
-    parts = triton.cdiv(columns, config.block_bytes)
-    aligned = is_aligned(codes, x)
-    wide = aligned and columns % MIN_LINE == 0
-    shape = {"ALIGNED": wide or (aligned and rows == 1), "WIDE": wide, "BLOCK": config.block_bytes}
-    launched: dict[str, Any] = {"on": x, "num_warps": config.num_warps, **shape}
     if scale is None:
-        bits: torch.Tensor | None = torch.zeros(rows, dtype=torch.int32, device=x.device)
-        launch(_amax_kernel, rows * parts, bits, x, columns, parts, **launched)
+        bits: torch.Tensor | None = row_amaxes(x, rows)
     else:
         bits = None if amax is None else amax.view(torch.int32)
+    columns, parts, launched = _cut(x, rows, is_aligned(codes, x), scale is not None)
     launch(
         _known_kernel,
         rows * parts,

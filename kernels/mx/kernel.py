@@ -31,7 +31,7 @@ from ..formats import device_codes as device
 from ..formats import swizzle
 from ..formats.device_e2m1 import bytes_of
 from ..formats.device_table import codec_of
-from ..formats.noise import GROUP_NUMEL
+from ..formats.noise import GROUP_NUMEL, Seed
 from ..formats.table import ELEMENTS, SCALE_RULES
 from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import INTERPRETED, round_to, to_fp32
@@ -103,6 +103,30 @@ def _is_full_tile(first, rows, row_numel, width, SWIZZLED: tl.constexpr, BLOCKS:
 
 
 @triton.jit
+def masked_codes(
+    source, data, row, column, begins, row_numel, noise, CODEC: tl.constexpr, HARDWARE: tl.constexpr
+) -> tl.tensor:
+    """Stores the codes of the blocks at these rows and columns that begin; returns all scales."""
+    seed, first_index = noise
+    PER_BYTE: tl.constexpr = CODEC.element.form.codes_per_byte
+    index, in_row = _places_in_rows(row, column, row_numel, 32)
+    exists = begins[:, None] & in_row
+    x = to_fp32(tl.load(source + index, mask=exists, other=0.0))
+    x, scale_bytes, _ = CODEC.scaled(x, CODEC, 0, HARDWARE)
+    bits = None
+    if seed is not None:
+        bits = device.noise_of(seed, first_index + index)
+    # A NaN's block has NaNs in the place of what does not exist.
+    made = device.stored(tl.where(exists, x, 0.0), bits, CODEC.element, HARDWARE)
+    if CODEC.element.pack is not None:
+        made = bytes_of(made)
+    row_bytes = (row_numel + PER_BYTE - 1) // PER_BYTE
+    places, in_row = _places_in_rows(row, column, row_bytes, 32 // PER_BYTE)
+    tl.store(data + places, made, mask=begins[:, None] & in_row)
+    return scale_bytes
+
+
+@triton.jit
 def _quantize_masked_piece(
     source,
     data,
@@ -118,23 +142,10 @@ def _quantize_masked_piece(
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    PER_BYTE: tl.constexpr = CODEC.element.form.codes_per_byte
     row, column = _block_places(first, width, SWIZZLED, BLOCKS)
     begins = row < rows
-    index, in_row = _places_in_rows(row, column, row_numel, 32)
-    exists = begins[:, None] & in_row
-    x = to_fp32(tl.load(source + index, mask=exists, other=0.0))
-    x, scale_bytes, _ = CODEC.scaled(x, CODEC, 0, HARDWARE)
-    bits = None
-    if seed is not None:
-        bits = device.noise_of(seed, first_index + index)
-    # A NaN's block has NaNs in the place of what does not exist.
-    made = device.stored(tl.where(exists, x, 0.0), bits, CODEC.element, HARDWARE)
-    if CODEC.element.pack is not None:
-        made = bytes_of(made)
-    row_bytes = (row_numel + PER_BYTE - 1) // PER_BYTE
-    places, in_row = _places_in_rows(row, column, row_bytes, 32 // PER_BYTE)
-    tl.store(data + places, made, mask=begins[:, None] & in_row)
+    noise = (seed, first_index)
+    scale_bytes = masked_codes(source, data, row, column, begins, row_numel, noise, CODEC, HARDWARE)
     scales_at = scales + first + tl.arange(0, BLOCKS)
     if SWIZZLED:
         # The padding is written as well: the amax of nothing, and so its byte, is 0.
@@ -232,12 +243,14 @@ def _dequantize_kernel(
         is_full = _is_full_tile(first, rows, row_numel, width, SWIZZLED, BLOCKS)
     if is_full:
         starts = _block_starts(first, row_numel, width, SWIZZLED, BLOCKS)
-        code = tl.load(aligned_pointers(data, starts // PER_BYTE, 32 // PER_BYTE))
-        if PER_BYTE > 1:
-            code = device.unpack_nibbles(code)
+        if ELEMENT.unpack is not None:
+            words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
+            kept = tl.load(aligned_pointers(words, starts >> 3, 4))
+        else:
+            kept = tl.load(aligned_pointers(data, starts // PER_BYTE, 32 // PER_BYTE))
         scale_bytes = tl.load(tl.multiple_of(scales + first + tl.arange(0, BLOCKS), 16))
         factors = CODEC.factors(scale_bytes, None, CODEC, HARDWARE)
-        value = device.value_of(code, ELEMENT, HARDWARE) * factors[:, None]
+        value = device.values_of(kept, ELEMENT, HARDWARE) * factors[:, None]
         tl.store(aligned_pointers(out, starts, 32), round_to(value, dtype))
     elif MASKED:
         PIECE: tl.constexpr = BLOCKS // _PIECES
@@ -247,12 +260,10 @@ def _dequantize_kernel(
             begins = (row < rows) & (column * 32 < row_numel)
             row_bytes = (row_numel + PER_BYTE - 1) // PER_BYTE
             places, in_row = _places_in_rows(row, column, row_bytes, 32 // PER_BYTE)
-            code = tl.load(data + places, mask=begins[:, None] & in_row, other=0)
-            if PER_BYTE > 1:
-                code = device.unpack_nibbles(code)
+            kept = tl.load(data + places, mask=begins[:, None] & in_row, other=0)
             scale_bytes = tl.load(scales + at + tl.arange(0, PIECE), mask=begins, other=0)
             factors = CODEC.factors(scale_bytes, None, CODEC, HARDWARE)
-            value = device.value_of(code, ELEMENT, HARDWARE) * factors[:, None]
+            value = device.values_of(kept, ELEMENT, HARDWARE) * factors[:, None]
             index, in_row = _places_in_rows(row, column, row_numel, 32)
             tl.store(out + index, round_to(value, dtype), mask=begins[:, None] & in_row)
 
@@ -303,7 +314,7 @@ def quantize_mx_(
     x: torch.Tensor,
     element: str,
     rule: str,
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
     swizzled: bool = False,
 ) -> None:

@@ -20,15 +20,16 @@ from ..arguments import (
     scale_shape,
 )
 from ..checks import check_choice, check_flag, check_like, check_tensor
-from ..formats.noise import check_first_index, checked_seed
+from ..formats.noise import Seed, check_first_index, checked_seed
 from ..formats.table import ELEMENTS, MXFP8, SCALE_RULES
+from ..numbers import tensor_of
 from ..op import Op, call, on_first_use
 from . import reference
 from .reference import BLOCK_NUMEL, elements
 
 _QUANTIZE = Op(
     "quantize_mx_(Tensor(a!) data, Tensor(b!) scales, Tensor x, str element, str rule, "
-    "SymInt? seed, SymInt first_index, bool swizzled) -> ()",
+    "SymInt? seed, SymInt first_index, bool swizzled, *, Tensor? seed_tensor=None) -> ()",
     reference.quantize_mx_,
     on_first_use("mx.kernel", "quantize_mx_"),
 )
@@ -45,7 +46,7 @@ def quantize_mx(
     element: str = "e4m3",
     rule: str = "rceil",
     rounding: str = "nearest",
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
     swizzled: bool = False,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -57,9 +58,9 @@ def quantize_mx(
     element in the low nibble. rule, of the scales: "rceil", "floor", "ceil" or "even". scales:
     float8_e8m0fnu [..., ceil(K / 32)], or, swizzled, 1-D in the layout of `swizzle_scales`.
 
-    rounding: "nearest", ties to even, or "stochastic", which needs a `seed`, of 64 bits; its noise
-    depends on that and an element's index alone, at most 2^63 - 1, `first_index` being that of x's
-    first.
+    rounding: "nearest", ties to even, or "stochastic", which needs a `seed`, of 64 bits, an
+    integer or an int64 tensor of one element that is read on the device of x; its noise depends on
+    that and an element's index alone, at most 2^63 - 1, `first_index` being that of x's first.
 
     byte = rule(max |x| of the block); code = round(x * 2^(127 - byte)), saturating. Where a block
     has a NaN or infinity its byte is 255, and it decodes to NaNs. Bytes moved an element, of BF16:
@@ -72,13 +73,13 @@ def quantize_mx(
     check_choice("element", element, elements())
     swizzled = check_flag("swizzled", swizzled)
     check_choice("rule", rule, SCALE_RULES)
-    seed = checked_seed(rounding, seed)
     check_source("x", x)
+    seed = checked_seed(rounding, seed, x.device)
     _check_rows("x", x)
     check_first_index(first_index, x.numel())
-    wanted = _parts_of(x.shape, element, swizzled)
-    data, scales = results_of(out, wanted, x.device, {"x": x})
-    call(_QUANTIZE, x, data, scales, x, element, rule, seed, first_index, swizzled)
+    wanted = parts_of(x.shape, element, swizzled)
+    data, scales = results_of(out, wanted, x.device, {"x": x, "seed": tensor_of(seed)})
+    call(_QUANTIZE, x, data, _bytes_of(scales), x, element, rule, seed, first_index, swizzled)
     return data, scales
 
 
@@ -107,13 +108,18 @@ def dequantize_mx(
     row_numel = checked_row_numel(data, row_numel, ELEMENTS[element].codes_per_byte)
     shape = torch.Size((*data.shape[:-1], row_numel))
     parts = {"data": data, "scales": scales}
-    wanted = _parts_of(shape, element, swizzled)
+    wanted = parts_of(shape, element, swizzled)
     for (name, part), (part_shape, part_dtype) in zip(parts.items(), wanted, strict=True):
         check_like(name, part, part_shape, part_dtype, data.device)
     out = result_of(out, (shape, dtype), data.device, parts)
     _check_rows("out", out)
-    call(_DEQUANTIZE, data, out, data, scales, element, swizzled)
+    call(_DEQUANTIZE, data, out, data, _bytes_of(scales), element, swizzled)
     return out
+
+
+def _bytes_of(scales: torch.Tensor) -> torch.Tensor:
+    """The scales as ops get them: of E8M0, torch.compile makes no code (torch 2.13)."""
+    return scales.view(torch.uint8)
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> None:
@@ -123,7 +129,7 @@ def _check_rows(name: str, tensor: torch.Tensor) -> None:
         check_row_blocks(name, MXFP8.num_blocks(tensor.shape[-1]))
 
 
-def _parts_of(shape: torch.Size, element: str, swizzled: bool) -> tuple[Wanted, Wanted]:
+def parts_of(shape: torch.Size, element: str, swizzled: bool) -> tuple[Wanted, Wanted]:
     """The shapes and dtypes of data and scales for a tensor of `shape`."""
     form = ELEMENTS[element]
     data = (*shape[:-1], -(-shape[-1] // form.codes_per_byte))

@@ -43,8 +43,8 @@ assert MXFP8.block_numel == BLOCK_NUMEL
 
 
 def elements() -> dict[str, ElementFormat]:
-    """What the elements of blocks may be, by name: formats with a sign."""
-    return {name: element for name, element in ELEMENTS.items() if element.has_sign}
+    """What the elements of blocks may be, by name: formats with both zeros, as OCP's are."""
+    return {name: element for name, element in ELEMENTS.items() if element.has_negative_zero}
 
 
 @functools.cache

@@ -71,7 +71,9 @@ def tensor_scale_of(amax, TORCHAO: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _block_scales(block_amax, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.constexpr):
+def block_scales(
+    block_amax, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """(Scale bytes, FP32 factors of the elements), of amax >= 0, or NaN, which makes NaNs."""
     one = tl.full((), 1.0, tl.float32)
     if TORCHAO:
@@ -115,6 +117,14 @@ def _magnitudes(x):
 
 
 @triton.jit
+def number_amax(x, axis: tl.constexpr) -> tl.tensor:
+    """max(|x|) along `axis`, NaNs left out."""
+    amax = tl.max(_magnitudes(x), axis)
+    # Compiled maxima prefer a number: only all NaNs make one.
+    return tl.where(amax == amax, amax, 0.0)
+
+
+@triton.jit
 def block_amaxes(low, high, AS_NAN: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """`codec.block_amaxes`: FP32 [blocks, 8] twice -> [blocks] twice."""
     if AS_NAN:
@@ -135,5 +145,5 @@ def scaled_halves(
     low, high, block_amax, tensor_scale, TORCHAO: tl.constexpr, HARDWARE: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
     """FP32 [blocks, 8] twice -> (both as they are to be encoded, scale bytes [blocks])."""
-    scale_bytes, factors = _block_scales(block_amax, tensor_scale, TORCHAO, HARDWARE)
+    scale_bytes, factors = block_scales(block_amax, tensor_scale, TORCHAO, HARDWARE)
     return low * factors[:, None], high * factors[:, None], scale_bytes

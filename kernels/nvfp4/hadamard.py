@@ -44,10 +44,19 @@ def _stage(x, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _factors(lanes):
+def stages_of_eight(x) -> tl.tensor:
+    """The strides 1, 2 and 4 of FP32 [n, 8]."""
+    for _ in tl.static_range(3):
+        x = _stage(x, x.shape[0])
+    return x
+
+
+@triton.jit
+def sign_factors(lanes) -> tl.tensor:
+    """What the elements `lanes` of a block are multiplied by: of their shape."""
     # A constant shifted by a tensor stays a constant in the interpreter of Triton 3.7.
     signs = tl.zeros_like(lanes) + _NEGATIVE
-    return tl.where(((signs >> lanes) & 1) != 0, -_NORM, _NORM)[None, :]
+    return tl.where(((signs >> lanes) & 1) != 0, -_NORM, _NORM)
 
 
 @triton.jit
@@ -58,15 +67,13 @@ def _transformed(low, high, INVERSE: tl.constexpr):
     thread, and no stage has to move them to another: 29 instructions an element for a fused NVFP4
     cast of BF16, 50 with whole blocks.
     """
-    BLOCKS: tl.constexpr = low.shape[0]
     lanes = tl.arange(0, 8)
     if not INVERSE:
-        low, high = low * _factors(lanes), high * _factors(lanes + 8)
-    for _ in tl.static_range(3):
-        low, high = _stage(low, BLOCKS), _stage(high, BLOCKS)
+        low, high = low * sign_factors(lanes)[None, :], high * sign_factors(lanes + 8)[None, :]
+    low, high = stages_of_eight(low), stages_of_eight(high)
     low, high = low + high, low - high
     if INVERSE:
-        low, high = low * _factors(lanes), high * _factors(lanes + 8)
+        low, high = low * sign_factors(lanes)[None, :], high * sign_factors(lanes + 8)[None, :]
     return low, high
 
 

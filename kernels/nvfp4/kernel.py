@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 
 from ..formats import device_codes as device
-from ..formats.device_e2m1 import bytes_of, decode_e2m1, packed_e2m1
+from ..formats.device_e2m1 import bytes_of, decode_e2m1, packed_e2m1, unpacked_e2m1
 from ..formats.device_swizzle import reciprocal_of, scale_pointers
+from ..formats.noise import Seed
 from ..formats.table import wire_format_of
 from ..launch import LaunchConfig, is_aligned, launch
 from ..portable import covered, round_to
@@ -44,7 +45,7 @@ AMAX_TILE_NUMEL = 8192
 
 
 @triton.jit
-def _quantize_masked_blocks(
+def quantize_masked_blocks(
     source,
     data,
     blocks,
@@ -55,7 +56,7 @@ def _quantize_masked_blocks(
     TORCHAO: tl.constexpr,
     AS_NAN: tl.constexpr,
     HARDWARE: tl.constexpr,
-):
+) -> tl.tensor:
     """Writes the codes of `blocks`; returns their scale bytes."""
     num_blocks, row_blocks, row_numel = cut
     seed, first_index = noise
@@ -74,8 +75,8 @@ def _quantize_masked_blocks(
     columns = (blocks % row_blocks)[:, None] * 8 + tl.arange(0, 4)[None, :]
     columns = tl.where((blocks < num_blocks)[:, None], columns, row_bytes)
     data += (blocks // row_blocks)[:, None] * row_bytes + columns
-    low = bytes_of(packed_e2m1(low, low_bits))
-    high = bytes_of(packed_e2m1(high, high_bits))
+    low = bytes_of(packed_e2m1(low, low_bits, HARDWARE))
+    high = bytes_of(packed_e2m1(high, high_bits, HARDWARE))
     tl.store(data, low, mask=columns < row_bytes)
     tl.store(data + 4, high, mask=columns + 4 < row_bytes)
     return scale_bytes
@@ -138,7 +139,7 @@ def _quantize_kernel(
             words = device.noise_words(seed, groups)
             low_bits = device.spread_noise(words[0], words[1])
             high_bits = device.spread_noise(words[2], words[3])
-        made = joined(packed_e2m1(low, low_bits), packed_e2m1(high, high_bits))
+        made = joined(packed_e2m1(low, low_bits, HARDWARE), packed_e2m1(high, high_bits, HARDWARE))
         tl.store(at, scale_bytes)
         places = (data + first_block * 8).to(tl.pointer_type(tl.uint32), bitcast=True)
         tl.store(tl.multiple_of(places + tl.arange(0, TILE // 8), 16), made)
@@ -147,7 +148,7 @@ def _quantize_kernel(
         for first in range(0, covered(num_blocks - first_block, BLOCKS), BLOCKS // 4):
             blocks = first_block + first + tl.arange(0, BLOCKS // 4)
             noise = (seed, first_index)
-            scale_bytes = _quantize_masked_blocks(
+            scale_bytes = quantize_masked_blocks(
                 source, data, blocks, cut, tensor_scale, noise, HADAMARD, TORCHAO, AS_NAN, HARDWARE
             )
             at = scale_pointers(
@@ -221,9 +222,10 @@ def _dequantize_kernel(
     largest = tl.load(amax)
     if FLAT and start + TILE <= row_numel:
         at = scale_pointers(scales, first_block, scale_columns, reciprocal, SWIZZLED, True, BLOCKS)
-        packed = tl.load(tl.multiple_of(data + first_block * 8 + tl.arange(0, TILE // 2), 16))
+        words = (data + first_block * 8).to(tl.pointer_type(tl.uint32), bitcast=True)
+        packed = tl.load(tl.multiple_of(words + tl.arange(0, TILE // 8), 16))
         factors = decode_factors(tl.load(at), largest, TORCHAO, HARDWARE)
-        values = decode_e2m1(device.unpack_nibbles(tl.reshape(packed, [BLOCKS, 8])))
+        values = unpacked_e2m1(tl.reshape(packed, [BLOCKS, 2]), HARDWARE)
         rounded = round_to(tl.reshape(values * factors[:, None], [TILE]), dtype)
         tl.store(tl.multiple_of(destination + start + tl.arange(0, TILE), 16), rounded)
     else:
@@ -297,7 +299,7 @@ def quantize_nvfp4_(
     scales: torch.Tensor,
     x: torch.Tensor,
     global_amax: torch.Tensor,
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
     torchao: bool = False,
     hadamard: bool = False,

@@ -20,8 +20,9 @@ from ..arguments import (
     scale_shape,
 )
 from ..checks import check_choice, check_contiguous, check_dtype, check_flag, check_like, check_one
-from ..formats.noise import check_first_index, checked_seed
+from ..formats.noise import Seed, check_first_index, checked_seed
 from ..formats.table import E2M1, E4M3, NVFP4
+from ..numbers import tensor_of
 from ..op import Op, call, on_first_use
 from . import reference
 
@@ -35,8 +36,8 @@ _AMAX = Op(
 )
 _QUANTIZE = Op(
     "quantize_nvfp4_(Tensor(a!) data, Tensor(b!) scales, Tensor x, Tensor global_amax, "
-    "SymInt? seed, SymInt first_index, bool torchao, bool hadamard, bool swizzled, bool as_nan) "
-    "-> ()",
+    "SymInt? seed, SymInt first_index, bool torchao, bool hadamard, bool swizzled, bool as_nan, *, "
+    "Tensor? seed_tensor=None) -> ()",
     reference.quantize_nvfp4_,
     on_first_use("nvfp4.kernel", "quantize_nvfp4_"),
 )
@@ -58,7 +59,7 @@ def quantize_nvfp4(
     *,
     global_amax: torch.Tensor | None = None,
     rounding: str = "nearest",
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_index: int = 0,
     variant: str = "te",
     hadamard: bool = False,
@@ -75,9 +76,10 @@ def quantize_nvfp4(
 
     global_amax: `amax_nvfp4(x)`, with the same options, if `None`; ranks that share a tensor pass
     the largest of theirs. On the device of x, and no host waits for it. What exceeds it saturates.
-    rounding: "nearest", ties to even, or "stochastic", with noise of `seed`, any 64 bits, and the
-    element's index, which is `first_index` for the first of x, and at most 2^63 - 1: so shards
-    round as the whole does.
+    rounding: "nearest", ties to even, or "stochastic", with noise of `seed`, any 64 bits, an
+    integer or an int64 tensor of one element that is read on the device of x, and the element's
+    index, which is `first_index` for the first of x, and at most 2^63 - 1: so shards round as the
+    whole does.
     variant: "te", TransformerEngine's numerics, for training; "torchao", torchao's, for inference.
     hadamard: of `hadamard16(x)`, in the same pass; the amax is of that, too.
     swizzled: scales are 1-D, in the layout of `swizzle_scales`, padding included.
@@ -91,12 +93,13 @@ def quantize_nvfp4(
     check_choice("variant", variant, _VARIANTS)
     hadamard, swizzled = check_flag("hadamard", hadamard), check_flag("swizzled", swizzled)
     check_choice("nonfinite", nonfinite, _NONFINITE)
-    seed = checked_seed(rounding, seed)
+    seed = checked_seed(rounding, seed, x.device)
     check_first_index(first_index, x.numel())
     if global_amax is not None:
-        global_amax = _checked_amax(global_amax, x.device)
-    wanted = _parts_of(x.shape, swizzled)
-    data, scales = results_of(out, wanted, x.device, {"x": x, "global_amax": global_amax})
+        global_amax = checked_amax("global_amax", global_amax, x.device)
+    wanted = parts_of(x.shape, swizzled)
+    sources = {"x": x, "global_amax": global_amax, "seed": tensor_of(seed)}
+    data, scales = results_of(out, wanted, x.device, sources)
     if global_amax is None:
         global_amax = amax_nvfp4(x, hadamard=hadamard, nonfinite=nonfinite)
     options = (seed, first_index, variant == "torchao", hadamard, swizzled, nonfinite == "nan")
@@ -152,9 +155,9 @@ def dequantize_nvfp4(
     check_contiguous("data", data)
     row_numel = checked_row_numel(data, row_numel, 2)
     shape = torch.Size((*data.shape[:-1], row_numel))
-    _, (scales_shape, scales_dtype) = _parts_of(shape, swizzled)
+    _, (scales_shape, scales_dtype) = parts_of(shape, swizzled)
     check_like("scales", scales, scales_shape, scales_dtype, data.device)
-    global_amax = _checked_amax(global_amax, data.device)
+    global_amax = checked_amax("global_amax", global_amax, data.device)
     wanted = shape, result_dtype(dtype, out)
     sources = {"data": data, "scales": scales, "global_amax": global_amax}
     out = result_of(out, wanted, data.device, sources)
@@ -188,13 +191,13 @@ def _check_input(x: torch.Tensor) -> None:
     check_rows("x", x)
 
 
-def _checked_amax(global_amax: torch.Tensor, device: torch.device) -> torch.Tensor:
+def checked_amax(name: str, amax: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The amax of a tensor, 0-d."""
-    check_one("global_amax", global_amax, (torch.float32,), device)
-    return global_amax.view(()) if global_amax.dim() else global_amax
+    check_one(name, amax, (torch.float32,), device)
+    return amax.view(()) if amax.dim() else amax
 
 
-def _parts_of(shape: torch.Size, swizzled: bool) -> tuple[Wanted, Wanted]:
+def parts_of(shape: torch.Size, swizzled: bool) -> tuple[Wanted, Wanted]:
     """The shapes and dtypes of data and scales for a tensor of `shape`."""
     num_blocks = NVFP4.num_blocks(shape[-1])
     if swizzled:

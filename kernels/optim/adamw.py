@@ -3,9 +3,10 @@
 Formula and rounding are those of `reference`; the divisions and the root are IEEE's. Bytes
 moved an element: 24 (parameter and moments, read and written) + those of a gradient + those of a
 compute element, so 28 with BF16 gradients and a BF16 compute shard. Learning rate, step, factor and
-found_inf are read from the device by every program, which makes its own bias corrections: no host
-waits, and a captured CUDA graph follows them. A tile that is full and 16-byte aligned everywhere
-takes the unmasked path, 16 bytes an access; the others take the masked one.
+found_inf are read from the device, where a small launch makes a segment's scalars, bias corrections
+and all, for every program: no host waits, and a captured CUDA graph follows them. A tile that is
+full and 16-byte aligned everywhere takes the unmasked path, 16 bytes an access; the others take the
+masked one.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -19,23 +20,55 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch
 from ..paths import for_tile, load, store
 from . import tiles
-from .reference import LERP_SWITCH, Shared
-from .tiles import decay_of, gradient, may_not_step, power_of, rate_of, store_computed, tile_of
+from .reference import LERP_SWITCH, Shared, halves
+from .tiles import (
+    decays_of,
+    gradient,
+    may_not_step,
+    power_of,
+    rates_of,
+    scalars_of,
+    segments_of,
+    store_computed,
+    store_scalars,
+    tile_of,
+)
 
 _POWERS_NUMEL = tl.constexpr(tiles.POWERS_NUMEL)
 
 
-@triton.jit
-def _scalars(step, powers, rate, decay):
+@triton.jit(
+    do_not_specialize=["num_segments"],
+    do_not_specialize_on_alignment=[
+        *("scalars", "lr", "step", "powers", "found_inf", "lr_scales", "weight_decays"),
+    ],
+)
+def _scalars_kernel(
+    scalars,
+    lr,
+    step,
+    powers,
+    found_inf,
+    lr_scales,
+    weight_decays,
+    num_segments,
+    decay_high,
+    decay_low,
+):
     """FP32 (factor of the parameter, minus the step size, root of the second correction)."""
-    number = tl.load(step).to(tl.int64)
-    correction1 = 1.0 - power_of(powers, number)
-    correction2 = 1.0 - power_of(powers + _POWERS_NUMEL, number)
-    kept = (1.0 - rate * decay).to(tl.float32)
-    return kept, (-(rate / correction1)).to(tl.float32), tl.sqrt(correction2).to(tl.float32)
+    if not may_not_step(found_inf):
+        segments, exist = segments_of(num_segments)
+        rates = rates_of(lr, lr_scales, segments, exist)
+        decays = decays_of(decay_high, decay_low, weight_decays, segments, exist)
+        number = tl.load(step).to(tl.int64)
+        correction1 = 1.0 - power_of(powers, number)
+        correction2 = 1.0 - power_of(powers + _POWERS_NUMEL, number)
+        kept = (1.0 - rates * decays).to(tl.float32)
+        minus_rates = (-(rates / correction1)).to(tl.float32)
+        root = tl.sqrt(correction2).to(tl.float32)
+        store_scalars(scalars, segments, exist, kept, minus_rates, root)
 
 
 @triton.jit
@@ -68,53 +101,49 @@ def _step_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["numel", "tiles_at"],
-    do_not_specialize_on_alignment=["param", "grad", "exp_avg", "exp_avg_sq", "compute"],
+    do_not_specialize=["numel", "num_rows"],
+    do_not_specialize_on_alignment=[
+        *("param", "grad", "exp_avg", "exp_avg_sq", "scalars", "factor", "found_inf"),
+        *("table", "compute", "compute_scale", "amax"),
+    ],
 )
 def _adamw_kernel(
     param,
     grad,
     exp_avg,
     exp_avg_sq,
-    lr,
-    step,
-    powers,
+    scalars,
     factor,
     found_inf,
     table,
-    lr_scales,
-    weight_decays,
     compute,
     compute_scale,
     amax,
     numel,
-    tiles_at,
-    decay_high,
-    decay_low,
+    num_rows,
     weight,
     beta2,
     growth,
     eps,
     MAXIMIZE: tl.constexpr,
     NEAR: tl.constexpr,
+    STEPS: tl.constexpr,
     ALIGNED: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One tile of one segment; `tile_of` has an example of how the tile is found."""
     if not may_not_step(found_inf):
-        segment, start, count = tile_of(table, tiles_at, numel, BLOCK)
-        rate = rate_of(lr, lr_scales, segment)
-        decay = decay_of(decay_high, decay_low, weight_decays, segment)
-        scalars = _scalars(step, powers, rate, decay)
+        segment, start, count = tile_of(table, num_rows, numel, STEPS, BLOCK)
         hyper = (weight, beta2, growth, eps)
         shards = (param + start, grad + start, exp_avg + start, exp_avg_sq + start)
         if compute is not None:
             compute += start
         outputs = (compute, compute_scale, amax)
+        made = scalars_of(scalars, segment)
         for_tile(
             _step_part,
-            (shards, outputs, factor, scalars, hyper, MAXIMIZE, NEAR, HARDWARE),
+            (shards, outputs, factor, made, hyper, MAXIMIZE, NEAR, HARDWARE),
             count,
             ALIGNED,
             BLOCK,
@@ -134,28 +163,19 @@ def flat_adamw_(
     eps: float,
     **shared: Any,
 ) -> None:
-    """`reference.flat_adamw_` in one launch."""
+    """`reference.flat_adamw_` in two launches, the first one small."""
     options = Shared(**shared)
     shards = (param, grad, exp_avg, exp_avg_sq)
     plan = tiles.plan("flat_adamw_", (*shards, options.compute), options.starts)
-    if plan.num_tiles == 0:
+    if plan.table.num_tiles == 0:
         return
-    launch(
+    powers = tiles.device_powers(beta1, beta2, param.device)
+    scalars = tiles.made_scalars(_scalars_kernel, options, lr, step, powers)
+    plan.launch(
         _adamw_kernel,
-        plan.num_tiles,
-        *shards,
-        lr,
-        step,
-        tiles.device_powers(beta1, beta2, param.device),
-        *plan.arguments(options, param.numel()),
-        1.0 - beta1,
-        beta2,
-        1.0 - beta2,
-        eps,
-        on=param,
-        num_warps=plan.num_warps,
-        MAXIMIZE=options.maximize,
-        NEAR=1.0 - beta1 < LERP_SWITCH,
-        ALIGNED=plan.aligned,
-        BLOCK=plan.block,
+        shards,
+        scalars,
+        options,
+        *(1.0 - beta1, beta2, 1.0 - beta2, eps),
+        NEAR=halves(1.0 - beta1)[0] < LERP_SWITCH,  # of the weight in FP32, as it is passed
     )

@@ -113,6 +113,7 @@ def _step_case(row: Row, grad: str, compute: str, options: str = "") -> Case:
         call=call,
         numel=lambda numel: numel,
         num_bytes=lambda numel: numel * moved,
+        counted=1,
         gate=_STEP_GATES[row.op] if options else None,
         copy_share=row.share_of(),
         standard=not options and (grad, compute) in _STANDARD[row.op],

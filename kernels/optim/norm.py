@@ -29,6 +29,7 @@ from ..formats.table import wire_format_of
 from ..launch import ACCESS_BYTES, LaunchConfig, launch
 from ..paths import for_tile, load
 from ..portable import quotient, quotient_terms, to_fp32
+from ..table_cache import TableCache
 from ..tuned import config_for
 from ..wide import wide_lanes
 from .norm_reference import (
@@ -49,7 +50,7 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _BLOCK, _PIECE = tl.constexpr(BLOCK_NUMEL), tl.constexpr(16)
 _HIGH_SCALE, _LOW_SCALE = tl.constexpr(HIGH_SCALE), tl.constexpr(LOW_SCALE)
 
-_tables = tables.TableCache()
+_tables = TableCache()
 
 
 @triton.jit
@@ -60,16 +61,16 @@ def _largest_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
     tl.atomic_max(largest, tl.minimum(tl.max(magnitudes, axis=0), _NAN), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["tiles_at"], do_not_specialize_on_alignment=["table", "largest"])
-def _largest_kernel(table, tiles_at, largest, TILE_BYTES: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["table", "largest"])
+def _largest_kernel(table, num_rows, largest, STEPS: tl.constexpr, TILE_BYTES: tl.constexpr):
     """largest[norm] = max(.., the tile's largest magnitude), int32; a row's offset is its norm."""
-    row, tile = row_of(table, tiles_at)
+    row, tile = row_of(table, num_rows, STEPS)
     address, numel, norm, dtype, aligned = fields_of(row)
     for code in tl.static_range(NUM_CODES):
         if dtype == code:
             source = pointer_of(address, code)
             NUMEL: tl.constexpr = numel_of(source.dtype.element_ty, TILE_BYTES)
-            start = tile * NUMEL
+            start = tile.to(tl.int64) * NUMEL
             arguments = (source + start, largest + norm)
             for_tile(_largest_part, arguments, numel - start, aligned, NUMEL)
 
@@ -115,11 +116,11 @@ def _squares_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["tiles_at"], do_not_specialize_on_alignment=["table", "largest", "limbs"]
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["table", "largest", "limbs"]
 )
-def _squares_kernel(table, tiles_at, largest, limbs, TILE_BYTES: tl.constexpr):
+def _squares_kernel(table, num_rows, largest, limbs, STEPS: tl.constexpr, TILE_BYTES: tl.constexpr):
     """limbs[norm] += those of the tile's blocks, int64; none where `largest` is not finite."""
-    row, tile = row_of(table, tiles_at)
+    row, tile = row_of(table, num_rows, STEPS)
     address, numel, norm, dtype, aligned = fields_of(row)
     bits = tl.load(largest + norm)
     if bits < _INFINITY:
@@ -128,7 +129,7 @@ def _squares_kernel(table, tiles_at, largest, limbs, TILE_BYTES: tl.constexpr):
             if dtype == code:
                 source = pointer_of(address, code)
                 NUMEL: tl.constexpr = numel_of(source.dtype.element_ty, TILE_BYTES)
-                start = tile * NUMEL
+                start = tile.to(tl.int64) * NUMEL
                 arguments = (source + start, limbs + 2 * norm, terms)
                 for_tile(_squares_part, arguments, numel - start, aligned, NUMEL)
 
@@ -199,10 +200,11 @@ def _launch(kernel, plan: _Plan | None, *results: torch.Tensor) -> None:
         kernel,
         plan.table.num_tiles,
         plan.table.entries,
-        plan.table.tiles_at,
+        plan.table.num_rows,
         *results,
         on=results[0],
         num_warps=plan.config.num_warps,
+        STEPS=plan.table.search_steps,
         TILE_BYTES=plan.config.block_bytes,
     )
 

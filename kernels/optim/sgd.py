@@ -16,21 +16,59 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch
 from ..paths import for_tile, load, store
 from . import tiles
 from .reference import Shared
-from .tiles import decay_of, gradient, may_not_step, rate_of, store_computed, tile_of
+from .tiles import (
+    decays_of,
+    gradient,
+    may_not_step,
+    rates_of,
+    scalars_of,
+    segments_of,
+    store_computed,
+    store_scalars,
+    tile_of,
+)
+
+
+@triton.jit(
+    do_not_specialize=["num_segments"],
+    do_not_specialize_on_alignment=[
+        *("scalars", "lr", "step", "found_inf", "lr_scales", "weight_decays"),
+    ],
+)
+def _scalars_kernel(
+    scalars,
+    lr,
+    step,
+    found_inf,
+    lr_scales,
+    weight_decays,
+    num_segments,
+    decay_high,
+    decay_low,
+):
+    """FP32 (minus the learning rate, weight decay, 1 at the first step and else 0)."""
+    if not may_not_step(found_inf):
+        segments, exist = segments_of(num_segments)
+        minus_rates = (-rates_of(lr, lr_scales, segments, exist)).to(tl.float32)
+        decays = decays_of(decay_high, decay_low, weight_decays, segments, exist).to(tl.float32)
+        is_first = 0.0
+        if step is not None:
+            is_first = (tl.load(step).to(tl.int64) == 1).to(tl.float32)
+        store_scalars(scalars, segments, exist, minus_rates, decays, is_first)
 
 
 @triton.jit
 def _update(p, g, buffer, scalars, NESTEROV: tl.constexpr):
     """(parameter, momentum buffer) after the step; no buffer, no momentum."""
-    minus_rate, decay, momentum, growth, is_first = scalars
+    made, momentum, growth = scalars
+    minus_rate, decay, is_first = made
     # Where there is no decay, 0 * p could be NaN and 0 + g another zero.
     g = tl.where(decay != 0.0, g + decay * p, g)
     if buffer is not None:
-        buffer = tl.where(is_first, g, buffer * momentum + growth * g)
+        buffer = tl.where(is_first != 0.0, g, buffer * momentum + growth * g)
         g = g + momentum * buffer if NESTEROV else buffer
     return p + minus_rate * g, buffer
 
@@ -55,44 +93,38 @@ def _step_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["numel", "tiles_at"],
-    do_not_specialize_on_alignment=["param", "grad", "momentum_buffer", "compute"],
+    do_not_specialize=["numel", "num_rows"],
+    do_not_specialize_on_alignment=[
+        *("param", "grad", "momentum_buffer", "scalars", "factor", "found_inf"),
+        *("table", "compute", "compute_scale", "amax"),
+    ],
 )
 def _sgd_kernel(
     param,
     grad,
     momentum_buffer,
-    lr,
-    step,
+    scalars,
     factor,
     found_inf,
     table,
-    lr_scales,
-    weight_decays,
     compute,
     compute_scale,
     amax,
     numel,
-    tiles_at,
-    decay_high,
-    decay_low,
+    num_rows,
     momentum,
     growth,
     MAXIMIZE: tl.constexpr,
     NESTEROV: tl.constexpr,
+    STEPS: tl.constexpr,
     ALIGNED: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One tile of one segment; `tiles.tile_of` has an example of how the tile is found."""
     if not may_not_step(found_inf):
-        segment, start, count = tile_of(table, tiles_at, numel, BLOCK)
-        minus_rate = (-rate_of(lr, lr_scales, segment)).to(tl.float32)
-        decay = decay_of(decay_high, decay_low, weight_decays, segment).to(tl.float32)
-        is_first = False
-        if step is not None:
-            is_first = tl.load(step).to(tl.int64) == 1
-        scalars = (minus_rate, decay, momentum, growth, is_first)
+        segment, start, count = tile_of(table, num_rows, numel, STEPS, BLOCK)
+        made = (scalars_of(scalars, segment), momentum, growth)
         if momentum_buffer is not None:
             momentum_buffer += start
         if compute is not None:
@@ -101,7 +133,7 @@ def _sgd_kernel(
         outputs = (compute, compute_scale, amax)
         for_tile(
             _step_part,
-            (shards, outputs, factor, scalars, MAXIMIZE, NESTEROV, HARDWARE),
+            (shards, outputs, factor, made, MAXIMIZE, NESTEROV, HARDWARE),
             count,
             ALIGNED,
             BLOCK,
@@ -120,25 +152,11 @@ def flat_sgd_(
     nesterov: bool,
     **shared: Any,
 ) -> None:
-    """`reference.flat_sgd_` in one launch."""
+    """`reference.flat_sgd_` in two launches, the first one small."""
     options = Shared(**shared)
     shards = (param, grad, momentum_buffer)
     plan = tiles.plan("flat_sgd_", (*shards, options.compute), options.starts)
-    if plan.num_tiles == 0:
+    if plan.table.num_tiles == 0:
         return
-    launch(
-        _sgd_kernel,
-        plan.num_tiles,
-        *shards,
-        lr,
-        step,
-        *plan.arguments(options, param.numel()),
-        momentum,
-        1.0 - dampening,
-        on=param,
-        num_warps=plan.num_warps,
-        MAXIMIZE=options.maximize,
-        NESTEROV=nesterov,
-        ALIGNED=plan.aligned,
-        BLOCK=plan.block,
-    )
+    scalars = tiles.made_scalars(_scalars_kernel, options, lr, step)
+    plan.launch(_sgd_kernel, shards, scalars, options, momentum, 1.0 - dampening, NESTEROV=nesterov)

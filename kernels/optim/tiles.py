@@ -1,10 +1,11 @@
-"""What the flat optimizers share: a shard's segments, their tiles, and how a tile's scalars and
-compute shard are read and written.
+"""What the flat optimizers share: a shard's segments, their scalars and tiles, and how a tile's
+compute shard is written.
 
     segment   [starts[i], starts[i + 1]) of the shard: its own factor on lr, its own weight decay
+    scalars   three FP32 numbers of each segment, made from FP64 ones by a launch before the step's
     tile      `block` elements of one segment, for one program
 
-    program p -> row i = entries[tiles_at + p] -> segment, start and numel of it -> tile of it
+    program p -> row -> segment, start and numel of it -> tile of it
 
 The table is that of `tables`, with the segment's index where a tensor's address stands.
 """
@@ -14,6 +15,7 @@ The table is that of `tables`, with the segment's index where a tensor's address
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +30,14 @@ from ..device_tables import fields_of, row_of
 from ..formats.device_codes import code_of
 from ..formats.device_table import element_constant
 from ..formats.table import E4M3, wire_format_of
-from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, is_capturing
+from ..launch import (
+    ACCESS_BYTES,
+    THREADS_PER_WARP,
+    LaunchConfig,
+    is_aligned,
+    is_capturing,
+    launch,
+)
 from ..paths import store
 from ..portable import round_to, to_fp32
 from ..tuned import config_for
@@ -37,44 +46,72 @@ from .reference import BASE, DIGITS, Shared, bias_powers, halves
 NUM_WARPS = 4
 POWERS_NUMEL = DIGITS * BASE  # of one beta
 SEGMENT_MULTIPLE = 16  # elements: 16 bytes of the narrowest side, one byte an element
+NUM_SCALARS = 3  # of a segment
+SEGMENTS_A_PROGRAM = 128  # whose scalars it makes
 
 _FP32_CODE = tables.CODED_DTYPES.index(torch.float32)
 _BASE, _DIGITS = tl.constexpr(BASE), tl.constexpr(DIGITS)
 _E4M3 = element_constant(E4M3)
+_NUM_SCALARS, _SEGMENTS = tl.constexpr(NUM_SCALARS), tl.constexpr(SEGMENTS_A_PROGRAM)
 
 
 @triton.jit
-def tile_of(table, tiles_at, numel, BLOCK: tl.constexpr) -> tuple:
+def segments_of(num_segments) -> tuple:
+    """(Segments of this program, which of them exist), where scalars are made."""
+    segments = tl.program_id(0) * _SEGMENTS + tl.arange(0, _SEGMENTS)
+    return segments, segments < num_segments
+
+
+@triton.jit
+def rates_of(lr, lr_scales, segments, exist) -> tl.tensor:
+    """lr times the segments' factors, in FP64."""
+    rates = tl.load(lr).to(tl.float64)
+    if lr_scales is not None:
+        rates = rates * tl.load(lr_scales + segments, mask=exist, other=0.0).to(tl.float64)
+    return rates
+
+
+@triton.jit
+def decays_of(high, low, weight_decays, segments, exist) -> tl.tensor:
+    """The segments' weight decays in FP64; what all share comes in two halves of FP32."""
+    if weight_decays is not None:
+        return tl.load(weight_decays + segments, mask=exist, other=0.0).to(tl.float64)
+    else:
+        return tl.cast(high, tl.float64) + tl.cast(low, tl.float64)
+
+
+@triton.jit
+def store_scalars(scalars, segments, exist, first, second, third) -> None:
+    """One each, or one for all segments."""
+    places = scalars + segments * _NUM_SCALARS
+    tl.store(places, first, mask=exist)
+    tl.store(places + 1, second, mask=exist)
+    tl.store(places + 2, third, mask=exist)
+
+
+@triton.jit
+def scalars_of(scalars, segment) -> tuple:
+    """Those of one segment, as `store_scalars` took them."""
+    places = scalars + segment * _NUM_SCALARS
+    return tl.load(places), tl.load(places + 1), tl.load(places + 2)
+
+
+@triton.jit
+def tile_of(table, num_rows, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr) -> tuple:
     """(segment, first element, elements left in the segment) of this program.
 
     Without a table the shard is one segment.
 
-    Example, BLOCK 4: segments of 6 and 3 elements make the tiles [0, 0, 1] and the rows
-    [0, 6, 0, 0, ..] and [1, 3, 6, 2, ..]. Program 1 starts at 0 + (1 - 0) * 4 = 4, with 2 left.
+    Example, BLOCK 4: segments of 6 and 3 elements make the rows [0, 6, 0, ..] and [1, 3, 6, ..] and
+    the first tiles 0 and 2. Program 1 starts at 0 + (1 - 0) * 4 = 4, with 2 left.
     """
     if table is not None:
-        row, tile = row_of(table, tiles_at)
+        row, tile = row_of(table, num_rows, STEPS)
         segment, segment_numel, start, _, _ = fields_of(row)
-        return segment, start + tile * BLOCK, segment_numel - tile * BLOCK
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    return start * 0, start, numel - start
-
-
-@triton.jit
-def rate_of(lr, lr_scales, segment) -> tl.tensor:
-    """lr times the segment's factor, in FP64."""
-    rate = tl.load(lr).to(tl.float64)
-    if lr_scales is not None:
-        rate = rate * tl.load(lr_scales + segment).to(tl.float64)
-    return rate
-
-
-@triton.jit
-def decay_of(high, low, weight_decays, segment) -> tl.tensor:
-    """The segment's weight decay in FP64; what all share comes in two halves of FP32."""
-    if weight_decays is not None:
-        return tl.load(weight_decays + segment).to(tl.float64)
-    return tl.cast(high, tl.float64) + tl.cast(low, tl.float64)
+        begin = tile.to(tl.int64) * BLOCK
+        return segment, start + begin, segment_numel - begin
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    return begin * 0, begin, numel - begin
 
 
 @triton.jit
@@ -133,30 +170,68 @@ def store_computed(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a shard is cut into tiles: `table` is None where it is one segment."""
+    """How a shard is cut into tiles: `table` has no entries where it is one segment."""
 
     block: int
     num_warps: int
-    num_tiles: int
-    tiles_at: int
-    table: torch.Tensor | None
+    table: tables.TileTable
     aligned: bool
 
-    def arguments(self, options: Shared, numel: int) -> tuple[Any, ...]:
-        """Those of both kernels, in their order, from `factor` to `decay_low`."""
-        return (
+    def launch(
+        self,
+        kernel: Any,
+        shards: Sequence[torch.Tensor | None],
+        scalars: torch.Tensor,
+        options: Shared,
+        *numbers: float,
+        **constants: Any,
+    ) -> None:
+        """The step itself; numbers, constants: those of one optimizer."""
+        on, amax = shards[0], options.amax
+        assert on is not None
+        launch(
+            kernel,
+            self.table.num_tiles,
+            *shards,
+            scalars,
             options.factor,
             options.found_inf,
-            self.table,
-            options.lr_scales,
-            options.weight_decays,
+            self.table.entries,
             options.compute,
             options.compute_scale,
-            None if options.amax is None else options.amax.view(torch.int32),
-            numel,
-            self.tiles_at,
-            *halves(options.weight_decay),
+            None if amax is None else amax.view(torch.int32),
+            on.numel(),
+            self.table.num_rows,
+            *numbers,
+            on=on,
+            num_warps=self.num_warps,
+            MAXIMIZE=options.maximize,
+            STEPS=self.table.search_steps,
+            ALIGNED=self.aligned,
+            BLOCK=self.block,
+            **constants,
         )
+
+
+def made_scalars(kernel: Any, options: Shared, *read: torch.Tensor | None) -> torch.Tensor:
+    """The scalars of every segment, FP32 [segments, 3], by a launch of `kernel`."""
+    lr, num_segments = read[0], max(len(options.starts), 1)
+    assert lr is not None
+    scalars = torch.empty(num_segments, NUM_SCALARS, dtype=torch.float32, device=lr.device)
+    launch(
+        kernel,
+        triton.cdiv(num_segments, SEGMENTS_A_PROGRAM),
+        scalars,
+        *read,
+        options.found_inf,
+        options.lr_scales,
+        options.weight_decays,
+        num_segments,
+        *halves(options.weight_decay),
+        on=scalars,
+        num_warps=SEGMENTS_A_PROGRAM // THREADS_PER_WARP,
+    )
+    return scalars
 
 
 def plan(op: str, shards: Sequence[torch.Tensor | None], starts: Sequence[int]) -> Plan:
@@ -169,10 +244,10 @@ def plan(op: str, shards: Sequence[torch.Tensor | None], starts: Sequence[int]) 
     block = config.block_bytes // narrowest
     aligned = is_aligned(*given) and not any(start % SEGMENT_MULTIPLE for start in starts)
     if not starts or numel == 0:
-        num_tiles = triton.cdiv(numel, block)
-        return Plan(block, config.num_warps, num_tiles, 0, None, aligned)
-    made = segment_tiles(tuple(starts), numel, block, device)
-    return Plan(block, config.num_warps, made.num_tiles, made.tiles_at, made.entries, aligned)
+        table = tables.TileTable(None, 0, triton.cdiv(numel, block), 1)
+    else:
+        table = segment_tiles(tuple(starts), numel, block, device)
+    return Plan(block, config.num_warps, table, aligned)
 
 
 def _name_of(shard: torch.Tensor | None) -> str:
@@ -201,8 +276,8 @@ def segment_tiles(
         for index, (start, end) in enumerate(zip(starts, ends, strict=True))
         if end > start
     ]
-    entries, num_tiles = tables.table_entries(keys, block * torch.float32.itemsize)
-    return tables.TileTable(entries.to(device), len(keys) * tables.ROW_FIELDS, num_tiles)
+    table = tables.tensor_table(keys, block * torch.float32.itemsize)
+    return dataclasses.replace(table, entries=table.entries.to(device))
 
 
 @functools.cache

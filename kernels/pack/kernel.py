@@ -2,10 +2,10 @@
 
 Formula and rounding are those of `reference`; `tables` tells each program its tile. Bytes moved:
 numel * (bytes of a source element + bytes of a destination element), the destination twice with
-`accumulate`, and 8 bytes of table a tile. A tile that is full and 16-byte aligned on both sides
-takes the unmasked path, 16 bytes an access; tails and unaligned tensors take the masked one, an
-element an access. Both are in one kernel, as are all dtypes of the tensors: the table sends each
-program its way, so that no mixture needs a second launch.
+`accumulate`. A tile that is full and 16-byte aligned on both sides takes the unmasked path, 16
+bytes an access; tails and unaligned tensors take the masked one, an element an access. Both are in
+one kernel, as are all dtypes of the tensors: the table sends each program its way, so that no
+mixture needs a second launch.
 """
 
 # Triton gives the arguments of a JIT function their types when it is launched.
@@ -21,14 +21,17 @@ import triton
 import triton.language as tl
 
 from .. import tables
+from ..device_numbers import number_of
 from ..device_tables import NUM_CODES, fields_of, numel_of, pointer_of, row_of
 from ..formats.table import wire_format_of
 from ..launch import LaunchConfig, config_of, launch
+from ..numbers import Scale, unless_one
 from ..paths import for_tile, load, store
 from ..portable import round_to, to_fp32
+from ..table_cache import TableCache
 from ..tuned import config_for
 
-_tables = tables.TableCache()
+_tables = TableCache()
 
 
 @triton.jit
@@ -41,7 +44,7 @@ def _move_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
     if value.dtype != dtype or scale is not None or ACCUMULATE:
         total = to_fp32(value)
         if scale is not None:
-            total = total * scale
+            total = total * number_of(scale)
         if ACCUMULATE:
             total = to_fp32(load(destination, place, FULL, NUMEL)) + total
         value = round_to(total, dtype)
@@ -62,7 +65,7 @@ def _move_tile(
     """That of the `tensor`, whose row has these fields."""
     _, numel, offset, _, aligned = row
     BLOCK: tl.constexpr = numel_of(tensor.dtype.element_ty, TILE_BYTES)
-    start = tile * BLOCK
+    start = tile.to(tl.int64) * BLOCK
     tensor += start
     flat += offset + start
     source = flat if UNPACK else tensor
@@ -70,24 +73,27 @@ def _move_tile(
     for_tile(_move_part, (source, destination, scale, ACCUMULATE), numel - start, aligned, BLOCK)
 
 
-@triton.jit(do_not_specialize=["tiles_at"], do_not_specialize_on_alignment=["flat", "table"])
+@triton.jit(
+    do_not_specialize=["num_rows", "scale"], do_not_specialize_on_alignment=["flat", "table"]
+)
 def _pack_kernel(
     flat,
     table,
-    tiles_at,
+    num_rows,
     scale,
     UNPACK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    STEPS: tl.constexpr,
     TILE_BYTES: tl.constexpr,
 ):
     """One tile of one tensor.
 
     Example with tiles of 16 bytes: FP32 tensors of 6 and 3 elements at offsets 0 and 8 make the
-    rows [.., 6, 0, 0, ..] and [.., 3, 8, 2, ..] and the tiles [0, 0, 1]. Program 1 has tensor 0,
+    rows [.., 6, 0, ..] and [.., 3, 8, ..] and the first tiles 0 and 2. Program 1 has tensor 0,
     starts at (1 - 0) * 4 = 4 and has 2 elements left: it moves elements 4 and 5 from or to flat[4]
     and flat[5].
     """
-    row, tile = row_of(table, tiles_at)
+    row, tile = row_of(table, num_rows, STEPS)
     fields = fields_of(row)
     for code in tl.static_range(NUM_CODES):
         if fields[3] == code:
@@ -105,7 +111,7 @@ def pack_(
     flat: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
 ) -> None:
     """`reference.pack_` in one launch; non-contiguous tensors are made contiguous first."""
@@ -117,7 +123,7 @@ def unpack_(
     tensors: Sequence[torch.Tensor],
     flat: torch.Tensor,
     offsets: Sequence[int],
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
 ) -> None:
     """`reference.unpack_` in one launch; non-contiguous tensors are filled by way of a copy."""
@@ -132,7 +138,7 @@ def _launch(
     flat: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
-    scale: float,
+    scale: Scale,
     accumulate: bool,
     *,
     unpack: bool,
@@ -152,11 +158,12 @@ def _launch(
         table.num_tiles,
         flat,
         table.entries,
-        table.tiles_at,
-        None if scale == 1.0 else scale,
+        table.num_rows,
+        unless_one(scale),
         on=flat,
         num_warps=config.num_warps,
         UNPACK=unpack,
         ACCUMULATE=accumulate,
+        STEPS=table.search_steps,
         TILE_BYTES=config.block_bytes,
     )

@@ -25,17 +25,17 @@ from ..checks import (
     check_dtype,
     check_flag,
     check_integers,
-    check_number,
     check_one_a_tensor,
     check_tensors,
     check_vector,
 )
+from ..numbers import Scale, checked_scale
 from ..op import Op, call, is_usual, on_first_use, runs_directly
 from . import reference
 
 _DTYPES = frozenset(SOURCE_DTYPES)
 _REDUCE_DIMS = 2
-_OPTIONS = "float scale=1.0, bool accumulate=False"
+_OPTIONS = "float scale=1.0, bool accumulate=False, *, Tensor? scale_tensor=None"
 
 _PACK = Op(
     f"pack_(Tensor(a!) flat, Tensor[] tensors, SymInt[] offsets, {_OPTIONS}) -> ()",
@@ -59,7 +59,7 @@ def pack_(
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
     *,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
     slots: Sequence[torch.Tensor] | None = None,
 ) -> None:
@@ -72,19 +72,26 @@ def pack_(
 
     flat[o : o + n] = round(float32(tensor) * scale), or with `accumulate`
     flat[o : o + n] = round(float32(flat[o : o + n]) + float32(tensor) * scale): in FP32, no fused
-    multiply-add, rounded once to nearest even. Raises `ValueError` before anything is written.
+    multiply-add, rounded once to nearest even. `scale` may be an FP32 tensor of one element, read
+    on the device. Raises `ValueError` before anything is written.
 
     slots: the views of `flat` that `offsets` name, shaped like the tensors, where the caller packs
     into the same memory again and again. They are trusted, so that a CPU neither makes the views
     nor checks the arguments anew; other devices need no views, and spare themselves the look at
     what shares memory.
     """
-    if slots is not None and flat.is_cpu and runs_directly(flat):
+    if (
+        slots is not None
+        and flat.is_cpu
+        and runs_directly(flat)
+        and not isinstance(scale, torch.Tensor)
+    ):
         reference.move_(slots, tensors, scale, accumulate)
         return
     apart = slots is not None
     tensors, offsets = _checked_tensors(flat, tensors, offsets, disjoint=True, apart=apart)
-    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
+    scale = checked_scale(scale, flat.device, flat=flat)
+    accumulate = check_flag("accumulate", accumulate)
     call(_PACK, flat, flat, tensors, offsets, scale, accumulate)
 
 
@@ -93,7 +100,7 @@ def unpack_(
     flat: torch.Tensor,
     offsets: Sequence[int],
     *,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
 ) -> None:
     """Fill every tensor from `flat` at its offset: the inverse of `pack_`, same rules and rounding.
@@ -103,7 +110,8 @@ def unpack_(
     """
     tensors, offsets = _checked_tensors(flat, tensors, offsets, disjoint=False, apart=False)
     check_destinations("tensors", tensors)
-    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
+    scale = checked_scale(scale, flat.device, tensors=tensors)
+    accumulate = check_flag("accumulate", accumulate)
     call(_UNPACK, flat, tensors, flat, offsets, scale, accumulate)
 
 
@@ -111,7 +119,7 @@ def reduce_(
     out: torch.Tensor,
     parts: torch.Tensor | None,
     *,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
     rows: Sequence[torch.Tensor] | None = None,
 ) -> None:
@@ -119,12 +127,18 @@ def reduce_(
 
     out: [shard]; parts: [world, shard], world >= 1, or None beside `rows`. Both contiguous, FP32,
     BF16 or FP16, on one device, not overlapping. out = round(sum * scale), or with `accumulate`
-    out = round(float32(out) + sum * scale). Raises `ValueError` before anything is written.
+    out = round(float32(out) + sum * scale); `scale` as for `pack_`. Raises `ValueError` before
+    anything is written.
 
     rows: the rows of `parts`, where the caller has them at hand; trusted like `pack_`'s slots.
     Rows that lie apart have no table: then `parts` is None.
     """
-    if rows is not None and out.is_cpu and runs_directly(out):
+    if (
+        rows is not None
+        and out.is_cpu
+        and runs_directly(out)
+        and not isinstance(scale, torch.Tensor)
+    ):
         reference.reduce_(out, parts, scale, accumulate, rows)
         return
     if parts is None:
@@ -134,7 +148,8 @@ def reduce_(
             )
         parts = torch.stack(tuple(rows))
     _check_reduce(out, parts)
-    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
+    scale = checked_scale(scale, out.device, out=out)
+    accumulate = check_flag("accumulate", accumulate)
     call(_REDUCE, out, out, parts, scale, accumulate)
 
 

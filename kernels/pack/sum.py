@@ -17,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device_numbers import number_of
 from ..formats.table import wire_format_of
 from ..launch import ACCESS_BYTES, LaunchConfig, config_of, is_aligned, launch
+from ..numbers import Scale, unless_one
 from ..paths import for_tile, load, store
 from ..portable import round_to, to_fp32
 from ..tuned import config_for
@@ -43,13 +45,13 @@ def _reduce_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
     for rank in tl.static_range(1 + GROUPED, WORLD):
         total += to_fp32(load(parts + rank * shard, place, FULL, NUMEL))
     if scale is not None:
-        total = total * scale
+        total = total * number_of(scale)
     if ACCUMULATE:
         total = to_fp32(load(out, place, FULL, NUMEL)) + total
     store(out, round_to(total, out.dtype.element_ty), place, FULL, NUMEL)
 
 
-@triton.jit(do_not_specialize=["shard"], do_not_specialize_on_alignment=["out", "parts"])
+@triton.jit(do_not_specialize=["shard", "scale"], do_not_specialize_on_alignment=["out", "parts"])
 def _reduce_kernel(
     out,
     parts,
@@ -83,7 +85,7 @@ def default_config(world_size: int) -> LaunchConfig:
 
 
 def reduce_(
-    out: torch.Tensor, parts: torch.Tensor, scale: float = 1.0, accumulate: bool = False
+    out: torch.Tensor, parts: torch.Tensor, scale: Scale = 1.0, accumulate: bool = False
 ) -> None:
     """`reference.reduce_` in one launch."""
     world, shard = parts.shape
@@ -100,7 +102,7 @@ def reduce_(
         out,
         parts,
         shard,
-        None if scale == 1.0 else scale,
+        unless_one(scale),
         on=out,
         num_warps=config.num_warps,
         WORLD=world,

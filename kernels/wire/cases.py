@@ -69,7 +69,7 @@ _UNPACK_GATES = {
     "fp16 to fp16": Gate(2.0, 40),
     "fp8_row to bf16": Gate(6.0, 48),
     "fp8_1x128 to bf16": Gate(6.5, 48),
-    "mxfp8 to bf16": Gate(7.0, 48),
+    "mxfp8 to bf16": Gate(7.25, 48),
     "mxfp4 to bf16": Gate(11.5, 48),
     "nvfp4 to bf16": Gate(14.5, 48),
 }

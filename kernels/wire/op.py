@@ -34,13 +34,13 @@ from ..checks import (
     check_flag,
     check_integer,
     check_integers,
-    check_number,
     check_one_a_tensor,
     check_tensors,
     check_vector,
 )
-from ..formats.noise import MAX_INDEX, checked_seed
+from ..formats.noise import MAX_INDEX, Seed, checked_seed
 from ..formats.table import SCALE_RULES, MessageFormat
+from ..numbers import Scale, checked_scale, tensor_of
 from ..op import Op, call, is_usual, on_first_use
 from . import cpu
 from .layout import (
@@ -61,19 +61,21 @@ _DEFAULT_RULE = "rceil"
 
 _PACK = Op(
     "pack_message_(Tensor(a!) message, Tensor[] tensors, str format, SymInt numel, "
-    "SymInt[] offsets, SymInt[] first_indices, float scale, int row_numel, str rule, "
-    "bool power_of_2, SymInt? seed) -> ()",
+    "SymInt[] offsets, SymInt[] first_indices, float? scale, int row_numel, str rule, "
+    "bool power_of_2, SymInt? seed, *, Tensor? scale_tensor=None, Tensor? seed_tensor=None) -> ()",
     cpu.pack_message_,
     on_first_use("wire.pack", "pack_message_"),
 )
 _UNPACK = Op(
     "unpack_message_(Tensor(a!)[] tensors, Tensor message, str format, SymInt numel, "
-    "SymInt[] offsets, float scale, bool accumulate, int row_numel) -> ()",
+    "SymInt[] offsets, float? scale, bool accumulate, int row_numel, *, "
+    "Tensor? scale_tensor=None) -> ()",
     cpu.unpack_message_,
     on_first_use("wire.unpack", "unpack_message_"),
 )
 _SUM_OPTIONS = (
-    f"str format, float scale=1.0, bool accumulate=False, SymInt row_numel={DEFAULT_ROW_NUMEL}"
+    f"str format, float scale=1.0, bool accumulate=False, SymInt row_numel={DEFAULT_ROW_NUMEL}, *, "
+    "Tensor? scale_tensor=None"
 )
 _REDUCE = Op(
     f"reduce_messages_(Tensor(a!) out, Tensor messages, {_SUM_OPTIONS}) -> ()",
@@ -93,12 +95,12 @@ def pack_message_(
     format: str,
     *,
     offsets: Sequence[int] | None = None,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     row_numel: int = DEFAULT_ROW_NUMEL,
     rule: str = _DEFAULT_RULE,
     power_of_2: bool = False,
     rounding: str = "nearest",
-    seed: int | None = None,
+    seed: Seed | None = None,
     first_indices: Sequence[int] | None = None,
 ) -> None:
     """Write every byte of `message`: the tensors, times `scale` in FP32, in the format.
@@ -116,6 +118,7 @@ def pack_message_(
     scales, "rceil", "floor", "ceil" or "even". power_of_2: FP8's scales are rounded down to powers
     of two.
 
+    scale, seed: numbers, or tensors of one element on the device, FP32 and int64, read there.
     rounding: "nearest", ties to even, or "stochastic", not for fp32 and fp16, with noise of `seed`,
     any 64 bits, and an element's index: its place in its tensor plus the tensor's of
     `first_indices`, by default its offset, and at most 2^63 - 1 less the vector's elements. So a
@@ -124,19 +127,20 @@ def pack_message_(
     """
     check_choice("rule", rule, SCALE_RULES)
     power_of_2 = check_flag("power_of_2", power_of_2)
-    seed = checked_seed(rounding, seed)
+    tensors, named = _checked_tensors(message, tensors)
+    seed = checked_seed(rounding, seed, message.device)
     if seed is not None and not message_format(format).has_stochastic:
         raise ValueError(
             f"rounding: expected nearest for {format}, got {rounding!r}; there is no such cast"
         )
-    tensors, named = _checked_tensors(message, tensors)
     layout, parts, offsets = _placed(message, tensors, format, offsets, row_numel)
     _check_effects(layout.format, rule, power_of_2, seed, first_indices)
     if first_indices is None:
         first_indices = offsets
     first_indices = _checked_indices(tensors, first_indices, parts * layout.numel)
-    check_apart({"message": message}, named)
-    options = (check_number("scale", scale), row_numel, rule, power_of_2, seed)
+    check_apart({"message": message}, named | {"seed": tensor_of(seed)})
+    scale = checked_scale(scale, message.device, message=message)
+    options = (scale, row_numel, rule, power_of_2, seed)
     call(_PACK, message, message, tensors, format, layout.numel, offsets, first_indices, *options)
 
 
@@ -146,7 +150,7 @@ def unpack_message_(
     format: str,
     *,
     offsets: Sequence[int] | None = None,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
     row_numel: int = DEFAULT_ROW_NUMEL,
 ) -> None:
@@ -161,7 +165,8 @@ def unpack_message_(
     layout, _, offsets = _placed(message, tensors, format, offsets, row_numel)
     check_apart({"message": message}, named)
     check_destinations("tensors", tensors)
-    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
+    scale = checked_scale(scale, message.device, tensors=tensors)
+    accumulate = check_flag("accumulate", accumulate)
     if tensors:
         options = (scale, accumulate, row_numel)
         call(_UNPACK, message, tensors, message, format, layout.numel, offsets, *options)
@@ -172,7 +177,7 @@ def reduce_messages_(
     messages: torch.Tensor,
     format: str,
     *,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
     row_numel: int = DEFAULT_ROW_NUMEL,
 ) -> None:
@@ -180,7 +185,7 @@ def reduce_messages_(
 
     out: 1-D, contiguous, FP32, BF16 or FP16, of as many elements as a message has, gaps counted.
     messages: uint8 [world, bytes of a message], contiguous, world >= 1, on the device of `out` and
-    not overlapping it. format: as for `pack_message_`; row_numel: that of the sender.
+    not overlapping it. format, scale: as for `pack_message_`; row_numel: that of the sender.
     Nobody looks at the headers, on a GPU or a CPU: `read_header` does, and the host waits.
 
     acc = (decode(messages[0]) + decode(messages[1])) + ...; out = round(acc * scale), or with
@@ -202,7 +207,8 @@ def reduce_messages_(
     _check_num_bytes("messages", messages.shape[1], layout)
     check_contiguous("messages", messages)
     check_apart({"out": out}, {"messages": messages})
-    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
+    scale = checked_scale(scale, out.device, out=out)
+    accumulate = check_flag("accumulate", accumulate)
     call(_REDUCE, out, out, messages, format, scale, accumulate, row_numel)
 
 
@@ -211,7 +217,7 @@ def reduce_peer_messages_(
     messages: Sequence[torch.Tensor],
     format: str,
     *,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
     row_numel: int = DEFAULT_ROW_NUMEL,
 ) -> None:
@@ -234,7 +240,8 @@ def reduce_peer_messages_(
             check_vector(name, message)
             _check_num_bytes(name, message.shape[0], layout)
         check_apart({"out": out}, named)
-    scale, accumulate = check_number("scale", scale), check_flag("accumulate", accumulate)
+    scale = checked_scale(scale, out.device, out=out)
+    accumulate = check_flag("accumulate", accumulate)
     call(_REDUCE_PEERS, out, out, messages, format, scale, accumulate, row_numel)
 
 
@@ -242,7 +249,7 @@ def _check_effects(
     form: MessageFormat,
     rule: str,
     power_of_2: bool,
-    seed: int | None,
+    seed: Seed | None,
     first_indices: Sequence[int] | None,
 ) -> None:
     """Raise `ValueError` for an option that would change nothing."""

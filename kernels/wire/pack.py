@@ -21,11 +21,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import tables
 from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, MessageFormat, rule_of
 from ..launch import LaunchConfig, launch
+from ..numbers import unless_one
+from ..table_cache import TableCache
 from ..tuned import config_for
 from ..wide import side_by_side
 from .layout import HEADER_BYTES, MessageLayout, header_bytes, layout_of_numel
@@ -41,7 +42,7 @@ from .tiles import (
     packed_pieces,
     part_numel,
     paths_of,
-    piece_entries,
+    piece_table,
     section,
     values_of,
 )
@@ -52,7 +53,7 @@ _EIGHT = tl.constexpr(8)
 # Where there is little to share, neighbouring threads had better read neighbouring bytes.
 _SHARED_NUMEL = tl.constexpr(32)
 
-_tables = tables.TableCache(entries_of=piece_entries)
+_tables = TableCache(table_of=piece_table)
 
 
 @triton.jit
@@ -164,15 +165,15 @@ def _store_frame(message, header, numel, scales_end, rows_at, rows_end, num_byte
 
 @triton.jit(
     do_not_specialize=[
-        *("tiles_at", "num_tiles", "header", "numel", "scales_at", "scales_end"),
-        *("rows_at", "rows_end", "num_bytes", "seed"),
+        *("num_rows", "num_tiles", "header", "numel", "scales_at", "scales_end"),
+        *("rows_at", "rows_end", "num_bytes", "scale", "seed"),
     ],
     do_not_specialize_on_alignment=["messages", "table"],
 )
 def _pack_kernel(
     messages,
     table,
-    tiles_at,
+    num_rows,
     num_tiles,
     header,
     numel,
@@ -186,6 +187,7 @@ def _pack_kernel(
     CODEC: tl.constexpr,
     ROW: tl.constexpr,
     HARDWARE: tl.constexpr,
+    STEPS: tl.constexpr,
     KIND: tl.constexpr,
     FULL: tl.constexpr,
     MASKED: tl.constexpr,
@@ -207,8 +209,9 @@ def _pack_kernel(
         for_piece(
             _pack_part,
             table,
-            tiles_at,
+            num_rows,
             (messages, scales_at, rows_at, scale, seed, CODEC, ROW, HARDWARE),
+            STEPS,
             KIND,
             FULL,
             MASKED,
@@ -274,7 +277,7 @@ def _launch(
         table.num_tiles + messages.numel() // layout.num_bytes,
         messages,
         table.entries,
-        table.tiles_at,
+        table.num_rows,
         table.num_tiles,
         int.from_bytes(header_bytes(layout)[: _NUMEL_AT.value], "little"),
         layout.numel,
@@ -283,12 +286,13 @@ def _launch(
         layout.row_scales_at,
         layout.row_scales_end,
         layout.num_bytes,
-        None if cast.scale == 1.0 else cast.scale,
+        unless_one(cast.scale),
         cast.seed,
         on=messages,
         num_warps=config.num_warps,
         CODEC=codec_of(form, rule_of(form, cast.rule, cast.power_of_2)),
         ROW=row_numel,
+        STEPS=table.search_steps,
         KIND=paths.dtype,
         FULL=paths.full,
         MASKED=paths.masked,

@@ -53,7 +53,7 @@ class MessageCast:
     """How tensors become a message, in the order in which the op takes it.
 
     rule: of MX's scales. power_of_2: of FP8's. With a `seed`, signed, of 64 bits, elements are
-    rounded stochastically.
+    rounded stochastically. A launcher's `scale` and `seed` may be tensors: see `op`.
     """
 
     scale: float = 1.0

@@ -23,12 +23,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device_numbers import number_of
 from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE, MessageFormat
 from ..launch import ACCESS_BYTES, THREADS_PER_WARP, LaunchConfig, is_aligned, launch
+from ..numbers import Scale, unless_one
 from ..portable import round_to, to_fp32
-from ..tables import TableCache
+from ..table_cache import TableCache
+from ..tables import TileTable
 from ..tuned import config_for
 from ..wide import aligned_pointers
 from .layout import DEFAULT_ROW_NUMEL, HEADER_BYTES, MessageLayout, layout_of_numel
@@ -47,12 +50,12 @@ _BITS_PER_BYTE = tl.constexpr(BITS_PER_BYTE)
 _ROWS_IN_LOOP = tl.constexpr(ROWS_IN_LOOP)
 
 
-def _entries(addresses: Sequence[int], _tile_size: int) -> tuple[torch.Tensor, int]:
+def _addresses(addresses: Sequence[int], _tile_size: int) -> TileTable:
     """Every program reads the whole table, so none of it tells what is a program's own."""
-    return torch.tensor(addresses), 0
+    return TileTable(torch.tensor(addresses), len(addresses), 0, 0)
 
 
-_tables = TableCache(entries_of=_entries)
+_tables = TableCache(table_of=_addresses)
 
 
 @triton.jit
@@ -96,17 +99,11 @@ def _factors(
 
 @triton.jit
 def _codes(data, tile, BITS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Codes [groups, 128] of BITS bits: of 4, the low ones of uint32.
-
-    There what is above stays: decoding does not look at it, and to clear it takes instructions.
-    """
+    """Codes [groups, 128] of BITS bits: of 4, words of eight, uint32 [groups, 16]."""
     first_group, groups = tile
     base = data + first_group * (_GROUP * BITS // _BITS_PER_BYTE)
     if BITS < _BITS_PER_BYTE:
-        words = _words(base, groups, 16, tl.uint32, ALIGNED)
-        words = tl.join(words, words >> 16)
-        words = tl.join(words, words >> 8)
-        return tl.reshape(tl.join(words, words >> 4), [groups.shape[0], _GROUP])
+        return _words(base, groups, 16, tl.uint32, ALIGNED)
     else:
         return _words(base, groups, _GROUP, word_of(BITS), ALIGNED)
 
@@ -117,7 +114,7 @@ def _decoded(
 ):
     """The tile's elements of one message, FP32 [groups, 128]."""
     codes = _codes(message + _DATA_AT, tile, CODEC.element.form.stored_bits, ALIGNED)
-    values = device.value_of(codes, CODEC.element, HARDWARE)
+    values = device.values_of(codes, CODEC.element, HARDWARE)
     if CODEC.factors is not None:
         factors = _factors(message, tile, layout, CODEC, ALIGNED, HARDWARE)
         GROUPS: tl.constexpr = codes.shape[0]
@@ -145,6 +142,7 @@ def _message_of(rank, messages, num_bytes, TABLE: tl.constexpr):
         "scales_at",
         "row_scales_at",
         "row_shift",
+        "scale",
     ],
     do_not_specialize_on_alignment=["out", "messages"],
 )
@@ -192,7 +190,7 @@ def _reduce_kernel(
                 total += _decoded(message, tile, layout, CODEC, ALIGNED, HARDWARE)
             rank += _ROWS_IN_LOOP
     if scale is not None:
-        total = total * scale
+        total = total * number_of(scale)
     destinations = out + first_group * _GROUP
     if ALIGNED:
         destinations = aligned_pointers(destinations, lanes * _GROUP, _GROUP)
@@ -221,7 +219,7 @@ def reduce_messages_(
     out: torch.Tensor,
     messages: torch.Tensor,
     format: str,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
     row_numel: int = DEFAULT_ROW_NUMEL,
 ) -> None:
@@ -237,7 +235,7 @@ def reduce_peer_messages_(
     out: torch.Tensor,
     messages: Sequence[torch.Tensor],
     format: str,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     accumulate: bool = False,
     row_numel: int = DEFAULT_ROW_NUMEL,
 ) -> None:
@@ -256,7 +254,7 @@ def _launch(
     messages: torch.Tensor,
     world: int,
     layout: MessageLayout,
-    scale: float,
+    scale: Scale,
     accumulate: bool,
     *,
     aligned: bool,
@@ -278,7 +276,7 @@ def _launch(
         layout.scales_at,
         layout.row_scales_at,
         (layout.row_numel // ALIGN_NUMEL).bit_length() - 1,
-        None if scale == 1.0 else scale,
+        unless_one(scale),
         on=out,
         num_warps=config.num_warps,
         CODEC=codec_of(form),

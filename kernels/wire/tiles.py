@@ -4,8 +4,8 @@ A piece is the elements of a tensor and the gap after it, in the vector of all m
 where they end, and a program has a tile of one cut. Table rows, a cut each, are those of `tables`,
 longer by three: EXTENT, how many elements of the message it has, INDEX, the first one's for the
 noise of stochastic rounding, and MESSAGE_AT, the byte at which its message begins. OFFSET counts
-in that message. ALIGNED says whether full tiles may take the unmasked path: of all cuts of a piece
-or of none, since messages have whole groups of 128 elements.
+in that message. Aligned rows are those of which full tiles may take the unmasked path: all cuts of
+a piece or none, since messages have whole groups of 128 elements.
 
 Rows of up to 4096 elements divide a tile, so a program has whole blocks, and whole rows.
 """
@@ -15,7 +15,6 @@ Rows of up to 4096 elements divide a tile, so a program has whole blocks, and wh
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +24,7 @@ import triton
 import triton.language as tl
 
 from .. import tables
+from ..device_numbers import number_of
 from ..device_tables import CODE_BF16, CODE_FP16, CODE_FP32, fields_of, pointer_of, row_of
 from ..formats.noise import GROUP_NUMEL
 from ..launch import ACCESS_BYTES
@@ -33,7 +33,7 @@ from ..wide import aligned_blocks, aligned_eights
 from .layout import MAX_ROW_NUMEL, MessageLayout
 
 EXTENT, INDEX, MESSAGE_AT = (tables.ROW_FIELDS + field for field in range(3))
-ROW_FIELDS = 16  # nine used: finding a row takes two instructions a thread less than a row of nine
+ROW_FIELDS = tables.ROW_FIELDS + 3
 TILE_NUMEL = MAX_ROW_NUMEL  # 32 elements a thread
 NUM_WARPS = 4
 MIXED = len(tables.CODED_DTYPES)  # in the place of a dtype's code: tensors of several
@@ -45,7 +45,6 @@ _MESSAGE_AT = tl.constexpr(MESSAGE_AT)
 # Address, numel, offset, dtype code, aligned, extent, index: of one tensor.
 PieceKey = tuple[int, int, int, int, bool, int, int]
 _ELEMENT_BYTES = tuple(dtype.itemsize for dtype in tables.CODED_DTYPES)
-_UNUSED = (0,) * (ROW_FIELDS - MESSAGE_AT - 1)
 
 
 class Pieces(NamedTuple):
@@ -68,19 +67,16 @@ class Paths:
     masked: bool
 
 
-def piece_entries(pieces: Pieces, tile_numel: int) -> tuple[torch.Tensor, int]:
-    """The entries of the table, on the CPU, and the number of tiles; see `tables`."""
-    rows = array("q")  # torch takes 100 ns a number of a list: 2.6 ms for 1,024 cuts, and 1.2
-    tile_counts: list[int] = []
+def piece_table(pieces: Pieces, tile_numel: int) -> tables.TileTable:
+    """The table, on the CPU; see `tables`."""
+    rows: list[tuple[int, ...]] = []
     first_tile = 0
     for key in pieces.keys:
         for address, numel, offset, code, aligned, extent, index, message_at in _cuts(key, pieces):
-            row = (address, numel, offset, first_tile, code, aligned, extent, index, message_at)
-            rows.extend(row + _UNUSED)
-            tile_counts.append(-(-extent // tile_numel))
-            first_tile += tile_counts[-1]
-    tiles = torch.repeat_interleave(torch.tensor(tile_counts), output_size=first_tile)
-    return torch.cat((torch.frombuffer(rows, dtype=torch.int64), tiles)), first_tile
+            first = tables.first_tile_of(first_tile, aligned)
+            rows.append((address, numel, offset, first, code, extent, index, message_at))
+            first_tile += -(-extent // tile_numel)
+    return tables.table_of(rows, first_tile)
 
 
 def _cuts(key: PieceKey, pieces: Pieces) -> Iterator[tuple[int, ...]]:
@@ -200,8 +196,9 @@ def log2(number: int) -> int:
 def for_piece(
     PART: tl.constexpr,
     table,
-    tiles_at,
+    num_rows,
     arguments,
+    STEPS: tl.constexpr,
     KIND: tl.constexpr,
     FULL: tl.constexpr,
     MASKED: tl.constexpr,
@@ -215,13 +212,13 @@ def for_piece(
     MIXED. FULL, MASKED: the paths that are needed. piece: (address, numel, offset, extent, index,
     byte at which its message begins).
     """
-    row, tile = row_of(table, tiles_at, _ROW_FIELDS)
+    row, tile = row_of(table, num_rows, STEPS, _ROW_FIELDS)
     address, numel, offset, kind, aligned = fields_of(row)
     extent = tl.load(row + _EXTENT)
     index = tl.load(row + _INDEX)
     message_at = tl.load(row + _MESSAGE_AT)
     piece = (address, numel, offset, extent, index, message_at)
-    begin = tile * TILE
+    begin = tile.to(tl.int64) * TILE
     if KIND != _MIXED:
         kind = KIND
     is_full = FULL
@@ -249,13 +246,13 @@ def loaded(
         else:
             x = to_fp32(tl.load(aligned_from(source, lanes_of(places, NUMEL))))
         if scale is not None:
-            x = x * scale
+            x = x * number_of(scale)
     else:
         lanes = lanes_of(places, NUMEL)
         exists = lanes < count
         x = to_fp32(tl.load(source + lanes, mask=exists, other=0.0))
         if scale is not None:
-            x = tl.where(exists, x * scale, 0.0)
+            x = tl.where(exists, x * number_of(scale), 0.0)
     return x
 
 

@@ -19,13 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import tables
+from ..device_numbers import number_of
 from ..device_tables import NUM_CODES, pointer_of
 from ..formats import device_codes as device
 from ..formats.device_table import codec_of
 from ..formats.table import ALIGN_NUMEL, BITS_PER_BYTE
 from ..launch import LaunchConfig, launch
+from ..numbers import unless_one
 from ..portable import round_to, to_fp32
+from ..table_cache import TableCache
 from ..tuned import config_for
 from .layout import HEADER_BYTES, layout_of_numel
 from .reference import aligned_memory
@@ -37,7 +39,7 @@ from .tiles import (
     over,
     part_numel,
     paths_of,
-    piece_entries,
+    piece_table,
     section,
     unpacked_pieces,
     word_of,
@@ -46,7 +48,7 @@ from .tiles import (
 _DATA_AT = tl.constexpr(HEADER_BYTES)
 _BITS_PER_BYTE = tl.constexpr(BITS_PER_BYTE)
 
-_tables = tables.TableCache(entries_of=piece_entries)
+_tables = TableCache(table_of=piece_table)
 
 
 @triton.jit
@@ -84,7 +86,7 @@ def _codes(
     BLOCK: tl.constexpr,
     NUMEL: tl.constexpr,
 ):
-    """Codes of BITS bits, [n, BLOCK], as unsigned integers."""
+    """Codes of BITS bits, [n, BLOCK], as unsigned integers: of 4, words of eight, uint32."""
     blocks = tl.arange(0, NUMEL // BLOCK)
     mask = None
     if BITS >= _BITS_PER_BYTE:
@@ -95,12 +97,12 @@ def _codes(
         return tl.load(aligned_from(words, lanes), mask=mask)
     else:
         # A block's bytes may be fewer than an access has.
-        pairs = tl.arange(0, NUMEL // 2)
+        eights = tl.arange(0, NUMEL // 8)
         if not FULL:
-            mask = pairs * 2 < count
-        pointers = message + _DATA_AT + over(start, 2) + pairs.to(tl.int64)
-        packed = tl.load(tl.multiple_of(pointers, 16), mask=mask)
-        return device.unpack_nibbles(tl.reshape(packed, [NUMEL // BLOCK, BLOCK // 2]))
+            mask = eights * 8 < count
+        words = section(message, _DATA_AT, tl.uint32) + over(start, 8) + eights.to(tl.int64)
+        packed = tl.load(tl.multiple_of(words, 16), mask=mask)
+        return tl.reshape(packed, [NUMEL // BLOCK, BLOCK // 8])
 
 
 @triton.jit
@@ -122,7 +124,7 @@ def _decoded(
     """
     BLOCK: tl.constexpr = CODEC.block_numel if CODEC.block_numel else ROW
     codes = _codes(message, start, count, CODEC.element.form.stored_bits, FULL, BLOCK, NUMEL)
-    values = device.value_of(codes, CODEC.element, HARDWARE)
+    values = device.values_of(codes, CODEC.element, HARDWARE)
     if CODEC.factors is not None:
         blocks = tl.arange(0, NUMEL // BLOCK)
         mask = None
@@ -145,7 +147,7 @@ def _store(values, tensor, count, scale, ACCUMULATE: tl.constexpr, FULL: tl.cons
     if not FULL:
         mask = lanes < count
     if scale is not None:
-        values = values * scale
+        values = values * number_of(scale)
     if ACCUMULATE:
         values = to_fp32(tl.load(pointers, mask=mask)) + values
     tl.store(pointers, round_to(values, tensor.dtype.element_ty), mask=mask)
@@ -173,13 +175,13 @@ def _unpack_part(piece, kind, begin, arguments, FULL: tl.constexpr, NUMEL: tl.co
 
 
 @triton.jit(
-    do_not_specialize=["tiles_at", "scales_at", "rows_at"],
+    do_not_specialize=["num_rows", "scales_at", "rows_at", "scale"],
     do_not_specialize_on_alignment=["messages", "table"],
 )
 def _unpack_kernel(
     messages,
     table,
-    tiles_at,
+    num_rows,
     scales_at,
     rows_at,
     scale,
@@ -187,6 +189,7 @@ def _unpack_kernel(
     ROW: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    STEPS: tl.constexpr,
     KIND: tl.constexpr,
     FULL: tl.constexpr,
     MASKED: tl.constexpr,
@@ -201,8 +204,9 @@ def _unpack_kernel(
     for_piece(
         _unpack_part,
         table,
-        tiles_at,
+        num_rows,
         (messages, scales_at, rows_at, scale, CODEC, ROW, ACCUMULATE, HARDWARE),
+        STEPS,
         KIND,
         FULL,
         MASKED,
@@ -245,15 +249,16 @@ def unpack_message_(
         table.num_tiles,
         source,
         table.entries,
-        table.tiles_at,
+        table.num_rows,
         layout.scales_at,
         layout.row_scales_at,
-        None if scale == 1.0 else scale,
+        unless_one(scale),
         on=message,
         num_warps=config.num_warps,
         CODEC=codec_of(layout.format),
         ROW=row_numel,
         ACCUMULATE=accumulate,
+        STEPS=table.search_steps,
         KIND=paths.dtype,
         FULL=paths.full,
         MASKED=paths.masked,

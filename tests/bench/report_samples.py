@@ -76,7 +76,7 @@ def _row(case, numel, index, method):
 
 def roofline_made_up(report):
     """Of its GPU, where every case takes the most that its gate allows."""
-    counted = [(case, _instructions(case)) for case in cases_of(report)]
+    counted = [(case, _instructions(case), 0.0) for case in cases_of(report)]
     return roofline_of(report, subject_of(report), counted)
 
 

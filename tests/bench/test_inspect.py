@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sidestream.bench.ahead import checkout, measuring, selection, table
-from sidestream.bench.ahead.machines import Prediction
 from sidestream.cli import main
 from sidestream.kernels.ahead import measure
 from sidestream.kernels.ahead.compile import TARGETS
+from sidestream.kernels.ahead.machines import Prediction
 from sidestream.kernels.cases import case_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,10 +32,11 @@ ROW = measuring.Row(
     store_bits=(128, 8),
     instructions=2.97,
     instruction_limit=4.0,
+    integers=1.2,
     moved_bytes=3.0,
     predictions=(
-        Prediction("H100", "bytes", 1.0, 0.1),
-        Prediction("H200", "instructions", 0.8, 1.25),
+        Prediction("H100", "bytes", 1.0, 0.1, 0.05),
+        Prediction("H200", "instructions", 0.8, 1.25, 1.0),
     ),
 )
 
@@ -189,7 +190,10 @@ def test_the_table_says_what_exceeds_its_gate_and_what_is_bound_by_instructions(
     assert "31/64" in lines[2]
     assert "2.97/4" in lines[2]
     assert "H100 (132 SMs, 1.755 GHz, copy 3,000 GB/s): none of 3" in lines[6]
-    assert "3 of 3 bound by instructions; the lowest share of a copy's rate is 0.80" in lines[7]
+    assert (
+        "3 of 3 bound by instructions or integers; the lowest share of a copy's rate is 0.80"
+        in lines[7]
+    )
 
 
 def test_all_is_every_target_and_none_comes_twice():

@@ -42,6 +42,11 @@ CUT = [
     "unpack_message mxfp8 to bf16",
     "reduce_messages nvfp4 to fp32 world 8",
     "reduce_peer_messages mxfp8 to fp32 world 8",
+    "quantize_mx_with_transpose e4m3 from bf16",
+    "quantize_nvfp4_with_transpose from bf16 hadamard",
+    "amax_nvfp4_with_transpose of bf16",
+    "quantize_fp8_with_transpose tensor from bf16",
+    "quantize_fp8_with_transpose delayed from bf16",
     "flat_adamw bf16 to bf16",
     "l2_norm of bf16",
 ]
@@ -50,7 +55,8 @@ standard_case = pytest.mark.parametrize("case", STANDARD, ids=lambda case: case.
 
 
 def _numel(name):
-    return SQUARES_NUMEL if "128x128" in name else ROWS_NUMEL
+    has_blocks = "128x128" in name or "with_transpose" in name
+    return SQUARES_NUMEL if has_blocks else ROWS_NUMEL
 
 
 def _short_of_the_last(case, size):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidestream.bench.ahead.machines import GPUS, gpus_of
-from sidestream.bench.report.roofline import gpu_of, spread_out, subject_of
+from sidestream.bench.report.roofline import spread_out, subject_of
 from sidestream.bench.report.series import size_text
+from sidestream.kernels.ahead.machines import GPUS, PIPE_SHARE, gpu_of, gpus_of
 from sidestream.tests.bench.report_samples import (
     OURS,
     SIZES,
@@ -59,6 +59,10 @@ def test_points_are_below_both_roofs_and_hold_what_was_measured():
     assert quantized.roof_gb_s == pytest.approx(found.issue_gb_s(quantized.per_byte))
     assert quantized.roof_gb_s < found.copy_gb_s
     assert points["hadamard16 of bf16"].roof_gb_s == found.copy_gb_s
+    assert (quantized.bound, points["hadamard16 of bf16"].bound) == ("instructions", "bytes")
+    left = quantized.roof_gb_s / found.copy_gb_s
+    assert quantized.target == pytest.approx(min(0.70, PIPE_SHARE * left))
+    assert points["hadamard16 of bf16"].target == 0.88
     measured = {point.measured.case for point in found.points if point.measured}
     assert measured == {row.case for row in report.rows}
     assert points["quantize_nvfp4 from bf16 swizzled"].measured is None

@@ -16,18 +16,20 @@ def pack_far_tile(flat: torch.Tensor, tensor: torch.Tensor, *, unpack: bool) -> 
     """
     tile_bytes, element_bytes = 8192, tensor.element_size()
     (key,) = tables.tensor_keys(flat, [tensor], [0])
-    entries, num_tiles = tables.table_entries([key], tile_bytes)
+    table = tables.tensor_table([key], tile_bytes)
+    entries = table.entries
     entries[tables.ADDRESS] -= FAR * element_bytes
     entries[tables.NUMEL] += FAR
     entries[tables.OFFSET] -= FAR
-    entries[tables.FIRST_TILE] -= FAR * element_bytes // tile_bytes
-    pack._pack_kernel[num_tiles,](
+    entries.view(torch.int32)[2 * tables.FIRST_TILE] -= FAR * element_bytes // tile_bytes
+    pack._pack_kernel[table.num_tiles,](
         flat,
         entries.to(flat.device),
-        tables.ROW_FIELDS,
+        table.num_rows,
         None,
         UNPACK=unpack,
         ACCUMULATE=False,
+        STEPS=table.search_steps,
         TILE_BYTES=tile_bytes,
         num_warps=8,
     )

@@ -87,7 +87,7 @@ def _many_tensors() -> Calls:
 
 def _casts() -> Calls:
     for to, (name, dtype) in itertools.product(
-        ("bf16", "fp16", "e4m3", "e5m2", "e2m1", "e8m0"), DTYPES.items()
+        ("bf16", "fp16", "e4m3", "e5m2", "e2m1", "e8m0", "e4m3fnuz"), DTYPES.items()
     ):
         x = values(SHAPE, dtype)
         yield f"cast {to} {name}", lambda x=x, to=to: kernels.cast(x, to)
@@ -104,7 +104,10 @@ def _casts() -> Calls:
 
 def _fp8() -> Calls:
     for scaling, element, (name, dtype), power in itertools.product(
-        ("tensor", "row", "1x128", "128x128"), ("e4m3", "e5m2"), DTYPES.items(), (False, True)
+        ("tensor", "row", "1x128", "128x128"),
+        ("e4m3", "e5m2", "e4m3fnuz"),
+        DTYPES.items(),
+        (False, True),
     ):
         x = values(SHAPE, dtype)
         options = {"scaling": scaling, "element": element, "power_of_2": power}
@@ -218,6 +221,32 @@ def _nvfp4() -> Calls:
     )
 
 
+def _grouped() -> Calls:
+    for name, dtype in DTYPES.items():
+        x, ends = values((200, 96), dtype), torch.tensor([70, 70, 75, 190])
+        for element in ("e4m3", "e2m1"):
+            yield (
+                f"quantize_mx_grouped {element} {name}",
+                lambda x=x, ends=ends, element=element: [
+                    kernels.quantize_mx_grouped(x, ends, element=element, **noise)
+                    for noise in ({}, NOISE | {"first_index": 21})
+                ],
+            )
+        yield (
+            f"quantize_fp8_grouped {name}",
+            lambda x=x, ends=ends: [
+                kernels.quantize_fp8_grouped(x, ends, power_of_2=power) for power in (False, True)
+            ],
+        )
+        yield (
+            f"quantize_nvfp4_grouped {name}",
+            lambda x=x, ends=ends: [
+                kernels.quantize_nvfp4_grouped(x, ends, **noise)
+                for noise in ({}, NOISE | {"first_index": 21})
+            ],
+        )
+
+
 def _message_options(form: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "", {}
     if form not in ("fp32", "fp16"):
@@ -302,9 +331,31 @@ def _optimizers() -> Calls:
         yield f"flat_sgd_ {suffix}", sgd
 
 
+def _transposed() -> Calls:
+    """What is no cast of x or of its transpose, and one call of what is."""
+    shape = (96, 160)
+    for name, dtype in DTYPES.items():
+        x = values(shape, dtype)
+        yield (
+            f"quantize_nvfp4_with_transpose square {name}",
+            lambda x=x: kernels.quantize_nvfp4_with_transpose(x, square=True),
+        )
+    x = values(shape, torch.bfloat16, 2)
+    for function in (
+        kernels.quantize_mx_with_transpose,
+        kernels.quantize_nvfp4_with_transpose,
+        kernels.amax_nvfp4_with_transpose,
+        kernels.quantize_fp8_with_transpose,
+    ):
+        yield f"{function.__name__} bf16", lambda function=function: function(x)
+
+
 def calls() -> dict[str, Callable[[], Any]]:
     """All, by their names."""
-    families = (_many_tensors, _casts, _fp8, _mx, _nvfp4, _messages, _optimizers)
+    families = (
+        *(_many_tensors, _casts, _fp8, _mx, _nvfp4, _messages, _optimizers, _grouped),
+        _transposed,
+    )
     return dict(call for family in families for call in family())
 
 

@@ -44,6 +44,32 @@ def _shards(**more):
     }
 
 
+def _of_parts_and_sides(x):
+    """Casts of groups of rows, and of a matrix and its transpose."""
+    ends = torch.tensor([1, 4])
+    yield k.quantize_fp8_grouped, {"x": x, "ends": ends, "element": "e4m3", "power_of_2": False,
+                                   "out": k.quantize_fp8_grouped(x, ends)}  # fmt: skip
+    yield k.quantize_mx_grouped, {"x": x, "ends": ends, "element": "e4m3", "rule": "even",
+                                  **STOCHASTIC, "out": k.quantize_mx_grouped(x, ends)}  # fmt: skip
+    yield k.quantize_nvfp4_grouped, {"x": x, "ends": ends, "amaxes": _ones(2), **STOCHASTIC,
+                                     "out": k.quantize_nvfp4_grouped(x, ends)[:2]}  # fmt: skip
+    yield k.amax_nvfp4_grouped, {"x": x, "ends": ends, "out": _ones(2)}
+    square = _ones(32, 32)
+    of_mx, of_nvfp4 = k.quantize_mx_with_transpose(square), k.quantize_nvfp4_with_transpose(square)
+    yield k.quantize_mx_with_transpose, {"x": square, "element": "e4m3", "rule": "even",
+                                         **STOCHASTIC, "swizzled": False,
+                                         "out": of_mx}  # fmt: skip
+    yield k.quantize_nvfp4_with_transpose, {
+        "x": square, "amaxes": (_ones(), _ones()), **STOCHASTIC, "hadamard": False, "square": False,
+        "swizzled": False, "out": (of_nvfp4[0][:2], of_nvfp4[1][:2]),
+    }  # fmt: skip
+    yield k.amax_nvfp4_with_transpose, {"x": square, "out": (_ones(), _ones())}
+    yield k.quantize_fp8_with_transpose, {
+        "x": square, "element": "e4m3", "power_of_2": False, "scale": _ones(), "amax": _ones(),
+        "out": k.quantize_fp8_with_transpose(square),
+    }  # fmt: skip
+
+
 def _calls():
     """(function, good arguments) by name."""
     x = _ones(4, 96)
@@ -71,6 +97,7 @@ def _calls():
                                "swizzled": False, "out": x}  # fmt: skip
     yield k.amax_nvfp4, {"x": x, "hadamard": False, "nonfinite": "nan", "out": _ones()}
     yield k.hadamard16, {"x": x, "inverse": False, "out": _ones(4, 96)}
+    yield from _of_parts_and_sides(x)
     yield k.swizzle_scales, {"scales": mx[1]}
     yield k.unswizzle_scales, {"swizzled": k.swizzle_scales(mx[1]), "rows": 4, "columns": 3}
     yield k.pack_, {"flat": _ones(200), "tensors": tensors, "offsets": [0, 96], **into}
@@ -99,6 +126,7 @@ def _calls():
 
 
 CALLS = {function.__name__: (function, arguments) for function, arguments in _calls()}
+META = torch.ones((), device="meta")
 NO_TENSORS = (1.5, [1.0], "x", object())
 
 
@@ -113,8 +141,8 @@ def _bad_tensors(good: torch.Tensor) -> Iterator[object]:
 
 BY_TYPE = {
     bool: ("yes", 2, None, torch.tensor(True)),
-    int: (1.5, "1", torch.tensor(1), -(2**70)),
-    float: ("a", None, [1.0], torch.tensor(1.0), 10**400, 1j),
+    int: (1.5, "1", torch.tensor([1, 2]), torch.tensor(1).int(), META.long(), -(2**70)),
+    float: ("a", None, [1.0], torch.ones(2), torch.tensor(1.0).double(), META, 10**400, 1j),
     str: ("foo", 1, None, []),
     torch.dtype: (torch.int8, "float32", None, []),
     k.Segments: (1, [0], (0, 1.0, 1.0)),

@@ -8,6 +8,7 @@ import torch
 from sidestream.bench import kernel_table
 from sidestream.kernels.ahead import measure
 from sidestream.kernels.ahead.compile import TARGETS
+from sidestream.kernels.case import GATED_TARGET
 from sidestream.tests.kernels.toy_room.cases import CASE
 from sidestream.tests.kernels.toy_room.op import negate_
 
@@ -31,7 +32,7 @@ def test_what_is_launched_is_recorded_and_arguments_are_checked():
 def test_it_is_compiled_and_held_to_its_gate(target):
     found = measure.measure(CASE, target)
     assert (found.spill_bytes, found.load_bits[0], found.store_bits[0]) == (0, 128, 128)
-    if target == measure.GATED_TARGET:
+    if target == GATED_TARGET:
         assert found.faults(CASE.gate) == []
         assert found.wide_bytes == CASE.moved_bytes
 

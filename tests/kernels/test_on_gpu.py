@@ -5,6 +5,7 @@ import torch
 
 from sidestream.kernels import pack_, reduce_, tables, unpack_
 from sidestream.kernels.pack import kernel as pack
+from sidestream.kernels.table_cache import TableCache
 from sidestream.tests.kernels import far, oracle
 
 pytestmark = pytest.mark.gpu
@@ -123,10 +124,11 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
     assert not flat[:128].any()
 
 
-def test_table_entries_describe_every_element_once():
-    """On the device too: rows and tiles, read back, cover each tensor exactly."""
-    tensors = [torch.empty(5000, device="cuda"), torch.empty(3, device="cuda")]
-    keys = tables.tensor_keys(torch.empty(6000, device="cuda"), tensors, [0, 5120])
-    table = tables.TableCache().get(keys, 8192, torch.device("cuda", 0))
+@pytest.mark.parametrize("count", [2, 40], ids=["arguments", "copied"])
+def test_a_table_is_the_same_on_the_device(count):
+    tensors = [torch.empty(5000, device="cuda") for _ in range(count)]
+    offsets = [5120 * index for index in range(count)]
+    keys = tables.tensor_keys(torch.empty(5120 * count, device="cuda"), tensors, offsets)
+    table = TableCache().get(keys, 8192, torch.device("cuda", 0))
     torch.cuda.synchronize()
-    assert table.entries.cpu().tolist()[table.tiles_at :] == [0, 0, 0, 1]
+    assert torch.equal(table.entries.cpu(), tables.tensor_table(keys, 8192).entries)

@@ -1,6 +1,6 @@
-"""Tile tables: every element in exactly one tile, alignment told right, a cache that is bounded."""
+"""Tile tables: every element in exactly one tile, alignment told right, a row a tensor."""
 
-import weakref
+import bisect
 
 import pytest
 import torch
@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidestream.kernels import tables
+from sidestream.kernels.inputs import LLAMA_BLOCK, offsets_of
+from sidestream.kernels.wire.layout import layout_of_numel
+from sidestream.kernels.wire.tiles import packed_pieces, piece_table
 
 TILE_BYTES = 64
 
@@ -26,17 +29,20 @@ def test_tiles_cover_every_element_once(numels, codes):
     assert len(keys) == len(filled)
     if not keys:
         return
-    entries, num_tiles = tables.table_entries(keys, TILE_BYTES)
-    rows = entries[: -num_tiles or None].view(len(keys), tables.ROW_FIELDS).tolist()
+    table = tables.tensor_table(keys, TILE_BYTES)
+    rows = table.entries.view(len(keys), tables.ROW_FIELDS).tolist()
+    firsts = [row[tables.FIRST_TILE] % 2**32 for row in rows]
     covered = {index: [] for index in filled}
-    for program, row_index in enumerate(entries[-num_tiles:].tolist()):
-        row, index = rows[row_index], filled[row_index]
+    for program in range(table.num_tiles):
+        place = bisect.bisect(firsts, program) - 1
+        row, index = rows[place], filled[place]
         block = TILE_BYTES // tensors[index].element_size()
-        start = (program - row[tables.FIRST_TILE]) * block
+        start = (program - firsts[place]) * block
         covered[index] += range(start, min(start + block, row[tables.NUMEL]))
         assert row[tables.ADDRESS] == tensors[index].data_ptr()
         assert row[tables.OFFSET] == offsets[index]
         assert tables.CODED_DTYPES[row[tables.DTYPE]] == tensors[index].dtype
+        assert row[tables.FIRST_TILE] >> 32 == keys[place][4]
     assert covered == {index: list(range(numels[index])) for index in filled}
 
 
@@ -53,73 +59,25 @@ def test_alignment_counts_both_sides():
     assert not aligned(memory, 4)
 
 
-def _keys(count, address=0):
-    return tuple((address + 16 * i, 4, 4 * i, 0, True) for i in range(count))
+@pytest.mark.parametrize(
+    ("num_rows", "steps"), [(1, 1), (32, 1), (33, 2), (1024, 2), (1025, 3)], ids=str
+)
+def test_a_step_finds_one_row_of_32(num_rows, steps):
+    rows = [(0, 1, 0, first, 0) for first in range(num_rows)]
+    assert tables.table_of(rows, num_rows).search_steps == steps
 
 
-def test_cache_returns_the_same_table_and_drops_the_oldest():
-    cache = tables.TableCache(max_numel=40)
-    device = torch.device("cpu")
-    first = cache.get(_keys(2), TILE_BYTES, device)
-    second = cache.get(_keys(2, address=1024), TILE_BYTES, device)
-    assert first.entries.numel() == 14
-    assert cache.get(_keys(2), TILE_BYTES, device) is first
-    assert cache.get(_keys(2), 2 * TILE_BYTES, device) is not first
-    assert len(cache) == 2  # 3 * 14 > 40: the second, used longest ago, had to go
-    assert cache.get(_keys(2), TILE_BYTES, device) is first
-    assert cache.get(_keys(2, address=1024), TILE_BYTES, device) is not second
-
-
-def test_cache_keeps_a_table_larger_than_itself():
-    cache = tables.TableCache(max_numel=1)
-    table = cache.get(_keys(2), TILE_BYTES, torch.device("cpu"))
-    assert cache.get(_keys(2), TILE_BYTES, torch.device("cpu")) is table
-    assert len(cache) == 1
-
-
-@pytest.fixture
-def _capturing(monkeypatch):
-    """A cache whose tables a graph takes; memory for its copies is there, as after any step."""
-    staging = tables._Staging()
-    staging.reserve()
-    monkeypatch.setattr(tables, "_staging", staging)
-    monkeypatch.setattr(tables, "is_capturing", lambda device: True)
-
-
-@pytest.mark.usefixtures("_capturing")
-def test_a_graph_s_table_is_kept_and_nobody_else_gets_it(monkeypatch):
-    cache, device = tables.TableCache(), torch.device("cpu")
-    first = cache.get(_keys(2), TILE_BYTES, device)
-    second = cache.get(_keys(2), TILE_BYTES, device)
-    assert first.entries.data_ptr() != second.entries.data_ptr()
-    assert torch.equal(first.entries, tables.table_entries(_keys(2), TILE_BYTES)[0])
-    assert (first.tiles_at, first.num_tiles) == (2 * tables.ROW_FIELDS, 2)
-    monkeypatch.setattr(tables, "is_capturing", lambda device: False)
-    eager = cache.get(_keys(2), TILE_BYTES, device)
-    assert eager.entries.data_ptr() not in {first.entries.data_ptr(), second.entries.data_ptr()}
-    assert len(cache) == 1
-
-
-def test_a_graph_takes_a_table_that_is_there_and_it_lasts(monkeypatch):
-    cache, device = tables.TableCache(max_numel=20), torch.device("cpu")
-    table = cache.get(_keys(2), TILE_BYTES, device)
-    reference = weakref.ref(table.entries)
-    monkeypatch.setattr(tables, "is_capturing", lambda device: True)
-    assert cache.get(_keys(2), TILE_BYTES, device) is table
-    monkeypatch.setattr(tables, "is_capturing", lambda device: False)
-    del table
-    cache.get(_keys(2, address=1024), TILE_BYTES, device)
-    assert len(cache) == 1  # dropped from there, as there was no room, and yet alive
-    assert reference() is not None
-
-
-@pytest.mark.usefixtures("_capturing")
-def test_a_graph_without_room_for_its_table_is_refused(monkeypatch):
-    cache, device = tables.TableCache(), torch.device("cpu")
-    monkeypatch.setattr(tables, "STAGED_NUMEL", 20)
-    cache.get(_keys(2), TILE_BYTES, device)
-    with pytest.raises(RuntimeError, match=r"14 entries, .*make a step with these tensors before"):
-        cache.get(_keys(2, address=1024), TILE_BYTES, device)
-    monkeypatch.setattr(tables, "_staging", tables._Staging())
-    with pytest.raises(RuntimeError, match="got 0 of 20"):
-        cache.get(_keys(2), TILE_BYTES, device)
+def test_the_tables_of_a_llama_block_are_small(monkeypatch):
+    """Whatever the sizes of its tensors: for a flat buffer, and as messages for 8 ranks."""
+    with torch.device("meta"):
+        tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in LLAMA_BLOCK]
+        offsets, end = offsets_of(tensors)
+        flat = torch.empty(end, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 1 << 40)
+    keys = tables.tensor_keys(flat, tensors, offsets)
+    table = tables.tensor_table(keys, 8192)
+    assert table.num_tiles > 50_000
+    assert table.entries.nbytes == 9 * 40
+    layout = layout_of_numel("mxfp8", end // 8)
+    pieces = packed_pieces(tensors, offsets, None, layout, 8)
+    assert piece_table(pieces, 4096).entries.nbytes <= 1024

@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sidestream as ss
 from sidestream.buffers import BufferPool, FlatBuffer, flat_layout
 from sidestream.kernels import hadamard16, message_layout, pack_message_, unpack_message_
+from sidestream.kernels.launch import recorded
+from sidestream.kernels.op import launching_on_cpu
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.sharding.message_wire import mixed
 from sidestream.sharding.wire import FlatSource, GradientPacker, Places
@@ -66,6 +69,39 @@ def test_noise_is_of_the_place_in_the_model_and_the_key() -> None:
     assert not torch.equal(sent, packed(wire, source_of(flat, noise_key=6)))
     other = ss.MessageWire("mxfp8", rounding="stochastic", seed=4)
     assert not torch.equal(sent, packed(other, source_of(flat, noise_key=5)))
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses to tell a host what a tensor has."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_seed_has_an_offset_on_the_device() -> None:
+    offset, flat = torch.tensor([0]), gradients()
+    wire = ss.MessageWire("nvfp4", seed=3, seed_offset=offset)
+    source = source_of(flat, noise_key=5)
+    sent = packed(wire, source)
+    assert torch.equal(sent, packed(ss.MessageWire("nvfp4", seed=3), source))
+    for moved in (1, -(2**63)):
+        offset.fill_(moved)
+        other = packed(wire, source)
+        assert not torch.equal(other, sent)
+        tensors, offsets = source.present()
+        noise = {
+            "seed": (mixed(3, 5) + moved) % 2**64,
+            "first_indices": source.places.indices_at(offsets),
+        }
+        expected = torch.empty_like(other)
+        pack_message_(
+            expected.view(2, -1), tensors, "nvfp4", offsets=offsets, rounding="stochastic", **noise
+        )
+        assert torch.equal(other, expected)
+    with launching_on_cpu(), recorded() as launches, NoHostReads():
+        packed(wire, source)
+    assert isinstance(launches[-1].arguments["seed"], Tensor)
 
 
 def test_noise_makes_no_error_on_average() -> None:
@@ -162,6 +198,21 @@ def test_names_say_what_is_sent() -> None:
         (lambda: ss.MessageWire("nvfp4", rounding="up"), ValueError, "'nearest', 'stochastic'"),
         (lambda: ss.MessageWire("nvfp4", hadamard=1), TypeError, "hadamard: expected True or"),
         (lambda: ss.MessageWire("nvfp4", seed=0.5), ValueError, "seed: expected a whole number"),
+        (
+            lambda: ss.MessageWire("nvfp4", seed_offset=torch.zeros(1)),
+            ValueError,
+            "seed_offset: expected torch.int64, got torch.float32",
+        ),
+        (
+            lambda: ss.MessageWire("nvfp4", seed_offset=torch.arange(2)),
+            ValueError,
+            r"seed_offset: expected one element, got shape \(2,\)",
+        ),
+        (
+            lambda: ss.MessageWire("nvfp4", rounding="nearest", seed_offset=torch.tensor(0)),
+            ValueError,
+            "seed_offset: expected None with rounding='nearest'",
+        ),
         (
             lambda: ss.MessageWire("fp32", error_feedback=torch.float32),
             ValueError,

@@ -27,6 +27,7 @@ MEASURED = measure.Measured(
     store_bits=(128,),
     wide_bytes=4.0,
     instructions=3.0,
+    integers=1.0,
 )
 UNCOUNTED = {"instructions": None}
 

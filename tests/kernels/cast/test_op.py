@@ -22,6 +22,7 @@ ORACLES = {
     "e5m2": ml_dtypes.float8_e5m2,
     "e2m1": ml_dtypes.float4_e2m1fn,
     "e8m0": ml_dtypes.float8_e8m0fnu,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
 }
 # ml_dtypes saturates nothing, so it is compared up to the largest finite value; E8M0 only where
 # nothing is negative, a NaN there, or near FP32's subnormals, which it rounds up.
@@ -88,6 +89,7 @@ def test_what_no_format_holds(to):
         "e5m2": [0x7F, 0x7F, 0x7B, 0xFB, 0x7B, 0xFB],
         "e2m1": [0x77, 0xF7, 0xF7],
         "e8m0": [255, 255, 255, 255, 254, 254],
+        "e4m3fnuz": [0x80, 0x80, 0x7F, 0xFF, 0x7F, 0xFF],
     }
     if to in expected:
         assert as_bytes(cast(x, to)).tolist() == expected[to]
@@ -194,7 +196,7 @@ REFUSALS = {
     ),
     "stochastic": (
         lambda: cast(X, "e8m0", rounding="stochastic", seed=1),
-        r"to: expected one of bf16, e4m3, e5m2, e2m1 to round stochastically, got 'e8m0'",
+        r"to: expected one of bf16, e4m3, e5m2, e2m1, e4m3fnuz to round stochastically, got 'e8m0'",
     ),
     "out shape": (
         lambda: cast(X, "e2m1", out=torch.zeros(4, 6, dtype=torch.uint8)),

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from sidestream.kernels.formats import device_codes as device
+from sidestream.kernels.formats.device_e2m1 import packed_e2m1, unpacked_e2m1
 
 
 @triton.jit
@@ -39,6 +40,16 @@ def decode_probe(codes, found, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
     """The values of the 256 codes."""
     lanes = tl.arange(0, 256)
     tl.store(found + lanes, device.value_of(tl.load(codes + lanes), ELEMENT, HARDWARE))
+
+
+@triton.jit
+def word_probe(values, words, again, HARDWARE: tl.constexpr, ROWS: tl.constexpr):
+    """[ROWS, 32] a program to nearest as words of eight codes of E2M1, and what they decode to."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    made = packed_e2m1(tl.load(values + rows * 32 + tl.arange(0, 32)[None, :]), None, HARDWARE)
+    tl.store(words + rows * 4 + tl.arange(0, 4)[None, :], made.to(tl.int32, bitcast=True))
+    decoded = unpacked_e2m1(made, HARDWARE)
+    tl.store(again + rows * 32 + tl.arange(0, 32)[None, :], decoded)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from sidestream.kernels.formats import table as formats
         (formats.E5M2, ml_dtypes.finfo("float8_e5m2")),
         (formats.E2M1, ml_dtypes.finfo("float4_e2m1fn")),
         (formats.E8M0, ml_dtypes.finfo("float8_e8m0fnu")),
+        (formats.E4M3FNUZ, ml_dtypes.finfo("float8_e4m3fnuz")),
     ],
     ids=lambda found: getattr(found, "name", None),
 )

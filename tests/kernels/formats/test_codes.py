@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from sidestream.kernels.formats import codes, noise
-from sidestream.kernels.formats.table import E2M1, E4M3, E5M2, E8M0, ELEMENT_FORMATS, SCALE_RULES
+from sidestream.kernels.formats.table import (
+    E2M1,
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    E8M0,
+    ELEMENT_FORMATS,
+    SCALE_RULES,
+)
 from sidestream.tests.kernels.formats import code_cases
 from sidestream.tests.kernels.oracle import assert_same_bits
 
@@ -18,6 +26,7 @@ ORACLES = {
     "e5m2": ml_dtypes.float8_e5m2,
     "e2m1": ml_dtypes.float4_e2m1fn,
     "e8m0": ml_dtypes.float8_e8m0fnu,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
 }
 NAN, INF = math.nan, math.inf
 EVERY = pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=lambda found: found.name)
@@ -55,11 +64,12 @@ def test_encode_is_ml_dtypes_where_it_saturates_nothing(element):
 @EVERY
 def test_every_finite_code_decodes_and_encodes_to_itself(element):
     finite = code_cases.finite_codes(element)
-    assert len(finite) == {"e4m3": 254, "e5m2": 248, "e2m1": 16, "e8m0": 255}[element.name]
+    expected = {"e4m3": 254, "e5m2": 248, "e2m1": 16, "e8m0": 255, "e4m3fnuz": 255}
+    assert len(finite) == expected[element.name]
     assert torch.equal(codes.encode(codes.decode(finite, element), element), finite)
 
 
-@SIGNED
+@pytest.mark.parametrize("element", (*code_cases.SIGNED, E4M3FNUZ), ids=lambda found: found.name)
 @pytest.mark.parametrize("bits", [0, 1, -1, 2**31 - 1, -(2**31)], ids=hex)
 def test_what_a_format_holds_never_moves(element, bits):
     finite = code_cases.finite_codes(element)
@@ -75,8 +85,9 @@ def test_what_a_format_holds_never_moves(element, bits):
         (E5M2, [0x7F, 0x7F, 0x7B, 0xFB, 0x7B, 0xFB, 0x61, 0x00, 0x80, 0x00, 0x80]),
         (E2M1, [7, 7, 7, 15, 7, 15, 7, 0, 8, 0, 8]),
         (E8M0, [255, 255, 255, 255, 254, 254, 136, 0, 0, 0, 0]),
+        (E4M3FNUZ, [0x80, 0x80, 0x7F, 0xFF, 0x7F, 0xFF, 0x7F, 0x00, 0x00, 0x00, 0x00]),
     ],
-    ids=["e4m3", "e5m2", "e2m1", "e8m0"],
+    ids=["e4m3", "e5m2", "e2m1", "e8m0", "e4m3fnuz"],
 )
 def test_what_a_format_cannot_hold(element, expected):
     """NaN of either sign, infinities, too large, zeros, too small; 640 is within E5M2 and E8M0."""
@@ -86,6 +97,19 @@ def test_what_a_format_cannot_hold(element, expected):
         drawn = torch.full((len(values),), -1, dtype=torch.int32)
         found = codes.encode_stochastic(torch.tensor(values), element, drawn).tolist()
         assert found[:6] + found[7:] == expected[:6] + expected[7:]
+
+
+def test_e4m3fnuz_is_torch_s():
+    """Every code, and every BF16, FP16 and boundary up to where torch begins to make NaNs: 248."""
+    every = torch.arange(256, dtype=torch.uint8)
+    assert_same_bits(codes.decode(every, E4M3FNUZ), every.view(torch.float8_e4m3fnuz).float())
+    halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    values = torch.cat((code_cases.inputs(E4M3FNUZ), halves))
+    expected = values.to(torch.float8_e4m3fnuz).view(torch.uint8)
+    too_large = values.abs() >= 248.0
+    saturated = torch.where(values > 0, 0x7F, 0xFF).to(torch.uint8)
+    assert expected[too_large].eq(0x80).all()
+    assert torch.equal(codes.encode(values, E4M3FNUZ), torch.where(too_large, saturated, expected))
 
 
 def test_golden_ties():

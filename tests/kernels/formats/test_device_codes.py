@@ -5,7 +5,7 @@ What they cost an element, the gates of the kernels that use them tell.
 
 import pytest
 
-from sidestream.kernels.ahead.compile import HARDWARE_FP8, TARGETS
+from sidestream.kernels.ahead.compile import HARDWARE_OF, TARGETS
 from sidestream.kernels.formats.device_table import element_of
 from sidestream.kernels.formats.table import E4M3, E5M2, ELEMENT_FORMATS
 from sidestream.tests.kernels.compiling import compile_kernel
@@ -16,7 +16,7 @@ from sidestream.tests.kernels.formats import code_probes
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_function_compiles(target, element):
     """With the hardware's conversions where there are any; E5M2's saturate as E4M3's do."""
-    options = {"HARDWARE": target in HARDWARE_FP8, "ELEMENT": element_of(element)}
+    options = {"HARDWARE": HARDWARE_OF[target], "ELEMENT": element_of(element)}
     encoded = compile_kernel(
         code_probes.encode_probe,
         {"values": "*fp32", "found": "*u8", "noise": "*i32", "seed": "i64", "first": "i64"},
@@ -29,4 +29,4 @@ def test_every_function_compiles(target, element):
     )
     assert encoded.spill_bytes == decoded.spill_bytes == 0
     converted = f"F2FP.SATFINITE.{element.name.upper()}.F32" in encoded.assembly
-    assert converted == (target in HARDWARE_FP8 and element in (E4M3, E5M2))
+    assert converted == (HARDWARE_OF[target] > 0 and element in (E4M3, E5M2))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sidestream.kernels.optim import adamw, reference, sgd
+from sidestream.kernels.optim.tiles import SEGMENTS_A_PROGRAM
 from sidestream.tests.kernels import oracle
 from sidestream.tests.kernels.optim import cases as optim_cases
 
@@ -91,6 +92,19 @@ ADAMW_CASES = {
 def test_adamw_options(options):
     shards = optim_cases.make_shards(NUMEL, torch.bfloat16, torch.uint8)
     check(adamw_step, adamw, shards, **options)
+
+
+@pytest.mark.parametrize("step_", [adamw_step, sgd_step], ids=["adamw", "sgd"])
+def test_more_segments_than_a_program_makes_the_scalars_of(step_):
+    """Each with its own; nearly all of them have no elements."""
+    starts = [*[0] * (SEGMENTS_A_PROGRAM - 2), 0, 16, 32, 80]
+    options = {
+        "starts": starts,
+        "lr_scales": torch.linspace(0.1, 2.0, len(starts)),
+        "weight_decays": torch.linspace(0.0, 0.5, len(starts), dtype=torch.float64),
+    }
+    module = adamw if step_ is adamw_step else sgd
+    check(step_, module, optim_cases.make_shards(100), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32], ids=str)

@@ -9,7 +9,7 @@ from sidestream.kernels.fp8 import kernel, reference, two_pass
 from sidestream.tests.kernels.oracle import assert_same_bits
 
 POISON = 0xAB
-ELEMENTS = pytest.mark.parametrize("element", reference.ELEMENTS)
+ELEMENTS = pytest.mark.parametrize("element", reference.CAST_ELEMENTS)
 # Short and full lines, several programs, tails, rows that are and are not a multiple of 16.
 SHAPES = {
     "tensor": [(), (9000,), (3, 4096), (1,)],
@@ -45,7 +45,7 @@ def poisoned(shape, dtype, start):
 def check(x, scaling, element, power_of_2=False, scale=None, start=16):
     results = []
     for module in (kernel, reference):
-        dtype = reference.ELEMENTS[element].dtype
+        dtype = reference.CAST_ELEMENTS[element].dtype
         codes, memory = poisoned(x.shape, dtype, start)
         shape = reference.scale_shape(x.shape, scaling)
         scale_inv, scale_memory = poisoned(shape, torch.float32, 16)

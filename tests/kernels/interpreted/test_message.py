@@ -8,6 +8,7 @@ import torch
 
 from sidestream.kernels import tables
 from sidestream.kernels.launch import LaunchConfig
+from sidestream.kernels.table_cache import TableCache
 from sidestream.kernels.wire import pack, reference, tiles, unpack
 from sidestream.kernels.wire.layout import header_bytes, layout_of_numel, message_layout
 from sidestream.kernels.wire.reference import MessageCast
@@ -177,19 +178,19 @@ def test_elements_beyond_32_bits(name, monkeypatch):
     layout = layout_of_numel(name, FAR + near.numel)
     cast = MessageCast(seed=cases.SEED)
 
-    def far_entries(pieces, tile_numel):
-        entries, num_tiles = tiles.piece_entries(pieces, tile_numel)
-        entries[tables.ADDRESS] -= FAR * tensor.element_size()
-        entries[tables.NUMEL] += FAR
-        entries[tables.FIRST_TILE] -= FAR // tile_numel
-        entries[tables.OFFSET] -= FAR
-        entries[tiles.EXTENT] += FAR
-        return entries, num_tiles
+    def far_table(pieces, tile_numel):
+        table = tiles.piece_table(pieces, tile_numel)
+        table.entries[tables.ADDRESS] -= FAR * tensor.element_size()
+        table.entries[tables.NUMEL] += FAR
+        table.entries[tables.OFFSET] -= FAR
+        table.entries[tiles.EXTENT] += FAR
+        table.entries.view(torch.int32)[2 * tables.FIRST_TILE] -= FAR // tile_numel
+        return table
 
     (key,) = tiles.packed_pieces([tensor], [0], [0], near).keys
     far = tiles.Pieces(((*key[:2], FAR, *key[3:]),), layout.numel, layout.num_bytes)
     for module in (pack, unpack):
-        monkeypatch.setattr(module, "_tables", tables.TableCache(entries_of=far_entries))
+        monkeypatch.setattr(module, "_tables", TableCache(table_of=far_table))
     message = sparse(layout.num_bytes)
     pack._launch(message, far, layout, cast)
     expected = cases.message_in(

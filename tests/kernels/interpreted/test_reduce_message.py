@@ -7,7 +7,7 @@ import torch
 
 from sidestream.kernels.formats.device_table import codec_of
 from sidestream.kernels.formats.table import ALIGN_NUMEL, MXFP8, SCALE_RULES
-from sidestream.kernels.tables import TableCache
+from sidestream.kernels.table_cache import TableCache
 from sidestream.kernels.wire import reference as definition
 from sidestream.kernels.wire import sum as kernels
 from sidestream.kernels.wire.layout import layout_of_bytes, layout_of_numel, message_format
@@ -116,7 +116,7 @@ def test_messages_beyond_32_bits():
 
 
 def test_a_table_is_found_again_by_the_addresses(monkeypatch):
-    made = TableCache(entries_of=kernels._entries)
+    made = TableCache(table_of=kernels._addresses)
     monkeypatch.setattr(kernels, "_tables", made)
     messages = list(cases.random_messages("mxfp4", 3, 512))
     for _ in range(2):

@@ -312,6 +312,20 @@ def test_torch_compile_keeps_the_ops_whole():
     oracle.assert_same_bits(compiled(x), step(x))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("element", ["e4m3", "e2m1"])
+def test_compiled_code(element):
+    """Of torch's own compiler, which has no E8M0: what takes or makes it is an op."""
+
+    def step(x):
+        return dequantize_mx(*quantize_mx(x, element=element), element=element)
+
+    torch._dynamo.reset()
+    x = normal(8, 64)
+    oracle.assert_same_bits(torch.compile(step, fullgraph=True)(x), step(x))
+
+
 def test_opcheck():
     data, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
     arguments = {

@@ -1,5 +1,7 @@
 """How messages are cut into tiles: every element in one tile, and the paths that these need."""
 
+import bisect
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,16 +12,18 @@ from sidestream.kernels.wire import tiles
 from sidestream.kernels.wire.layout import layout_of_numel
 
 TILE = 512
-FIELDS = (tables.NUMEL, tables.OFFSET, tables.FIRST_TILE, tables.ALIGNED, tiles.EXTENT,
+FIELDS = (tables.NUMEL, tables.OFFSET, tables.FIRST_TILE, tiles.EXTENT,
           tiles.INDEX, tiles.MESSAGE_AT, tables.ADDRESS)  # fmt: skip
 
 
 def table_of(pieces):
     """The rows, each as FIELDS, and the tiles as (row, tile of the row)."""
-    entries, num_tiles = tiles.piece_entries(pieces, TILE)
-    rows, of_tiles = entries[: len(entries) - num_tiles], entries[len(entries) - num_tiles :]
-    rows = [[row[field] for field in FIELDS] for row in rows.view(-1, tiles.ROW_FIELDS).tolist()]
-    return rows, [(row, tile - rows[row][2]) for tile, row in enumerate(of_tiles.tolist())]
+    table = tiles.piece_table(pieces, TILE)
+    rows = table.entries.view(table.num_rows, tiles.ROW_FIELDS).tolist()
+    rows = [[row[field] for field in FIELDS] for row in rows]
+    firsts = [row[2] % 2**32 for row in rows]
+    found = [bisect.bisect(firsts, tile) - 1 for tile in range(table.num_tiles)]
+    return rows, [(row, tile - firsts[row]) for tile, row in enumerate(found)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,9 +48,9 @@ def test_tiles_have_every_element_once(groups, parts, gap, numels, late):
     covered = torch.zeros(parts * layout.numel, dtype=torch.int32)
     read = [torch.zeros(numel, dtype=torch.int32) for numel in numels]
     for at, tile in of_tiles:
-        numel, offset, _, aligned, extent, index, message_at, address = rows[at]
+        numel, offset, first, extent, index, message_at, address = rows[at]
         begin = tile * TILE
-        is_full = aligned and numel - begin >= TILE
+        is_full = first >> 32 and numel - begin >= TILE
         assert paths.full if is_full else paths.masked
         assert message_at % layout.num_bytes == 0
         start = message_at // layout.num_bytes * layout.numel + offset + begin

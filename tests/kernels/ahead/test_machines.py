@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import triton.backends.nvidia
 
-from sidestream.bench.ahead import machines
 from sidestream.kernels.ahead import compile as aot
+from sidestream.kernels.ahead import machines
 
 HEADER_FOLDER = Path(triton.backends.nvidia.__file__).parent / "include"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -91,7 +91,26 @@ def test_an_h100_has_the_budgets_that_the_gates_are_made_of(
     name, instructions, moved_bytes, budget
 ):
     (gpu,) = (gpu for gpu in machines.GPUS if gpu.name == "H100")
-    found = machines.predict(gpu, moved_bytes, instructions)
+    found = machines.predict(gpu, moved_bytes, instructions, 0.0)
     assert found.bound == ("bytes" if instructions < budget else "instructions"), name
     assert found.issued == pytest.approx(instructions / budget, rel=0.01)
     assert found.share == pytest.approx(min(1, budget / instructions), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("integers", "bound", "longest", "target"),
+    [
+        (0.0, "bytes", 0.5, 0.88),
+        (7.0, "bytes", 0.7, 0.88),
+        (9.8, "bytes", 0.98, 0.85 / 0.98),
+        (20.0, "integers", 2.0, 0.425),
+    ],
+)
+def test_integers_have_a_pipe_of_half_the_rate(integers, bound, longest, target):
+    """Ten instructions on a GPU that issues 20, or 10 of integers, while it moves an element."""
+    gpu = machines.Gpu("one", "sm_90", 1, 1.0, 100.0, 128.0)
+    found = machines.predict(gpu, 20.0, 10.0, integers)
+    assert (found.bound, found.issued) == (bound, pytest.approx(0.5))
+    assert max(found.issued, found.integers) == pytest.approx(longest)
+    assert found.share == pytest.approx(min(1, 1 / longest))
+    assert found.target(0.88) == pytest.approx(target)
