@@ -34,21 +34,18 @@ TILE_NUMEL = 4096
 NUM_WARPS = 4
 ROW_MULTIPLE = 16  # elements: rows of codes begin on 16 bytes
 
-_MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
-_EXPONENT = tl.constexpr(0x7F80_0000)
 _QUIET_NAN = tl.constexpr(0x7FC0_0000)
 
 
 @triton.jit
 def _amax_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
-    """As integers, NaN is above infinity."""
     x, amax = arguments[:2]
     KEEP_NAN: tl.constexpr = arguments[2]
     WIDE: tl.constexpr = arguments[3]
-    bits = to_fp32(load(x, place, FULL, NUMEL, WIDE)).to(tl.int32, bitcast=True) & _MAGNITUDE
+    value = to_fp32(load(x, place, FULL, NUMEL, WIDE))
     if not KEEP_NAN:
-        bits = tl.where(bits > _EXPONENT, 0, bits)
-    tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
+        value = tl.where(value == value, value, 0.0)
+    device.raise_amax(amax, value)
 
 
 @triton.jit(
