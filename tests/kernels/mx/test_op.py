@@ -326,23 +326,6 @@ def test_compiled_code(element):
     oracle.assert_same_bits(torch.compile(step, fullgraph=True)(x), step(x))
 
 
-def test_opcheck():
-    data, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
-    arguments = {
-        "quantize_mx_": (data, scales, X, "e2m1", "rceil", 3, 0, False),
-        "dequantize_mx_": (X.clone(), data, scales, "e2m1", False),
-    }
-    for name, given in arguments.items():
-        overload = getattr(torch.ops.sidestream, name).default
-        outcomes = torch.library.opcheck(
-            overload,
-            given,
-            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-            raise_exception=False,
-        )
-        assert set(outcomes.values()) == {"SUCCESS"}, (name, outcomes)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", [None, SEED], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize(("element", "rule"), mx_cases.COMBINATIONS, ids=str)
