@@ -316,7 +316,7 @@ def test_torch_compile_keeps_the_ops_whole():
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("element", ["e4m3", "e2m1"])
 def test_compiled_code(element):
-    """Of torch's own compiler, which has no E8M0: what takes or makes it is an op."""
+    """Of torch's own compiler, which makes none of E8M0: the ops get scales as bytes."""
 
     def step(x):
         return dequantize_mx(*quantize_mx(x, element=element), element=element)
