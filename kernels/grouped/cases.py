@@ -53,7 +53,7 @@ _GATES = {
         "e4m3 from bf16": Gate(12.0),
         "e2m1 from bf16 stochastic": Gate(24.0, 72),
     },
-    _AMAX: {"of bf16": Gate(10.0)},
+    _AMAX: {"of bf16": Gate(7.0)},
     _NVFP4: {"from bf16 stochastic": Gate(26.0, 104)},
 }
 

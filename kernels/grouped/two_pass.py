@@ -25,6 +25,7 @@ from ..formats.device_table import element_of
 from ..fp8.device_codec import inverse_of, scale_of
 from ..fp8.reference import BY_DTYPE
 from ..launch import is_aligned, launch
+from ..nvfp4.device_codec import raise_amax
 from ..paths import for_tile, load, store
 from ..portable import to_fp32
 from .device_groups import group_of, lanes_for
@@ -43,9 +44,10 @@ def _amax_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
     KEEP_NAN: tl.constexpr = arguments[2]
     WIDE: tl.constexpr = arguments[3]
     value = to_fp32(load(x, place, FULL, NUMEL, WIDE))
-    if not KEEP_NAN:
-        value = tl.where(value == value, value, 0.0)
-    device.raise_amax(amax, value)
+    if KEEP_NAN:
+        device.raise_amax(amax, value)
+    else:
+        raise_amax(amax, value)
 
 
 @triton.jit(
