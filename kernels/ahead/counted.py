@@ -33,7 +33,7 @@ COUNTED_AS: Mapping[str, str] = MappingProxyType({"sm_103": "sm_100"})
 """Targets whose code is another's, but for a register or two."""
 # Each release brings another compiler; registers are allotted eight at a time, and with 64 half of
 # all warps are resident.
-_MORE_INSTRUCTIONS, _MORE_REGISTERS, _FEW_REGISTERS = 0.5, 8, 64
+_MORE_INSTRUCTIONS, _MORE_REGISTERS, _FEW_REGISTERS, _ALL_REGISTERS = 0.5, 8, 64, 255
 
 
 class Counts(NamedTuple):
@@ -73,7 +73,8 @@ def gate_of(case: Case, target: str) -> Gate | None:
     instructions = None
     if found.instructions is not None:
         instructions = math.ceil(2 * (found.instructions + _MORE_INSTRUCTIONS)) / 2
-    return Gate(instructions, max(found.registers + _MORE_REGISTERS, _FEW_REGISTERS))
+    registers = max(found.registers + _MORE_REGISTERS, _FEW_REGISTERS)
+    return Gate(instructions, min(registers, _ALL_REGISTERS))
 
 
 def target_share(case: Case, gpu: Gpu | None) -> float | None:

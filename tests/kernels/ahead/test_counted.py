@@ -40,6 +40,7 @@ def test_the_file_is_of_all_cases_with_gates_and_of_targets_that_there_are():
         ([3.26, 1.0, 40], Gate(4.0, 64)),
         ([3.0, 1.0, 72], Gate(3.5, 80)),
         ([None, None, 70], Gate(None, 78)),
+        ([3.0, 1.0, 250], Gate(3.5, 255)),
     ],
     ids=str,
 )
