@@ -68,7 +68,7 @@ def test_amaxes_are_those_of_the_matrix_and_of_its_transformed_columns():
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["current", "delayed"])
-@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2", "e4m3fnuz"])
 def test_fp8_is_the_cast_of_the_matrix_and_its_codes_transposed(element, delayed):
     x = values(*SHAPE).nan_to_num(0.0, 3.0, -3.0)
     options, expected_options = (
