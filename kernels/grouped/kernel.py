@@ -146,7 +146,9 @@ def _blocks_kernel(
     row, column = places_of(first, group_tile, tile_column, BLOCKS)
     exists = (row < count) & (column * SIZE < row_numel)
     scales += first
-    scales_at = tl.multiple_of(scales + tl.arange(0, BLOCKS), 16)
+    scales_at = scales + tl.arange(0, BLOCKS)
+    if ALIGNED:
+        scales_at = tl.multiple_of(scales_at, 16)
     if group == num_groups:
         _fill(data, (row, column), exists, row_bytes, NAN_CODES, SIZE // PER_BYTE, ALIGNED)
         tl.store(scales_at, tl.full([BLOCKS], NAN_SCALE, tl.uint8))
@@ -204,7 +206,7 @@ def _quantize_blocks(
         CODEC=codec_of(form, rule),
         NAN_CODES=nan_byte(form.element),
         NAN_SCALE=nan_scale(form),
-        ALIGNED=whole and is_aligned(x, data),
+        ALIGNED=whole and is_aligned(x, data, scales),
         BLOCKS=blocks,
         GROUPS=lanes_for(ends),
     )

@@ -233,8 +233,8 @@ def _shapes_of(x: torch.Tensor) -> tuple[torch.Size, torch.Size]:
 
 
 def _check_square(square: bool, hadamard: bool, rounding: str) -> None:
-    if square and (hadamard or rounding != "nearest"):
-        got = "hadamard" if hadamard else f"{rounding!r} rounding"
+    if square and (hadamard or rounding == "stochastic"):
+        got = "hadamard" if hadamard else "'stochastic' rounding"
         raise ValueError(
             f"square: expected False with {got}, got True; both sides of square scales stand for "
             "the same numbers: round to nearest and without the transform"

@@ -17,6 +17,8 @@ from sidestream.kernels import (
     quantize_nvfp4_grouped,
 )
 from sidestream.kernels.grouped import reference
+from sidestream.kernels.launch import recorded
+from sidestream.kernels.op import launching_on_cpu
 from sidestream.tests.kernels import oracle
 
 ROWS, COLUMNS = 300, 96
@@ -199,6 +201,20 @@ def test_more_refusals():
     amaxes = torch.zeros(4)
     with pytest.raises(ValueError, match=r"out: expected memory apart from that of ends"):
         amax_nvfp4_grouped(X, amaxes.view(torch.int32), out=amaxes)
+
+
+@pytest.mark.parametrize("late", range(3), ids=["x", "data", "scales"])
+def test_memory_that_begins_late_takes_no_wide_access(late):
+    """Each of the three: what is compiled for aligned memory is a fault of the GPU's elsewhere."""
+    x, ends = torch.randn(40, 64).to(torch.bfloat16), torch.tensor([7, 40])
+    found = [x, *quantize_mx_grouped(x, ends)]
+    shape, dtype = found[late].shape, found[late].dtype
+    memory = torch.zeros(found[late].nbytes + 2, dtype=torch.uint8)[2:]
+    with launching_on_cpu(), recorded() as launches:
+        quantize_mx_grouped(found[0], ends, out=tuple(found[1:]))
+        found[late] = memory.view(dtype).view(shape)
+        quantize_mx_grouped(found[0], ends, out=tuple(found[1:]))
+    assert [launch.constants["ALIGNED"] for launch in launches] == [True, False]
 
 
 def test_a_trace_needs_no_values_of_ends():
