@@ -56,8 +56,8 @@ A case is a call, and what it would launch is compiled. Instructions are counted
 machine code, on the path of full tiles, which makes nearly all its accesses by 16 bytes; `-` where
 there is no limit. Registers are those of all paths, the most of all kernels of a call. On sm_90
 limits are those of the cases, elsewhere half an instruction and eight registers above what was last
-counted (`kernels/ahead/counted.json`), and 64 registers at least. `sidestream inspect` prints what
-is counted.
+counted (`kernels/ahead/counted.json`), and 64 registers at least; sm_103, which gets the same code,
+has those of sm_100. `sidestream inspect` prints what is counted.
 
 ## NaN and infinity
 
@@ -171,7 +171,8 @@ def _tables() -> Iterator[str]:
 
 
 def _target_table() -> Iterator[str]:
-    known = [gpu for gpu in GPUS if gpu.target in counted.TARGETS]
+    counts = (*counted.TARGETS, *counted.COUNTED_AS)
+    known = [gpu for gpu in GPUS if gpu.target in counts]
     yield from ("", "## Targets by GPU", *_TARGETS.splitlines())
     yield f"| op | case | {' | '.join(gpu.name for gpu in known)} |"
     yield f"|---|---|{'---|' * len(known)}"

@@ -5,8 +5,9 @@
 
 So nobody has to compile to know what a GPU's pipes leave of a target, nor the limits elsewhere than
 on the target that a `Gate` is for. `make counts` writes the file anew, and `python -m
-sidestream.kernels.ahead.counted sm_100,sm_120` some of it: 3 s a case and target on one core. A
-case that is not in it has no limits there, and its share of a copy's rate for a target.
+sidestream.kernels.ahead.counted sm_100,sm_120` some of it: 3 s a case and target on one core. What
+is not in it, a case without a gate or AMD's target, has no limits there, and its share of a copy's
+rate for a target.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from .machines import Gpu, predict
 
 FILE = Path(__file__).with_suffix(".json")
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
-"""What the file is of. GPUs of sm_89 issue 50 instructions a byte of a copy: no pipe bounds them.
+"""What the file is of. GPUs of sm_89 issue 45 instructions a byte of a copy: no pipe bounds them.
 """
+COUNTED_AS: Mapping[str, str] = MappingProxyType({"sm_103": "sm_100"})
+"""Targets whose code is another's, but for a register or two."""
 # Each release brings another compiler; registers are allotted eight at a time, and with 64 half of
 # all warps are resident.
-_MORE_INSTRUCTIONS, _MORE_REGISTERS, _FEW_REGISTERS = 0.5, 8, 64
+_MORE_INSTRUCTIONS, _MORE_REGISTERS, _FEW_REGISTERS, _ALL_REGISTERS = 0.5, 8, 64, 255
 
 
 class Counts(NamedTuple):
@@ -54,8 +57,8 @@ def counts() -> Mapping[str, Mapping[str, Counts]]:
 
 
 def counts_of(case: Case, target: str) -> Counts | None:
-    """What the file has of the case."""
-    return counts().get(target, {}).get(_key(case))
+    """What the file has of the case, on a target or the one it is counted as."""
+    return counts().get(COUNTED_AS.get(target, target), {}).get(_key(case.op, case.name))
 
 
 def gate_of(case: Case, target: str) -> Gate | None:
@@ -70,7 +73,8 @@ def gate_of(case: Case, target: str) -> Gate | None:
     instructions = None
     if found.instructions is not None:
         instructions = math.ceil(2 * (found.instructions + _MORE_INSTRUCTIONS)) / 2
-    return Gate(instructions, max(found.registers + _MORE_REGISTERS, _FEW_REGISTERS))
+    registers = max(found.registers + _MORE_REGISTERS, _FEW_REGISTERS)
+    return Gate(instructions, min(registers, _ALL_REGISTERS))
 
 
 def target_share(case: Case, gpu: Gpu | None) -> float | None:
@@ -97,7 +101,7 @@ def write(targets: Sequence[str]) -> None:
     made: dict[str, dict[str, Counts]] = {target: {} for target in targets}
     measured = measure_all(tasks, len(os.sched_getaffinity(0)), lambda *_: None)
     for (op, name, target), one in zip(tasks, measured, strict=True):
-        made[target][f"{op} {name}"] = Counts(one.instructions, one.integers, one.registers)
+        made[target][_key(op, name)] = Counts(one.instructions, one.integers, one.registers)
     before = json.loads(FILE.read_text()) if FILE.exists() else {}
     FILE.write_text(_as_json(before | made))
 
@@ -120,8 +124,8 @@ def _short(number: float | None) -> float | None:
     return number if number is None else round(number, 2)
 
 
-def _key(case: Case) -> str:
-    return f"{case.op} {case.name}"
+def _key(op: str, name: str) -> str:
+    return f"{op} {name}"
 
 
 if __name__ == "__main__":

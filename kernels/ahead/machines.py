@@ -116,8 +116,8 @@ GPUS: tuple[Gpu, ...] = (
 )
 
 
-# What may stand beside a product's name without changing what `Gpu` says of it.
-_HARMLESS = re.compile(r"NVIDIA|GeForce|SXM\d?|HBM\d\w*|\d+GB")
+# What may stand beside a product's name without changing what `Gpu` says of it; AC: air cooled.
+_HARMLESS = re.compile(r"NVIDIA|GeForce|SXM\d?|AC|HBM\d\w*|\d+GB")
 
 
 def gpus_of(target: str) -> tuple[Gpu, ...]:

@@ -38,7 +38,7 @@ _AMAX = Row(
 )  # fmt: skip
 _FP8 = Row(
     "quantize_fp8_with_transpose_", "quantize_fp8_with_transpose",
-    "fp32, bf16, fp16 -> e4m3, e5m2, of x and of x.T; current, delayed",
+    "fp32, bf16, fp16 -> e4m3, e5m2, e4m3fnuz, of x and of x.T; current, delayed",
     "source (twice: current) + 2", "as quantize_fp8", "bit-exact: quantize_fp8 of either",
     "TransformerEngine", 0.88,
 )  # fmt: skip

@@ -32,7 +32,8 @@ from ..checks import check_choice, check_flag, check_pair
 from ..formats.noise import Seed, check_first_index, checked_seed
 from ..formats.table import SCALE_RULES
 from ..fp8.op import check_delayed
-from ..fp8.reference import ELEMENTS as FP8_ELEMENTS
+from ..fp8.reference import CAST_ELEMENTS
+from ..mx.op import as_bytes
 from ..mx.op import parts_of as mx_parts_of
 from ..mx.reference import BLOCK_NUMEL as MX_BLOCK
 from ..mx.reference import elements
@@ -105,8 +106,7 @@ def quantize_mx_with_transpose(
     check_first_index(first_index, x.numel())
     wanted = [mx_parts_of(shape, element, swizzled) for shape in _shapes_of(x)]
     rows, columns = _pairs_of(out, wanted, x.device, {"x": x, "seed": tensor_of(seed)})
-    # Bytes, since torch.compile makes no code for E8M0 (torch 2.13).
-    made = [(data, scales.view(torch.uint8)) for data, scales in (rows, columns)]
+    made = [(data, as_bytes(scales)) for data, scales in (rows, columns)]
     call(_QUANTIZE_MX, x, *made[0], *made[1], x, element, rule, seed, first_index, swizzled)
     return rows, columns
 
@@ -194,11 +194,11 @@ def quantize_fp8_with_transpose(
     options; the transposed codes, [N, M], are theirs. Bytes moved an element of BF16: 6, 4 with
     `scale`. out: written into instead, all three. Raises `ValueError` before anything is written.
     """
-    check_choice("element", element, FP8_ELEMENTS)
+    check_choice("element", element, CAST_ELEMENTS)
     _check_matrix(x, _FP8_MULTIPLE, "products of FP8 matrices want them")
     power_of_2 = check_flag("power_of_2", power_of_2)
     check_delayed(x, "tensor", power_of_2, scale, amax)
-    dtype = FP8_ELEMENTS[element].dtype
+    dtype = CAST_ELEMENTS[element].dtype
     wanted = (x.shape, dtype), (x.shape[::-1], dtype), ((), torch.float32)
     sources = {"x": x, "scale": scale}
     codes, codes_t, scale_inv = results_of(out, wanted, x.device, {**sources, "amax": amax})
@@ -233,8 +233,8 @@ def _shapes_of(x: torch.Tensor) -> tuple[torch.Size, torch.Size]:
 
 
 def _check_square(square: bool, hadamard: bool, rounding: str) -> None:
-    if square and (hadamard or rounding != "nearest"):
-        got = "hadamard" if hadamard else f"{rounding!r} rounding"
+    if square and (hadamard or rounding == "stochastic"):
+        got = "hadamard" if hadamard else "'stochastic' rounding"
         raise ValueError(
             f"square: expected False with {got}, got True; both sides of square scales stand for "
             "the same numbers: round to nearest and without the transform"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sidestream.bench.report.roofline import spread_out, subject_of
 from sidestream.bench.report.series import size_text
 from sidestream.kernels.ahead.machines import GPUS, PIPE_SHARE, gpu_of, gpus_of
+from sidestream.kernels.cases import SECTIONS
 from sidestream.tests.bench.report_samples import (
     OURS,
     SIZES,
@@ -26,6 +27,7 @@ H100, H200 = gpus_of("sm_90")
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
@@ -101,8 +103,7 @@ def test_what_cannot_be_drawn_is_named():
 
 def test_families_are_those_of_the_ops_in_order():
     found = roofline_made_up(report_of()).families()
-    assert list(found) == ["Many tensors at once", "Casts", "Block formats", "Wire messages",
-                           "Optimizers"]  # fmt: skip
+    assert list(found) == [title for title, _ in SECTIONS]
     for points in found.values():
         assert points == sorted(points, key=lambda point: point.per_byte)
 

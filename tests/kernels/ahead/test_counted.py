@@ -7,7 +7,7 @@ import pytest
 
 from sidestream.kernels.ahead import counted, measure
 from sidestream.kernels.ahead.compile import TARGETS
-from sidestream.kernels.ahead.machines import GPUS
+from sidestream.kernels.ahead.machines import GPUS, predict
 from sidestream.kernels.case import GATED_TARGET, Gate
 from sidestream.kernels.cases import case_of, cases
 from sidestream.tests.kernels.ahead.test_controls import MEASURED
@@ -26,11 +26,11 @@ def file(monkeypatch, tmp_path):
     counted.counts.cache_clear()
 
 
-def test_the_file_is_of_cases_with_gates_and_of_targets_that_there_are():
+def test_the_file_is_of_all_cases_with_gates_and_of_targets_that_there_are():
     gated = {f"{case.op} {case.name}" for case in cases() if case.gate is not None}
     assert set(counted.counts()) == set(counted.TARGETS) <= set(TARGETS)
     for rows in counted.counts().values():
-        assert set(rows) <= gated
+        assert set(rows) == gated
         assert all(0 < one.registers <= 255 for one in rows.values())
 
 
@@ -40,6 +40,7 @@ def test_the_file_is_of_cases_with_gates_and_of_targets_that_there_are():
         ([3.26, 1.0, 40], Gate(4.0, 64)),
         ([3.0, 1.0, 72], Gate(3.5, 80)),
         ([None, None, 70], Gate(None, 78)),
+        ([3.0, 1.0, 250], Gate(3.5, 255)),
     ],
     ids=str,
 )
@@ -72,6 +73,17 @@ def test_a_target_is_no_more_than_the_pipes_leave(file, counts, expected):
 def test_what_is_not_known_has_its_share(file):
     file.write_text("{}")
     assert counted.target_share(CASE, H200) == counted.target_share(CASE, None) == 0.88
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_every_gpu_has_targets_of_its_own_code_but_those_that_no_pipe_bounds(gpu):
+    if gpu.target != "sm_89":
+        assert counted.counts_of(CASE, gpu.target) is not None
+        return
+    for case in cases():
+        if (found := counted.counts_of(case, "sm_80")) and found.instructions and case.copy_share:
+            most = predict(gpu, case.moved_bytes, found.instructions, found.integers)
+            assert most.target(case.copy_share) == case.copy_share
 
 
 def test_writing_counts_every_case_with_a_gate_and_keeps_other_targets(file, monkeypatch):

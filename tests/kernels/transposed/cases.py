@@ -40,6 +40,7 @@ CASES = {
     "amax parts": (AMAX, {}, FP16, (144, 80)),
     "fp8 whole": (FP8, {}, BF16, (128, 64)),
     "fp8 parts": (FP8, {"element": "e5m2", "power_of_2": True}, FP32, (144, 80)),
+    "fp8 of gfx942": (FP8, {"element": "e4m3fnuz"}, FP16, (32, 80)),
     "fp8 delayed": (FP8, {"scale": 0.3, "amax": 0.5}, BF16, (144, 80)),
 }
 
