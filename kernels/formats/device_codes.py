@@ -216,7 +216,7 @@ def spread_noise(first, second) -> tl.tensor:
     """Two of the `noise_words`, [n] -> `noise_of` the eight elements that they are for, [n, 8]."""
     lanes = tl.arange(0, 8)[None, :]
     word = tl.where((lanes & 4) == 0, first[:, None], second[:, None])
-    return _rotated(word, lanes)
+    return rotated(word, lanes)
 
 
 @triton.jit
@@ -225,11 +225,12 @@ def _noise(seed, group, lane):
     word_0, word_1, word_2, word_3 = tl.philox(number_of(seed), low, high, 0, 0, _PHILOX_ROUNDS)
     lower = tl.where((lane & 4) == 0, word_0, word_1)
     upper = tl.where((lane & 4) == 0, word_2, word_3)
-    return _rotated(tl.where((lane & 8) == 0, lower, upper), lane)
+    return rotated(tl.where((lane & 8) == 0, lower, upper), lane)
 
 
 @triton.jit
-def _rotated(word, lane):
+def rotated(word, lane) -> tl.tensor:
+    """The noise of an element of this place in its group, from its word of `noise_words`."""
     shift = ((lane & 3) * 8).to(tl.uint32)
     return (word >> shift) | (word << ((32 - shift) & 31))
 

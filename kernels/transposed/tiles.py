@@ -137,8 +137,38 @@ def _noise_of_lines(noise, side, NUMEL: tl.constexpr, LAYOUT: tl.constexpr):
         one, other = tl.where(is_upper, words[2], words[0]), tl.where(is_upper, words[3], words[1])
         bits = device.spread_noise(one, other)
     else:
-        bits = device.noise_of(noise[0], starts[:, None] + tl.arange(0, 8)[None, :])
+        bits = _noise_of_eights(noise[0], starts)
     return tl.reshape(bits, [line.numel, NUMEL])
+
+
+@triton.jit
+def _noise_of_eights(seed, starts):
+    """Of the eight elements from the index `starts`, int64 [n], on: [n, 8].
+
+    They lie in two groups at most: two Philox calls, where one an element takes all registers.
+    """
+    first, second = (
+        device.noise_words(seed, starts >> 4),
+        device.noise_words(seed, (starts + 7) >> 4),
+    )
+    number = ((starts >> 2) & 3).to(tl.int32)
+    lanes = (starts & 3).to(tl.int32)[:, None] + tl.arange(0, 8)[None, :]
+    one, two = _word_of(first, second, number), _word_of(first, second, number + 1)
+    later = tl.where((lanes & 8) == 0, two, _word_of(first, second, number + 2))
+    return device.rotated(tl.where((lanes & 12) == 0, one, later), lanes)
+
+
+@triton.jit
+def _word_of(first, second, number):
+    """[n, 1]: the word of each number, [n], from 4 on of the second group."""
+    return tl.where((number & 4) == 0, _word_in(first, number), _word_in(second, number))[:, None]
+
+
+@triton.jit
+def _word_in(words, number):
+    lower = tl.where((number & 1) == 0, words[0], words[1])
+    upper = tl.where((number & 1) == 0, words[2], words[3])
+    return tl.where((number & 2) == 0, lower, upper)
 
 
 @triton.jit

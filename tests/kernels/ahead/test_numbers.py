@@ -5,9 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from sidestream.kernels import quantize_mx_with_transpose, quantize_nvfp4_with_transpose
 from sidestream.kernels.ahead.compile import TARGETS, compile_launch
 from sidestream.kernels.ahead.measure import faults
 from sidestream.kernels.cases import case_of
+from sidestream.kernels.launch import recorded
+from sidestream.kernels.op import launching_on_cpu
 
 NUMBERS = {"seed": torch.empty(1, dtype=torch.int64), "scale": torch.empty(1)}
 # Keys of the rounds, which follow from a seed that is loaded, take registers of every thread.
@@ -62,3 +65,16 @@ def test_within_the_gate_on_hopper(op, name):
 def test_no_kernel_spills_elsewhere(op, name, target):
     _, _, made = reading(op, name, target)
     assert made.spill_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "quantize", [quantize_mx_with_transpose, quantize_nvfp4_with_transpose], ids=["mx", "nvfp4"]
+)
+def test_nothing_spills_where_groups_of_noise_begin_anywhere(quantize, target):
+    """Of elements whose first has any index, so that eight of them may have noise of two groups."""
+    noise = {"rounding": "stochastic", "seed": NUMBERS["seed"], "first_index": 5}
+    with launching_on_cpu(), recorded() as launches:
+        quantize(torch.empty(128, 256, dtype=torch.bfloat16), **noise)
+    assert compile_launch(launches[-1], target).spill_bytes == 0
