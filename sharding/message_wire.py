@@ -25,7 +25,7 @@ from ..kernels import (
     reduce_peer_messages_,
     unpack_message_,
 )
-from ..kernels.checks import check_one
+from ..kernels.checks import check_device, check_one, check_tensor
 from ..kernels.formats.noise import signed_seed
 from .arguments import require_flag, require_number
 from .wire import PlainWire, Source, Wire
@@ -177,6 +177,7 @@ class MessageWire(Wire):
             seed = mixed(self.seed, source.noise_key)
             noise = {"seed": seed, "first_indices": indices}
             if self.seed_offset is not None:
+                check_device("MessageWire: seed_offset", self.seed_offset, messages.device)
                 noise["seed"] = self.seed_offset + signed_seed(seed)
         pack_message_(
             messages,
@@ -237,6 +238,7 @@ def _checked_offset(rounding: str, offset: Tensor | None) -> Tensor | None:
             f"MessageWire: seed_offset: expected None with rounding={rounding!r}, got a tensor; "
             "leave it out, or round stochastically"
         )
+    check_tensor("MessageWire: seed_offset", offset)
     check_one("MessageWire: seed_offset", offset, (torch.int64,), offset.device)
     return offset
 

@@ -58,7 +58,7 @@ def counts() -> Mapping[str, Mapping[str, Counts]]:
 
 def counts_of(case: Case, target: str) -> Counts | None:
     """What the file has of the case, on a target or the one it is counted as."""
-    return counts().get(COUNTED_AS.get(target, target), {}).get(_key(case))
+    return counts().get(COUNTED_AS.get(target, target), {}).get(_key(case.op, case.name))
 
 
 def is_counted(case: Case) -> bool:
@@ -106,7 +106,7 @@ def write(targets: Sequence[str]) -> None:
     made: dict[str, dict[str, Counts]] = {target: {} for target in targets}
     measured = measure_all(tasks, len(os.sched_getaffinity(0)), lambda *_: None)
     for (op, name, target), one in zip(tasks, measured, strict=True):
-        made[target][f"{op} {name}"] = Counts(one.instructions, one.integers, one.registers)
+        made[target][_key(op, name)] = Counts(one.instructions, one.integers, one.registers)
     before = json.loads(FILE.read_text()) if FILE.exists() else {}
     FILE.write_text(_as_json(before | made))
 
@@ -129,8 +129,8 @@ def _short(number: float | None) -> float | None:
     return number if number is None else round(number, 2)
 
 
-def _key(case: Case) -> str:
-    return f"{case.op} {case.name}"
+def _key(op: str, name: str) -> str:
+    return f"{op} {name}"
 
 
 if __name__ == "__main__":

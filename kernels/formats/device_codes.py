@@ -161,6 +161,13 @@ def _larger_or_nan(a, b):
 
 
 @triton.jit
+def raise_amax(amax, x) -> None:
+    """amax = max(amax, |x|), of FP32 [n], as int32: in the same order, NaN above infinity."""
+    bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE
+    tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
+
+
+@triton.jit
 def noise_of(seed, index) -> tl.tensor:
     """`noise.noise_bits` of the elements `index` (int64, global): uint32 of its shape.
 
@@ -186,8 +193,15 @@ def noise_of_groups(seed, groups) -> tl.tensor:
 
     One Philox call a group and thread, which compilers do not always find out for themselves.
     """
+    low, high = noise_of_halves(seed, groups)
+    return side_by_side(low, high)
+
+
+@triton.jit
+def noise_of_halves(seed, groups) -> tuple[tl.tensor, tl.tensor]:
+    """`noise_of_groups` of the first eight and of the last eight elements of each, [n, 8] both."""
     words = noise_words(seed, groups)
-    return side_by_side(spread_noise(words[0], words[1]), spread_noise(words[2], words[3]))
+    return spread_noise(words[0], words[1]), spread_noise(words[2], words[3])
 
 
 @triton.jit

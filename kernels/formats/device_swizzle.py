@@ -51,6 +51,26 @@ def swizzled_index(row, column, across) -> tl.tensor:
 
 
 @triton.jit
+def tile_of(first, across) -> tuple:
+    """(Row, column), int64, of the tile that has the scale `first`, of `across` side by side.
+
+    Unsigned, and of 32 bits, a division is a fourth of what it is of 64; tiles, of 8192 elements
+    or more, 31 bits can count.
+    """
+    tile = (first // 512).to(tl.uint32)
+    across = across.to(tl.uint32)
+    return (tile // across).to(tl.int64), (tile % across).to(tl.int64)
+
+
+@triton.jit
+def places_of(first, tile_row, tile_column, BLOCKS: tl.constexpr) -> tuple:
+    """(Rows, columns), int64 [BLOCKS], whose scales lie at `first` and after, in one tile."""
+    place = (first % 512).to(tl.int32) + tl.arange(0, BLOCKS)
+    row = tile_row * 128 + ((place >> 4) + ((place >> 2) & 3) * 32)
+    return row, tile_column * 4 + (place & 3)
+
+
+@triton.jit
 def _place_in_tile(row, column):
     return (row & 31) * 16 + ((row >> 5) & 3) * 4 + (column & 3)
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SELECTOR_BITS = 4
-
 
 def _asm(*lines: str) -> str:
     return "\n".join(("{", *(f"    {line};" for line in lines), "}"))

@@ -35,7 +35,6 @@ BLOCK = 4096
 NUM_WARPS = 4
 MIN_LINE = 16  # elements: one access of 16 bytes to the codes
 
-_MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
 _EXPONENT = tl.constexpr(0x7F80_0000)
 _MAX_FP32, _MIN_SCALE = tl.constexpr(FP32.max_finite), tl.constexpr(MIN_SCALE)
 
@@ -54,10 +53,7 @@ def _part_of(parts, columns, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
-    """If there are `codes`, they are made with `factor`; if there is an amax, it records |x|.
-
-    As integers, in the same order, NaN above infinity.
-    """
+    """If there are `codes`, they are made with `factor`; if there is an amax, it records |x|."""
     x, codes, factor, amax = arguments[:4]
     ELEMENT: tl.constexpr = arguments[4]
     WIDE: tl.constexpr = arguments[5]
@@ -67,8 +63,7 @@ def _part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
         made = device.code_of(value * factor, None, ELEMENT, HARDWARE)
         store(codes, made, place, FULL, NUMEL, WIDE)
     if amax is not None:
-        bits = value.to(tl.int32, bitcast=True) & _MAGNITUDE
-        tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
+        device.raise_amax(amax, value)
 
 
 @triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["amax", "x"])

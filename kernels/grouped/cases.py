@@ -48,11 +48,13 @@ _RECORDED_NUMEL = 2048 * ROW_NUMEL
 
 # Some 130 instructions of a thread find the group.
 _GATES = {
-    "fp8 e4m3 from bf16": Gate(10.0),
-    "mx e4m3 from bf16": Gate(12.0),
-    "mx e2m1 from bf16 stochastic": Gate(24.0, 72),
-    "amax of bf16": Gate(10.0),
-    "nvfp4 from bf16 stochastic": Gate(26.0, 104),
+    _FP8: {"e4m3 from bf16": Gate(10.0)},
+    _MX: {
+        "e4m3 from bf16": Gate(12.0),
+        "e2m1 from bf16 stochastic": Gate(24.0, 72),
+    },
+    _AMAX: {"of bf16": Gate(7.0)},
+    _NVFP4: {"from bf16 stochastic": Gate(26.0, 104)},
 }
 
 
@@ -102,33 +104,39 @@ def _noise(stochastic: bool, index: dict[str, Any]) -> dict[str, Any]:
     return (NOISE if stochastic else {}) | index
 
 
-def _fp8_case(dtype: str) -> Case:
-    name = f"e4m3 from {dtype}"
+def _case(row: Row, dtype: str, name: str, **options: Any) -> Case:
+    """options: what `Case` has besides."""
+    return Case(
+        op=row.op,
+        name=name,
+        dtype=dtype,
+        numel=matrix_numel,
+        gate=_GATES[row].get(name),
+        recorded_numel=_RECORDED_NUMEL,
+        standard=dtype == "bf16" and STOCHASTIC not in name,
+        **{"copy_share": row.share_of()} | options,
+    )
 
+
+def _fp8_case(dtype: str) -> Case:
     def call(operands: Operands) -> None:
         (x,), (codes, scales), (ends,) = operands.read, operands.written, operands.scalars
         quantize_fp8_grouped(x, ends, out=(codes, scales))
 
-    return Case(
-        op=_FP8.op,
-        name=name,
+    return _case(
+        _FP8,
+        dtype,
+        f"e4m3 from {dtype}",
         format=FP8_TENSOR.name,
-        dtype=dtype,
         make=_with_ends(dtype, quantize_fp8_grouped),
         call=call,
-        numel=matrix_numel,
         num_bytes=lambda numel: matrix_numel(numel) * (2 * DTYPES[dtype].itemsize + 1),
         passes=2,
-        gate=_GATES.get(f"fp8 {name}"),
         counted=1,
-        recorded_numel=_RECORDED_NUMEL,
-        copy_share=_FP8.share_of(),
-        standard=dtype == "bf16",
     )
 
 
 def _mx_case(dtype: str, element: str, *, stochastic: bool) -> Case:
-    name = f"{element} from {dtype}" + STOCHASTIC * stochastic
     moved = DTYPES[dtype].itemsize + ELEMENTS[element].stored_bits / BITS_PER_BYTE
 
     def call(operands: Operands, **index: Any) -> None:
@@ -136,25 +144,19 @@ def _mx_case(dtype: str, element: str, *, stochastic: bool) -> Case:
         noise = _noise(stochastic, index)
         quantize_mx_grouped(x, ends, element=element, out=(data, scales), **noise)
 
-    return Case(
-        op=_MX.op,
-        name=name,
+    return _case(
+        _MX,
+        dtype,
+        f"{element} from {dtype}" + STOCHASTIC * stochastic,
         format=(MXFP4 if element == E2M1.name else MXFP8).name,
-        dtype=dtype,
         make=_with_ends(dtype, lambda x, ends: quantize_mx_grouped(x, ends, element=element)),
         call=call,
-        numel=matrix_numel,
         num_bytes=lambda numel: _num_bytes(numel, moved, 32),
-        gate=_GATES.get(f"mx {name}"),
-        recorded_numel=_RECORDED_NUMEL,
         copy_share=_MX.share_of(fp4=element == E2M1.name, stochastic=stochastic),
-        standard=dtype == "bf16" and not stochastic,
     )
 
 
 def _amax_case(dtype: str) -> Case:
-    name = f"of {dtype}"
-
     def make(device: torch.device, numel: int) -> Operands:
         ends = _ends(device, numel)
         x = matrix(device, numel, DTYPES[dtype])
@@ -163,24 +165,18 @@ def _amax_case(dtype: str) -> Case:
     def call(operands: Operands) -> None:
         amax_nvfp4_grouped(operands.read[0], operands.scalars[0], out=operands.written[0])
 
-    return Case(
-        op=_AMAX.op,
-        name=name,
+    return _case(
+        _AMAX,
+        dtype,
+        f"of {dtype}",
         format=NVFP4.name,
-        dtype=dtype,
         make=make,
         call=call,
-        numel=matrix_numel,
         num_bytes=lambda numel: matrix_numel(numel) * DTYPES[dtype].itemsize,
-        gate=_GATES.get(f"amax {name}"),
-        recorded_numel=_RECORDED_NUMEL,
-        copy_share=_AMAX.share_of(),
-        standard=dtype == "bf16",
     )
 
 
 def _nvfp4_case(dtype: str, *, stochastic: bool) -> Case:
-    name = f"from {dtype}" + STOCHASTIC * stochastic
     moved = DTYPES[dtype].itemsize + E2M1.stored_bits / BITS_PER_BYTE
 
     def make(device: torch.device, numel: int) -> Operands:
@@ -197,17 +193,13 @@ def _nvfp4_case(dtype: str, *, stochastic: bool) -> Case:
         noise = _noise(stochastic, index)
         quantize_nvfp4_grouped(x, ends, amaxes=amaxes, out=(out[0], out[1]), **noise)
 
-    return Case(
-        op=_NVFP4.op,
-        name=name,
+    return _case(
+        _NVFP4,
+        dtype,
+        f"from {dtype}" + STOCHASTIC * stochastic,
         format=NVFP4.name,
-        dtype=dtype,
         make=make,
         call=call,
-        numel=matrix_numel,
         num_bytes=lambda numel: _num_bytes(numel, moved, 16),
-        gate=_GATES.get(f"nvfp4 {name}"),
-        recorded_numel=_RECORDED_NUMEL,
         copy_share=_NVFP4.share_of(stochastic=stochastic),
-        standard=dtype == "bf16" and not stochastic,
     )

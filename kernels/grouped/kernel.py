@@ -15,20 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import device_codes as device
 from ..formats import swizzle
-from ..formats.device_e2m1 import packed_e2m1
+from ..formats.device_swizzle import places_of, tile_of
 from ..formats.device_table import codec_of
 from ..formats.noise import GROUP_NUMEL, Seed
 from ..formats.table import ELEMENTS, NVFP4, SCALE_RULES, BlockFormat, ScaleRule
 from ..launch import is_aligned, launch
-from ..mx.kernel import masked_codes
+from ..mx.kernel import masked_codes, store_blocks
 from ..mx.reference import form_of
 from ..nvfp4.device_codec import block_amaxes, scaled_halves, tensor_scale_of
-from ..nvfp4.hadamard import joined
-from ..nvfp4.kernel import quantize_masked_blocks
+from ..nvfp4.kernel import packed_blocks, quantize_masked_blocks
 from ..portable import INTERPRETED
-from ..wide import aligned_blocks, aligned_eights, aligned_pointers
+from ..wide import aligned_eights, aligned_pointers
 from .device_groups import group_of, lanes_for
 from .reference import nan_byte, nan_scale
 
@@ -38,40 +36,12 @@ ROW_MULTIPLE = 32  # elements: rows of 4-bit codes begin on 16 bytes
 
 # Pieces' other shape keeps registers few. To Triton's interpreter one is as much work as all.
 _PIECES = tl.constexpr(1 if INTERPRETED else 4)
-_SCALE_TILE, _TILE_ROWS = tl.constexpr(swizzle.TILE_NUMEL), tl.constexpr(swizzle.TILE_ROWS)
-
-
-@triton.jit
-def _mx_tile(
-    source, data, scales, starts, exists, noise, CODEC: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Stores the scales of the blocks at `starts`, 0 where none exists, and the codes of others.
-
-    Scales first: where they come last, registers are 80 for 64.
-    """
-    seed, first_index = noise
-    BLOCKS: tl.constexpr = starts.shape[0]
-    ELEMENT: tl.constexpr = CODEC.element
-    PER_BYTE: tl.constexpr = ELEMENT.form.codes_per_byte
-    x, scale_bytes, _ = CODEC.scaled(aligned_blocks(source, starts, 32), CODEC, 0, HARDWARE)
-    tl.store(scales, tl.where(exists, scale_bytes, 0))
-    bits = None
-    if seed is not None:
-        groups = ((first_index + starts) >> 4)[:, None] + tl.arange(0, 2)[None, :]
-        bits = device.noise_of_groups(seed, tl.reshape(groups, [2 * BLOCKS]))
-        bits = tl.reshape(bits, [BLOCKS, 32])
-    made = device.stored(x, bits, ELEMENT, HARDWARE)
-    if ELEMENT.pack is not None:
-        data = data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        pointers = aligned_pointers(data, starts >> 3, 4)
-    else:
-        pointers = aligned_pointers(data, starts // PER_BYTE, 32 // PER_BYTE)
-    tl.store(pointers, made, mask=exists[:, None])
+_TILE_ROWS = tl.constexpr(swizzle.TILE_ROWS)
 
 
 @triton.jit
 def _nvfp4_tile(source, data, scales, starts, exists, amax, noise, HARDWARE: tl.constexpr):
-    """`_mx_tile` of blocks of 16, of which two side by side, that are 16 bytes, exist together."""
+    """`store_blocks` of blocks of 16, of which two side by side, 16 bytes, exist together."""
     seed, first_index = noise
     PAIRS: tl.constexpr = starts.shape[0] // 2
     low, high = aligned_eights(source, starts), aligned_eights(source, starts + 8)
@@ -79,13 +49,7 @@ def _nvfp4_tile(source, data, scales, starts, exists, amax, noise, HARDWARE: tl.
     tensor_scale = tensor_scale_of(amax, False)
     low, high, scale_bytes = scaled_halves(low, high, block_amax, tensor_scale, False, HARDWARE)
     tl.store(scales, tl.where(exists, scale_bytes, 0))
-    low_bits = None
-    high_bits = None
-    if seed is not None:
-        words = device.noise_words(seed, (first_index + starts) >> 4)
-        low_bits = device.spread_noise(words[0], words[1])
-        high_bits = device.spread_noise(words[2], words[3])
-    made = joined(packed_e2m1(low, low_bits, HARDWARE), packed_e2m1(high, high_bits, HARDWARE))
+    made = packed_blocks(low, high, seed, (first_index + starts) >> 4, HARDWARE)
     starts, _ = tl.split(tl.reshape(starts, [PAIRS, 2]))
     exists, _ = tl.split(tl.reshape(exists, [PAIRS, 2]))
     pointers = aligned_pointers(data.to(tl.pointer_type(tl.uint32), bitcast=True), starts >> 3, 4)
@@ -109,14 +73,6 @@ def _masked_piece(
             source, data, blocks, (num_blocks, row_blocks, row_numel),
             tensor_scale_of(amax, False), noise, False, False, False, HARDWARE,
         )  # fmt: skip
-
-
-@triton.jit
-def _places(first, tile, tile_column, BLOCKS: tl.constexpr):
-    """(Rows, columns), int64 [BLOCKS], of the blocks whose scales lie at `first` and after."""
-    place = (first % _SCALE_TILE).to(tl.int32) + tl.arange(0, BLOCKS)
-    row = tile.to(tl.int64) * _TILE_ROWS + ((place >> 4) + ((place >> 2) & 3) * 32)
-    return row, tile_column * 4 + (place & 3)
 
 
 @triton.jit
@@ -176,10 +132,7 @@ def _blocks_kernel(
     PER_BYTE: tl.constexpr = CODEC.element.form.codes_per_byte
     SIZE: tl.constexpr = CODEC.block_numel
     first = tl.program_id(0).to(tl.int64) * BLOCKS
-    # Unsigned, and of 32 bits, a division is a fourth of what it is of 64.
-    tile = (first // _SCALE_TILE).to(tl.uint32)
-    tile_row = tile // across.to(tl.uint32)
-    tile_column = (tile - tile_row * across.to(tl.uint32)).to(tl.int64)
+    tile_row, tile_column = tile_of(first, across)
     group, first_row, count, group_tile, _ = group_of(
         ends, num_groups, rows, tile_row.to(tl.int32), 1, _TILE_ROWS, GROUPS
     )
@@ -189,7 +142,8 @@ def _blocks_kernel(
     data += first_row * row_bytes
     first_index += first_row * row_numel
     noise = (seed, first_index)
-    row, column = _places(first, group_tile, tile_column, BLOCKS)
+    group_tile = group_tile.to(tl.int64)
+    row, column = places_of(first, group_tile, tile_column, BLOCKS)
     exists = (row < count) & (column * SIZE < row_numel)
     scales += first
     scales_at = scales + tl.arange(0, BLOCKS)
@@ -202,14 +156,14 @@ def _blocks_kernel(
         # What does not exist is read from a place that does.
         starts = tl.where(exists, row * row_numel + column * SIZE, 0)
         if amaxes is None:
-            _mx_tile(source, data, scales_at, starts, exists, noise, CODEC, HARDWARE)
+            store_blocks(source, data, scales_at, starts, exists, noise, CODEC, HARDWARE)
         else:
             amax = tl.load(amaxes + group)
             _nvfp4_tile(source, data, scales_at, starts, exists, amax, noise, HARDWARE)
     else:
         amax = None if amaxes is None else tl.load(amaxes + group)
         for piece in range(0, BLOCKS, BLOCKS // _PIECES):
-            place = _places(first + piece, group_tile, tile_column, BLOCKS // _PIECES)
+            place = places_of(first + piece, group_tile, tile_column, BLOCKS // _PIECES)
             made = _masked_piece(
                 source, data, place, count, row_numel, amax, noise, CODEC, HARDWARE
             )

@@ -18,6 +18,7 @@ from ..checks import check_choice, check_device, check_dtype, check_flag, check_
 from ..formats.noise import Seed, check_first_index, checked_seed
 from ..formats.table import E2M1, E4M3, ELEMENTS, MXFP8, NVFP4, SCALE_RULES
 from ..fp8.reference import CAST_ELEMENTS
+from ..mx.op import as_bytes
 from ..mx.reference import elements
 from ..numbers import tensor_of
 from ..op import Op, call, on_first_use
@@ -119,7 +120,7 @@ def quantize_mx_grouped(
     data, scales = results_of(
         out, wanted, x.device, {"x": x, "ends": ends, "seed": tensor_of(seed)}
     )
-    call(_QUANTIZE_MX, x, data, scales.view(torch.uint8), x, ends, element, rule, seed, first_index)
+    call(_QUANTIZE_MX, x, data, as_bytes(scales), x, ends, element, rule, seed, first_index)
     return data, scales
 
 

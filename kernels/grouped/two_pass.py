@@ -25,6 +25,7 @@ from ..formats.device_table import element_of
 from ..fp8.device_codec import inverse_of, scale_of
 from ..fp8.reference import BY_DTYPE
 from ..launch import is_aligned, launch
+from ..nvfp4.device_codec import raise_amax
 from ..paths import for_tile, load, store
 from ..portable import to_fp32
 from .device_groups import group_of, lanes_for
@@ -34,21 +35,19 @@ TILE_NUMEL = 4096
 NUM_WARPS = 4
 ROW_MULTIPLE = 16  # elements: rows of codes begin on 16 bytes
 
-_MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
-_EXPONENT = tl.constexpr(0x7F80_0000)
 _QUIET_NAN = tl.constexpr(0x7FC0_0000)
 
 
 @triton.jit
 def _amax_part(arguments, place, FULL: tl.constexpr, NUMEL: tl.constexpr):
-    """As integers, NaN is above infinity."""
     x, amax = arguments[:2]
     KEEP_NAN: tl.constexpr = arguments[2]
     WIDE: tl.constexpr = arguments[3]
-    bits = to_fp32(load(x, place, FULL, NUMEL, WIDE)).to(tl.int32, bitcast=True) & _MAGNITUDE
-    if not KEEP_NAN:
-        bits = tl.where(bits > _EXPONENT, 0, bits)
-    tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
+    value = to_fp32(load(x, place, FULL, NUMEL, WIDE))
+    if KEEP_NAN:
+        device.raise_amax(amax, value)
+    else:
+        raise_amax(amax, value)
 
 
 @triton.jit(

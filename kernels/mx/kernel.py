@@ -30,6 +30,7 @@ import triton.language as tl
 from ..formats import device_codes as device
 from ..formats import swizzle
 from ..formats.device_e2m1 import bytes_of
+from ..formats.device_swizzle import places_of, tile_of
 from ..formats.device_table import codec_of
 from ..formats.noise import GROUP_NUMEL, Seed
 from ..formats.table import ELEMENTS, SCALE_RULES
@@ -43,18 +44,9 @@ from .reference import BLOCK_NUMEL, form_of
 TILE_BLOCKS = 128
 NUM_WARPS = 4
 
-_SCALE_TILE = tl.constexpr(swizzle.TILE_NUMEL)
 # A masked tile's other shape keeps the compiler from giving both paths one layout. To Triton's
 # interpreter a layout is nothing, and a piece as much work as a tile.
 _PIECES = tl.constexpr(1 if INTERPRETED else 4)
-
-
-@triton.jit
-def _tile_of(first, width):
-    """(Row, column), int64, of the swizzled tile that has the scale `first`; unsigned is faster."""
-    tile = (first // _SCALE_TILE).to(tl.uint32)
-    across = width.to(tl.uint32)
-    return (tile // across).to(tl.int64), (tile % across).to(tl.int64)
 
 
 @triton.jit
@@ -62,16 +54,13 @@ def _block_places(first, width, SWIZZLED: tl.constexpr, BLOCKS: tl.constexpr):
     """(Rows, columns), int64 [BLOCKS], of the blocks whose scales lie at `first` and after.
 
     width: blocks a row, int32, or swizzled tiles across. 64 bits are divided once a program, not
-    once a block; the tiles, of 16384 elements, 31 bits can count.
+    once a block.
     """
-    lanes = tl.arange(0, BLOCKS)
     if SWIZZLED:
-        tile_row, tile_column = _tile_of(first, width)
-        place = (first % _SCALE_TILE).to(tl.int32) + lanes
-        row = tile_row * 128 + ((place >> 4) + ((place >> 2) & 3) * 32)
-        column = tile_column * 4 + (place & 3)
+        tile_row, tile_column = tile_of(first, width)
+        row, column = places_of(first, tile_row, tile_column, BLOCKS)
     else:
-        beyond = (first % width).to(tl.int32) + lanes
+        beyond = (first % width).to(tl.int32) + tl.arange(0, BLOCKS)
         row = first // width + beyond // width
         column = beyond % width
     return row, column.to(tl.int64)
@@ -97,9 +86,42 @@ def _places_in_rows(row, column, row_numel, BLOCK: tl.constexpr):
 def _is_full_tile(first, rows, row_numel, width, SWIZZLED: tl.constexpr, BLOCKS: tl.constexpr):
     """Whether all of the program's blocks exist. Rows must be whole blocks, or it says nothing."""
     if SWIZZLED:
-        tile_row, tile_column = _tile_of(first, width)
+        tile_row, tile_column = tile_of(first, width)
         return ((tile_row + 1) * 128 <= rows) & ((tile_column + 1) * 128 <= row_numel)
     return first + BLOCKS <= rows * width
+
+
+@triton.jit
+def store_blocks(
+    source, data, scales, starts, exists, noise, CODEC: tl.constexpr, HARDWARE: tl.constexpr
+) -> None:
+    """Stores scales and codes of the whole aligned blocks at `starts`, int64 [n].
+
+    exists: which of them there are, None for all. The others have the scale 0 and no codes, and
+    their starts lie where some block is. Scales first: where they come last, registers are 80 for
+    64.
+    """
+    seed, first_index = noise
+    BLOCKS: tl.constexpr = starts.shape[0]
+    ELEMENT: tl.constexpr = CODEC.element
+    PER_BYTE: tl.constexpr = ELEMENT.form.codes_per_byte
+    x, scale_bytes, _ = CODEC.scaled(aligned_blocks(source, starts, 32), CODEC, 0, HARDWARE)
+    mask = None
+    if exists is not None:
+        scale_bytes = tl.where(exists, scale_bytes, 0)
+        mask = exists[:, None]
+    tl.store(scales, scale_bytes)
+    bits = None
+    if seed is not None:
+        groups = ((first_index + starts) >> 4)[:, None] + tl.arange(0, 2)[None, :]
+        bits = device.noise_of_groups(seed, tl.reshape(groups, [2 * BLOCKS]))
+        bits = tl.reshape(bits, [BLOCKS, 32])
+    made = device.stored(x, bits, ELEMENT, HARDWARE)
+    if ELEMENT.pack is not None:
+        words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
+        tl.store(aligned_pointers(words, starts >> 3, 4), made, mask=mask)
+    else:
+        tl.store(aligned_pointers(data, starts // PER_BYTE, 32 // PER_BYTE), made, mask=mask)
 
 
 @triton.jit
@@ -184,26 +206,14 @@ def _quantize_kernel(
     row_numel = row_numel.to(tl.int64)
     tl.assume(row_numel >= 0)
     first_index = first_index.to(tl.int64)
-    ELEMENT: tl.constexpr = CODEC.element
-    PER_BYTE: tl.constexpr = ELEMENT.form.codes_per_byte
     is_full = FULL
     if FULL and MASKED:
         is_full = _is_full_tile(first, rows, row_numel, width, SWIZZLED, BLOCKS)
     if is_full:
         starts = _block_starts(first, row_numel, width, SWIZZLED, BLOCKS)
-        x, scale_bytes, _ = CODEC.scaled(aligned_blocks(source, starts, 32), CODEC, 0, HARDWARE)
-        tl.store(tl.multiple_of(scales + first + tl.arange(0, BLOCKS), 16), scale_bytes)
-        bits = None
-        if seed is not None:
-            groups = ((first_index + starts) >> 4)[:, None] + tl.arange(0, 2)[None, :]
-            bits = device.noise_of_groups(seed, tl.reshape(groups, [2 * BLOCKS]))
-            bits = tl.reshape(bits, [BLOCKS, 32])
-        made = device.stored(x, bits, ELEMENT, HARDWARE)
-        if ELEMENT.pack is not None:
-            words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
-            tl.store(aligned_pointers(words, starts >> 3, 4), made)
-        else:
-            tl.store(aligned_pointers(data, starts // PER_BYTE, 32 // PER_BYTE), made)
+        scales_at = tl.multiple_of(scales + first + tl.arange(0, BLOCKS), 16)
+        noise = (seed, first_index)
+        store_blocks(source, data, scales_at, starts, None, noise, CODEC, HARDWARE)
     elif MASKED:
         PIECE: tl.constexpr = BLOCKS // _PIECES
         for piece in range(0, BLOCKS, PIECE):

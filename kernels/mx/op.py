@@ -79,7 +79,7 @@ def quantize_mx(
     check_first_index(first_index, x.numel())
     wanted = parts_of(x.shape, element, swizzled)
     data, scales = results_of(out, wanted, x.device, {"x": x, "seed": tensor_of(seed)})
-    call(_QUANTIZE, x, data, _bytes_of(scales), x, element, rule, seed, first_index, swizzled)
+    call(_QUANTIZE, x, data, as_bytes(scales), x, element, rule, seed, first_index, swizzled)
     return data, scales
 
 
@@ -113,11 +113,11 @@ def dequantize_mx(
         check_like(name, part, part_shape, part_dtype, data.device)
     out = result_of(out, (shape, dtype), data.device, parts)
     _check_rows("out", out)
-    call(_DEQUANTIZE, data, out, data, _bytes_of(scales), element, swizzled)
+    call(_DEQUANTIZE, data, out, data, as_bytes(scales), element, swizzled)
     return out
 
 
-def _bytes_of(scales: torch.Tensor) -> torch.Tensor:
+def as_bytes(scales: torch.Tensor) -> torch.Tensor:
     """The scales as ops get them: of E8M0, torch.compile makes no code (torch 2.13)."""
     return scales.view(torch.uint8)
 

@@ -125,6 +125,12 @@ def number_amax(x, axis: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def raise_amax(amax, x) -> None:
+    """amax = max(amax, |x|) of FP32 [n], NaNs left out; as int32: floats >= 0 have their order."""
+    tl.atomic_max(amax, number_amax(x, 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
 def block_amaxes(low, high, AS_NAN: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """`codec.block_amaxes`: FP32 [blocks, 8] twice -> [blocks] twice."""
     if AS_NAN:

@@ -45,6 +45,18 @@ AMAX_TILE_NUMEL = 8192
 
 
 @triton.jit
+def packed_blocks(low, high, seed, groups, HARDWARE: tl.constexpr) -> tl.tensor:
+    """Halves of blocks, [n, 8] each, as words of codes [2 * n], with the noise of `groups`, int64
+    [n], if there is a seed.
+    """
+    low_bits = None
+    high_bits = None
+    if seed is not None:
+        low_bits, high_bits = device.noise_of_halves(seed, groups)
+    return joined(packed_e2m1(low, low_bits, HARDWARE), packed_e2m1(high, high_bits, HARDWARE))
+
+
+@triton.jit
 def quantize_masked_blocks(
     source,
     data,
@@ -132,14 +144,8 @@ def _quantize_kernel(
         low, high, scale_bytes = scaled_halves(
             low, high, block_amax, tensor_scale, TORCHAO, HARDWARE
         )
-        low_bits = None
-        high_bits = None
-        if seed is not None:
-            groups = ((first_index + start) >> 4) + tl.arange(0, BLOCKS)
-            words = device.noise_words(seed, groups)
-            low_bits = device.spread_noise(words[0], words[1])
-            high_bits = device.spread_noise(words[2], words[3])
-        made = joined(packed_e2m1(low, low_bits, HARDWARE), packed_e2m1(high, high_bits, HARDWARE))
+        groups = ((first_index + start) >> 4) + tl.arange(0, BLOCKS)
+        made = packed_blocks(low, high, seed, groups, HARDWARE)
         tl.store(at, scale_bytes)
         places = (data + first_block * 8).to(tl.pointer_type(tl.uint32), bitcast=True)
         tl.store(tl.multiple_of(places + tl.arange(0, TILE // 8), 16), made)

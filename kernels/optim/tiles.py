@@ -27,7 +27,7 @@ import triton.language as tl
 
 from .. import tables
 from ..device_tables import fields_of, row_of
-from ..formats.device_codes import code_of
+from ..formats.device_codes import code_of, raise_amax
 from ..formats.device_table import element_constant
 from ..formats.table import E4M3, wire_format_of
 from ..launch import (
@@ -151,8 +151,7 @@ def store_computed(
 ) -> None:
     """To the compute shard FP32 `param`: BF16, FP16, or E4M3 codes of param * scale.
 
-    outputs: (compute shard, its scale, amax), each may be None. amax = max(amax, largest |param|),
-    as integers: NaN is above infinity and so is kept.
+    outputs: (compute shard, its scale, amax), each may be None; amax = max(amax, largest |param|).
     """
     compute, scale, amax = outputs
     if compute is not None:
@@ -164,8 +163,7 @@ def store_computed(
     if amax is not None:
         if not FULL:
             param = tl.where(place[0] + tl.arange(0, NUMEL) < place[1], param, 0.0)
-        bits = param.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
+        raise_amax(amax, param)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,6 @@ from ..fp8.two_pass import row_amaxes
 from ..launch import launch
 from . import tiles
 
-_MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
-
 
 @triton.jit(
     do_not_specialize=["rows", "columns", "across"],
@@ -52,8 +50,7 @@ def _quantize_kernel(
     else:
         factor = tl.load(scale + tl.arange(0, 1))
         if amax is not None:
-            bits = tl.reshape(x, [x.numel]).to(tl.int32, bitcast=True) & _MAGNITUDE
-            tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
+            device.raise_amax(amax, tl.reshape(x, [x.numel]))
     if tl.program_id(0) == 0:
         tl.store(scale_inv + tl.arange(0, 1), inverse_of(factor))
     made = device.code_of(x * tl.sum(factor, 0), None, ELEMENT, HARDWARE)

@@ -17,7 +17,7 @@ from ..formats.device_table import element_constant
 from ..formats.noise import Seed
 from ..formats.table import E2M1
 from ..launch import launch
-from ..nvfp4.device_codec import block_scales, number_amax, tensor_scale_of
+from ..nvfp4.device_codec import block_scales, number_amax, raise_amax, tensor_scale_of
 from ..nvfp4.hadamard import sign_factors, stages_of_eight
 from ..portable import round_to, to_fp32
 from . import tiles
@@ -110,13 +110,6 @@ def _quantize_kernel(
     _write(data_t, scales_t, lines, side, noise, column_amax, amax_t, HARDWARE, LAYOUT)
 
 
-@triton.jit
-def _raise_to(amax, x):
-    """max(amax, |x|), NaNs left out: for floats >= 0 their bits' order."""
-    largest = number_amax(tl.reshape(x, [x.numel]), 0)
-    tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
-
-
 @triton.jit(
     do_not_specialize=["rows", "columns", "across"],
     do_not_specialize_on_alignment=["source", "amax", "amax_t"],
@@ -124,8 +117,9 @@ def _raise_to(amax, x):
 def _amax_kernel(source, amax, amax_t, rows, columns, across, LAYOUT: tl.constexpr):
     """Raises both to the largest magnitudes of a tile and of its columns' transform."""
     x = tiles.load_tile(source, tiles.tile_of(rows, columns, across), LAYOUT)
-    _raise_to(amax, x)
-    _raise_to(amax_t, _transformed_lines(tiles.column_lines(x), source.dtype.element_ty))
+    raise_amax(amax, tl.reshape(x, [x.numel]))
+    x = _transformed_lines(tiles.column_lines(x), source.dtype.element_ty)
+    raise_amax(amax_t, tl.reshape(x, [x.numel]))
 
 
 def amax_nvfp4_with_transpose_(amax: torch.Tensor, amax_t: torch.Tensor, x: torch.Tensor) -> None:

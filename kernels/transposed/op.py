@@ -33,6 +33,7 @@ from ..formats.noise import Seed, check_first_index, checked_seed
 from ..formats.table import SCALE_RULES
 from ..fp8.op import check_delayed
 from ..fp8.reference import CAST_ELEMENTS
+from ..mx.op import as_bytes
 from ..mx.op import parts_of as mx_parts_of
 from ..mx.reference import BLOCK_NUMEL as MX_BLOCK
 from ..mx.reference import elements
@@ -105,8 +106,7 @@ def quantize_mx_with_transpose(
     check_first_index(first_index, x.numel())
     wanted = [mx_parts_of(shape, element, swizzled) for shape in _shapes_of(x)]
     rows, columns = _pairs_of(out, wanted, x.device, {"x": x, "seed": tensor_of(seed)})
-    # Bytes, since torch.compile makes no code for E8M0 (torch 2.13).
-    made = [(data, scales.view(torch.uint8)) for data, scales in (rows, columns)]
+    made = [(data, as_bytes(scales)) for data, scales in (rows, columns)]
     call(_QUANTIZE_MX, x, *made[0], *made[1], x, element, rule, seed, first_index, swizzled)
     return rows, columns
 

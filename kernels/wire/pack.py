@@ -72,8 +72,7 @@ def _noise_of_halves(seed, index, NUMEL: tl.constexpr, FULL: tl.constexpr, HALF:
     """The noise of NUMEL elements from `index` on as halves, [n, HALF] each."""
     places = tl.arange(0, NUMEL // (2 * HALF)) * (2 * HALF)
     if FULL and HALF == _EIGHT:
-        words = device.noise_words(seed, (index >> 4) + tl.arange(0, NUMEL // 16))
-        return device.spread_noise(words[0], words[1]), device.spread_noise(words[2], words[3])
+        return device.noise_of_halves(seed, (index >> 4) + tl.arange(0, NUMEL // 16))
     else:
         low = device.noise_of(seed, index + lanes_of(places, HALF))
         return low, device.noise_of(seed, index + lanes_of(places + HALF, HALF))

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidestream.buffers import FlatLayout, Grid, Placement, Span, flat_layout
@@ -20,6 +20,7 @@ def shard_of(layout: FlatLayout, rank: int) -> Span:
     return Grid((layout.world_size,), (rank,)).span(layout.numel, (Placement.SHARD,))
 
 
+@settings(deadline=None)
 @given(SHAPES, WORLDS)
 def test_every_element_of_every_tensor_has_one_owner(
     shapes: list[tuple[int, ...]], world_size: int
@@ -31,6 +32,7 @@ def test_every_element_of_every_tensor_has_one_owner(
         assert owned == list(range(math.prod(shape)))
 
 
+@settings(deadline=None)
 @given(SHAPES, WORLDS)
 def test_blocks_straddle_neither_tensors_nor_ranks(
     shapes: list[tuple[int, ...]], world_size: int
@@ -48,6 +50,7 @@ def test_blocks_straddle_neither_tensors_nor_ranks(
     assert shard_of(layout, world_size - 1)[1] == layout.numel
 
 
+@settings(deadline=None)
 @given(SHAPES, WORLDS)
 def test_padding_is_less_than_a_block_per_tensor_and_rank(
     shapes: list[tuple[int, ...]], world_size: int
@@ -56,6 +59,7 @@ def test_padding_is_less_than_a_block_per_tensor_and_rank(
     assert 0 <= layout.padding_numel < max(1, ALIGN_NUMEL * (len(shapes) + world_size))
 
 
+@settings(deadline=None)
 @given(SHAPES, WORLDS)
 def test_gaps_are_just_what_no_tensor_covers(shapes: list[tuple[int, ...]], world: int) -> None:
     layout = flat_layout(shapes, world)

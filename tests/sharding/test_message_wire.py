@@ -104,6 +104,12 @@ def test_a_seed_has_an_offset_on_the_device() -> None:
     assert isinstance(launches[-1].arguments["seed"], Tensor)
 
 
+def test_an_offset_elsewhere_is_refused_by_its_name() -> None:
+    wire = ss.MessageWire("nvfp4", seed_offset=torch.zeros(1, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match=r"MessageWire: seed_offset: .* cpu, got meta; move"):
+        packed(wire, source_of(gradients(), noise_key=5))
+
+
 def test_noise_makes_no_error_on_average() -> None:
     wire, flat = ss.MessageWire("nvfp4"), gradients()
     total, runs = torch.zeros_like(flat, dtype=torch.float64), 200
@@ -207,6 +213,11 @@ def test_names_say_what_is_sent() -> None:
             lambda: ss.MessageWire("nvfp4", seed_offset=torch.arange(2)),
             ValueError,
             r"seed_offset: expected one element, got shape \(2,\)",
+        ),
+        (
+            lambda: ss.MessageWire("nvfp4", seed_offset=3),  # type: ignore[arg-type]
+            TypeError,
+            "seed_offset: expected a torch.Tensor, got int",
         ),
         (
             lambda: ss.MessageWire("nvfp4", rounding="nearest", seed_offset=torch.tensor(0)),

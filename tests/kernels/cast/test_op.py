@@ -231,16 +231,6 @@ def test_refusals_name_what_was_expected(case):
         call()
 
 
-def test_opcheck():
-    ops = torch.ops.sidestream
-    x = torch.randn(4, 6)
-    out = torch.empty(4, 6, dtype=torch.float16)
-    torch.library.opcheck(ops.cast_.default, (out, x, "fp16", None, 0))
-    out = torch.empty(4, 3, dtype=torch.uint8)
-    torch.library.opcheck(ops.cast_.default, (out, x, "e2m1", 3, 16))
-    torch.library.opcheck(ops.cast_back_.default, (torch.empty(4, 6), out, "e2m1"))
-
-
 def test_fake_and_compiled():
     with FakeTensorMode():
         made = cast(torch.empty(3, 5), "e2m1")

@@ -352,22 +352,6 @@ def test_refusals_name_what_was_expected(case):
         call()
 
 
-def test_opcheck():
-    """But for the schema's own test where tensors are FP8: torch has no allclose for those."""
-    ops = torch.ops.sidestream
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    x = torch.randn(4, 130)
-    found, inverse = quantize_fp8(x, scaling="1x128")
-    memory = (torch.empty_like(found), torch.empty_like(inverse))
-    arguments = (*memory, x, "1x128", False, None, None)
-    torch.library.opcheck(ops.quantize_fp8_.default, arguments, test_utils=tests)
-    arguments = (torch.empty(4, 130), found, inverse, "1x128")
-    torch.library.opcheck(ops.dequantize_fp8_.default, arguments, test_utils=tests)
-    torch.library.opcheck(
-        ops.update_fp8_scales_.default, (torch.rand(3, 4), torch.ones(3), "e4m3", 0, "max")
-    )
-
-
 def test_fake_and_compiled():
     with FakeTensorMode():
         found, inverse = quantize_fp8(torch.empty(3, 200), scaling="1x128", element="e5m2")

@@ -203,22 +203,6 @@ def test_more_refusals():
         amax_nvfp4_grouped(X, amaxes.view(torch.int32), out=amaxes)
 
 
-def test_ops_are_registered_as_torch_wants_them():
-    """By bytes: torch's check of schemas multiplies, which float8 cannot."""
-    x, ends = torch.randn(40, 64), torch.tensor([7, 40], dtype=torch.int32)
-    data, scales = quantize_mx_grouped(x, ends, element="e2m1")
-    packed, block_scales, amaxes = quantize_nvfp4_grouped(x, ends)
-    mx = data, as_bytes(scales), x, ends, "e2m1", "rceil", 3, 0
-    oracle.check_registration("quantize_mx_grouped_", mx)
-    nvfp4 = packed, as_bytes(block_scales), x, ends, amaxes, None, 0
-    oracle.check_registration("quantize_nvfp4_grouped_", nvfp4)
-    oracle.check_registration("amax_nvfp4_grouped_", (amaxes, x, ends))
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    fp8 = *quantize_fp8_grouped(x, ends), x, ends, False
-    overload = torch.ops.sidestream.quantize_fp8_grouped_.default
-    torch.library.opcheck(overload, fp8, test_utils=checks)
-
-
 @pytest.mark.parametrize("late", range(3), ids=["x", "data", "scales"])
 def test_memory_that_begins_late_takes_no_wide_access(late):
     """Each of the three: what is compiled for aligned memory is a fault of the GPU's elsewhere."""

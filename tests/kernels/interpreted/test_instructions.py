@@ -19,7 +19,7 @@ from sidestream.tests.kernels.oracle import assert_same_bits
 LEVELS = pytest.mark.parametrize("level", [0, launch.FP8, launch.FP4], ids=["-", "FP8", "FP4"])
 NUMEL = 2 * 4096 + 544  # two tiles and a part
 WORD_CODES = 8
-# Every kernel that converts words of E2M1, either way.
+# Every kernel that converts words of E2M1, either way; grouped casts do it by others' functions.
 CASES = (
     ("cast_", "e2m1 from bf16"),
     ("cast_back_", "e2m1 to bf16"),
@@ -28,6 +28,8 @@ CASES = (
     ("dequantize_mx_", "e2m1 to bf16"),
     ("quantize_nvfp4_", "from bf16"),
     ("dequantize_nvfp4_", "to bf16"),
+    ("quantize_mx_with_transpose_", "e2m1 from bf16"),
+    ("quantize_nvfp4_with_transpose_", "from bf16"),
     ("pack_message_", "mxfp4 from bf16"),
     ("pack_message_", "nvfp4 from bf16"),
     ("unpack_message_", "nvfp4 to bf16"),

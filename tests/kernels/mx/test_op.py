@@ -316,7 +316,7 @@ def test_torch_compile_keeps_the_ops_whole():
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("element", ["e4m3", "e2m1"])
 def test_compiled_code(element):
-    """Of torch's own compiler, which has no E8M0: what takes or makes it is an op."""
+    """Of torch's own compiler, which makes none of E8M0: the ops get scales as bytes."""
 
     def step(x):
         return dequantize_mx(*quantize_mx(x, element=element), element=element)
@@ -324,23 +324,6 @@ def test_compiled_code(element):
     torch._dynamo.reset()
     x = normal(8, 64)
     oracle.assert_same_bits(torch.compile(step, fullgraph=True)(x), step(x))
-
-
-def test_opcheck():
-    data, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
-    arguments = {
-        "quantize_mx_": (data, scales, X, "e2m1", "rceil", 3, 0, False),
-        "dequantize_mx_": (X.clone(), data, scales, "e2m1", False),
-    }
-    for name, given in arguments.items():
-        overload = getattr(torch.ops.sidestream, name).default
-        outcomes = torch.library.opcheck(
-            overload,
-            given,
-            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-            raise_exception=False,
-        )
-        assert set(outcomes.values()) == {"SUCCESS"}, (name, outcomes)
 
 
 @pytest.mark.gpu

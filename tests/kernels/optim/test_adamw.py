@@ -264,26 +264,6 @@ def test_parameters_that_require_gradients():
     assert param.lt(1).all()
 
 
-def op_arguments():
-    positional = tuple(value.clone() for value in GOOD.values())
-    options = {
-        "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "maximize": False,
-        "starts": [0, 16], "lr_scales": ONES.clone(), "weight_decays": ONES.clone(),
-        "factor": torch.tensor(0.5), "found_inf": torch.tensor(False),
-        "compute": torch.zeros(32, dtype=torch.uint8), "compute_scale": torch.tensor(2.0),
-        "amax": torch.tensor(0.0),
-    }  # fmt: skip
-    return positional, options
-
-
-def test_opcheck():
-    positional, options = op_arguments()
-    overload = torch.ops.sidestream.flat_adamw_.default
-    outcomes = torch.library.opcheck(overload, positional, options, raise_exception=False)
-    assert outcomes.keys() >= {"test_schema", "test_autograd_registration", "test_faketensor"}
-    assert set(outcomes.values()) == {"SUCCESS"}
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 def test_fake_tensors_run_and_write_nothing(device):
     with FakeTensorMode():

@@ -169,15 +169,3 @@ def test_refused_before_anything_is_written(change, message):
 
 def test_empty_shards_are_no_error():
     flat_sgd_(torch.empty(0), torch.empty(0), None, number(LR))
-
-
-def test_opcheck():
-    options = {
-        "momentum": 0.9, "dampening": 0.0, "nesterov": True, "weight_decay": 0.1, "maximize": False,
-        "starts": [], "lr_scales": None, "weight_decays": None, "factor": None, "found_inf": None,
-        "compute": torch.zeros(8).bfloat16(), "compute_scale": None, "amax": None,
-    }  # fmt: skip
-    positional = (torch.ones(8), torch.ones(8), torch.ones(8), number(LR), STEP)
-    overload = torch.ops.sidestream.flat_sgd_.default
-    outcomes = torch.library.opcheck(overload, positional, options, raise_exception=False)
-    assert set(outcomes.values()) == {"SUCCESS"}

@@ -1,4 +1,4 @@
-"""A matrix and its transpose: the bits of the casts of either, square scales, refusals, opcheck."""
+"""A matrix and its transpose: the bits of the casts of either, square scales, refusals."""
 
 import math
 
@@ -171,40 +171,6 @@ def test_results_that_share_memory_are_refused_unwritten():
         torch.equal(one.view(torch.uint8), other)
         for one, other in zip(flat(shared), before, strict=True)
     )
-
-
-def _memory(*shapes):
-    return [torch.zeros(shape, dtype=torch.uint8) for shape in shapes]
-
-
-OPCHECKS = {
-    "quantize_mx_with_transpose_": lambda: (
-        *_memory((32, 64), (32, 2), (64, 32), (64, 1)), torch.randn(32, 64), "e4m3", "rceil", 5, 0,
-        False,
-    ),
-    "quantize_nvfp4_with_transpose_": lambda: (
-        *_memory((32, 16), (32, 2), (32, 16), (32, 2)), torch.randn(32, 32), torch.ones(()),
-        torch.ones(()), None, 0, True, False, False,
-    ),
-    "amax_nvfp4_with_transpose_": lambda: (torch.ones(()), torch.ones(()), torch.randn(32, 32)),
-    "quantize_fp8_with_transpose_": lambda: (
-        *(one.view(torch.float8_e4m3fn) for one in _memory((16, 32), (32, 16))), torch.ones(()),
-        torch.randn(16, 32), False, torch.ones(()), torch.zeros(()),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPCHECKS)
-def test_opcheck(name):
-    arguments = OPCHECKS[name]()
-    if arguments[0].dtype is not torch.float8_e4m3fn:
-        oracle.check_registration(name, arguments)
-        return
-    # Without the check of the schema, which makes products, and torch has none of FP8.
-    overload = getattr(torch.ops.sidestream, name).default
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    outcomes = torch.library.opcheck(overload, arguments, test_utils=checks)
-    assert set(outcomes.values()) == {"SUCCESS"}
 
 
 def test_one_graph_for_torch_compile():

@@ -300,25 +300,3 @@ def test_fake_tensors_are_checked_and_stay_as_they_are():
         assert message.shape == (288,)
         with pytest.raises(ValueError, match="message: expected 288 bytes"):
             pack_message_(message[:-16], [tensor], "mxfp8")
-
-
-OPCHECKS = {
-    "pack_message_": lambda: (
-        MESSAGE.clone(), [torch.ones(20, 10)], "mxfp8", 256, [0], [0], 0.5, 128, "rceil", False, 3,
-    ),
-    "unpack_message_": lambda: (
-        [torch.ones(20, 10)], MESSAGE.clone(), "mxfp8", 256, [0], 0.5, True, 128,
-    ),
-    "pack_message_ parts": lambda: (
-        MESSAGE.repeat(2, 1), [torch.ones(20, 10)], "mxfp8", 256, [128], [0], 0.5, 128, "rceil",
-        False, 3,
-    ),
-    "unpack_message_ parts": lambda: (
-        [torch.ones(20, 10)], MESSAGE.repeat(2, 1), "mxfp8", 256, [128], 0.5, True, 128,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPCHECKS)
-def test_opcheck(name):
-    oracle.check_registration(name.split()[0], OPCHECKS[name]())

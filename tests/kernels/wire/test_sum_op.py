@@ -359,24 +359,6 @@ def test_fake_tensors_run_and_write_nothing(device):
     assert out.shape == (256,)
 
 
-OPCHECKS = {
-    "reduce_messages_": lambda: (torch.zeros(256), MESSAGES.clone(), "mxfp8", 0.5, True, 1024),
-    "reduce_peer_messages_": lambda: (
-        torch.zeros(256),
-        [ROW.clone(), ROW.clone()],
-        "mxfp8",
-        0.5,
-        True,
-        1024,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPCHECKS)
-def test_opcheck(name):
-    oracle.check_registration(name, OPCHECKS[name]())
-
-
 def test_nothing_is_recorded_for_autograd():
     out = torch.nn.Parameter(torch.ones(256))
     op.reduce_messages_(out, MESSAGES, "mxfp8", accumulate=True)
