@@ -176,8 +176,8 @@ def _target_table() -> Iterator[str]:
     yield from ("", "## Targets by GPU", *_TARGETS.splitlines())
     yield f"| op | case | {' | '.join(gpu.name for gpu in known)} |"
     yield f"|---|---|{'---|' * len(known)}"
-    for function, case in _gated():
-        if case.copy_share is None:
+    for function, case in _with_functions():
+        if case.copy_share is None or not counted.is_counted(case):
             continue
         shares = [f"{counted.target_share(case, gpu):.2f}" for gpu in known]
         if set(shares) != {f"{case.copy_share:.2f}"}:
@@ -189,15 +189,17 @@ def _gate_table() -> Iterator[str]:
     yield from ("", "## Gates", "", "Instructions an element and registers, at most.", "")
     yield f"| op | case | {' | '.join(targets)} |"
     yield f"|---|---|{'---|' * len(targets)}"
-    for function, case in _gated():
+    for function, case in _with_functions():
+        if case.gate is None:
+            continue
         limits = " | ".join(_limits(counted.gate_of(case, target)) for target in targets)
         yield f"| `{function}` | {case.name} | {limits} |"
 
 
-def _gated() -> Iterator[tuple[str, Case]]:
-    """The cases with a gate, each behind its public function's name."""
+def _with_functions() -> Iterator[tuple[str, Case]]:
+    """The cases, each behind its public function's name."""
     functions = {row.op: row.function for row in rows()}
-    return ((functions[case.op], case) for case in cases() if case.gate is not None)
+    return ((functions[case.op], case) for case in cases())
 
 
 def _limits(gate: Gate | None) -> str:

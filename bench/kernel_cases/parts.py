@@ -8,6 +8,7 @@ of ours, and the definition, the same call on a CPU, makes the results of the pa
               the last one's tail, and their place in the other
     ranks     sums: the same elements of every rank
     both      of a matrix and of its transpose: rows of the one, columns of the other
+    grouped   rows of one group, from one of its tiles of scales on, as the first group of the part
     planted   where all elements decide, as for a norm, a maximum or the scale of a whole tensor: a
               number that outweighs all others lies in the part, which then decides alone
 
@@ -21,11 +22,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from ...kernels.case import Case, Operands, same
+from ...kernels.formats.swizzle import TILE_NUMEL
+from ...kernels.formats.table import BLOCK_FORMATS
+from ...kernels.grouped.reference import nan_scale, scales_numel
 from ...kernels.inputs import SQUARE_ROWS, STOCHASTIC, offsets_of
 from ...kernels.wire.layout import (
     DEFAULT_ROW_NUMEL,
@@ -35,14 +40,14 @@ from ...kernels.wire.layout import (
     write_header,
 )
 
-ONLY_READ = ("amax_nvfp4_", "amax_nvfp4_with_transpose_", "l2_norm_")
-"""Ops that write one number, which all elements decide."""
+ONLY_READ = ("amax_nvfp4_", "amax_nvfp4_with_transpose_", "amax_nvfp4_grouped_", "l2_norm_")
+"""Ops that write one number, or one a group, which all elements decide."""
 PART_NUMEL = 64 * 1024
 PLACES: Mapping[str, float] = {"head": 0.0, "middle": 0.5, "tail": 1.0}
 # Its square is more than 2^53 times that of the largest normal number; infinity in FP16.
 _PLANTED = 2.0**40
 _SCALED_BY_ALL = ("fp8_tensor", "fp8_delayed")
-_QUANTIZES_FP8 = ("quantize_fp8_", "quantize_fp8_with_transpose_")
+_QUANTIZES_FP8 = ("quantize_fp8_", "quantize_fp8_with_transpose_", "quantize_fp8_grouped_")
 _BOTH = "_with_transpose_"
 _OPTIONS, _SWIZZLED = "all options", " swizzled"
 _SECTIONS = (
@@ -50,6 +55,7 @@ _SECTIONS = (
     ("scales_at", "row_scales_at"),
     ("row_scales_at", "num_bytes"),
 )
+_FORMATS = {form.name: form for form in BLOCK_FORMATS}
 _MANY = 1 << 20  # elements of whose sections none needs padding
 
 CPU = torch.device("cpu")
@@ -77,7 +83,8 @@ def fault(case: Case, operands: Operands, call: Call | None = None) -> str | Non
 def _fault(case: Case, operands: Operands, places: Mapping[str, float], call: Call) -> str | None:
     """After one call."""
     parts = {name: _cut(case, operands, place).copied(CPU) for name, place in places.items()}
-    whole = Operands(read=operands.read or operands.updated, written=call())
+    read = operands.read or operands.updated
+    whole = Operands(read=read, written=call(), scalars=operands.scalars)
     for name, place in places.items():
         found = _cut(case, whole, place).written
         if not same(found, case.results(parts[name], **_index(case, operands, place))):
@@ -192,6 +199,51 @@ def _both(case: Case, operands: Operands, place: float) -> Operands:
     return replace(operands, read=[cut(x, 0)], written=written)
 
 
+def _grouped(case: Case, operands: Operands, place: float) -> Operands:
+    """Rows of the group at `place`; the part's other groups are empty, and follow."""
+    (x,), (ends, *scalars) = operands.read, operands.scalars
+    begins = [0, *ends.tolist()]
+    group = sum(end <= round(place * (len(x) - 1)) for end in begins[1:])
+    first, size = begins[group], begins[group + 1] - begins[group]
+    count = min(size, _up(-(-PART_NUMEL // x.shape[1]), SQUARE_ROWS))
+    start = round(place * (size - count)) // SQUARE_ROWS * SQUARE_ROWS
+    count = count if size - start - count >= SQUARE_ROWS else size - start
+    rows = slice(first + start, first + start + count)
+    before = sum(_up(end - begin, SQUARE_ROWS) for begin, end in pairwise(begins[: group + 1]))
+    tiles = slice(
+        (before + start) // SQUARE_ROWS, (before + _up(start + count, SQUARE_ROWS)) // SQUARE_ROWS
+    )
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim > 1:
+            return tensor[rows]
+        if tensor.shape == ends.shape:
+            empty = 0.0 if case.op in ONLY_READ else 1.0
+            return torch.cat((tensor[group : group + 1], torch.full_like(tensor[1:], empty)))
+        # Tiles of scales, as many across as a row needs, and behind them those of no group.
+        found = tensor.view(torch.uint8).view(_num_tiles(len(x), len(ends)), -1)
+        made = found.new_full(
+            (_num_tiles(count, len(ends)), found.shape[1]), nan_scale(_FORMATS[case.format])
+        )
+        made[: tiles.stop - tiles.start] = found[tiles]
+        return made.view(-1).view(tensor.dtype)
+
+    return Operands(
+        read=[x[rows]],
+        written=[cut(tensor) for tensor in operands.written],
+        scalars=[torch.full_like(ends, count), *(one.roll(-group) for one in scalars)],
+    )
+
+
+def _num_tiles(rows: int, num_groups: int) -> int:
+    """Tiles of swizzled scales below each other, however rows are grouped."""
+    return scales_numel(rows, 1, num_groups) // TILE_NUMEL
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 def _tensors(case: Case, operands: Operands, place: float) -> Operands:
     """Of tensors whose result is scalars."""
     del case
@@ -298,4 +350,8 @@ _CUTS: Mapping[str, Callable[[Case, Operands, float], Operands]] = {
     "quantize_nvfp4_with_transpose_": _both,
     "quantize_fp8_with_transpose_": _both,
     "amax_nvfp4_with_transpose_": _both,
+    "quantize_fp8_grouped_": _grouped,
+    "quantize_mx_grouped_": _grouped,
+    "quantize_nvfp4_grouped_": _grouped,
+    "amax_nvfp4_grouped_": _grouped,
 }

@@ -179,6 +179,7 @@ def _draw_roofs(axes: Axes, roofline: Roofline) -> None:
     there = [*(point.per_byte for point in roofline.points), ridge]
     low, high = min(there) / 1.3, max(there) * 1.3
     found = [point.measured.gb_per_s for point in roofline.points if point.measured]
+    found += [point.roof_gb_s for point in roofline.points]  # of integers, below both roofs
     found += [roofline.issue_gb_s(high), copy_gb_s / 2, copy_gb_s]
     axes.set(xlim=(low, high), ylim=(min(found) / 1.25, max(found) * 1.25))
     first = max(low, ridge / 20)

@@ -1,13 +1,13 @@
-"""What the compiler made of every case with a gate, by target: `counted.json` beside this file.
+"""What the compiler made of cases, by target: `counted.json` beside this file.
 
     {"sm_100": {"cast_ e2m1 from bf16": [3.47, 1.22, 30]}}: instructions and integers an element, as
     `Measured` has them, null where no path can be told apart; registers
 
 So nobody has to compile to know what a GPU's pipes leave of a target, nor the limits elsewhere than
 on the target that a `Gate` is for. `make counts` writes the file anew, and `python -m
-sidestream.kernels.ahead.counted sm_100,sm_120` some of it: 3 s a case and target on one core. What
-is not in it, a case without a gate or AMD's target, has no limits there, and its share of a copy's
-rate for a target.
+sidestream.kernels.ahead.counted sm_100,sm_120` some of it: 3 s a case and target on one core. It
+has every case with a gate, and every standard one; another, and AMD's target, has no limits, and
+its share of a copy's rate for a target.
 """
 
 from __future__ import annotations
@@ -61,11 +61,16 @@ def counts_of(case: Case, target: str) -> Counts | None:
     return counts().get(COUNTED_AS.get(target, target), {}).get(_key(case.op, case.name))
 
 
+def is_counted(case: Case) -> bool:
+    """Whether the file has the case: it has a gate, or is measured where nobody asks for others."""
+    return case.gate is not None or case.standard
+
+
 def gate_of(case: Case, target: str) -> Gate | None:
     """The limits of the case on the target: its own gate's, elsewhere what was counted and a little
-    more.
+    more; None where it has no gate.
     """
-    if target == GATED_TARGET:
+    if target == GATED_TARGET or case.gate is None:
         return case.gate
     found = counts_of(case, target)
     if found is None:
@@ -92,12 +97,12 @@ def target_share(case: Case, gpu: Gpu | None) -> float | None:
 
 
 def write(targets: Sequence[str]) -> None:
-    """Compile all cases with a gate for the targets, and put what is counted into the file."""
+    """Compile the file's cases for the targets, and put what is counted into it."""
     from ..cases import cases
     from .measure import measure_all
 
-    gated = [case for case in cases() if case.gate is not None]
-    tasks = [(case.op, case.name, target) for target in targets for case in gated]
+    found = [case for case in cases() if is_counted(case)]
+    tasks = [(case.op, case.name, target) for target in targets for case in found]
     made: dict[str, dict[str, Counts]] = {target: {} for target in targets}
     measured = measure_all(tasks, len(os.sched_getaffinity(0)), lambda *_: None)
     for (op, name, target), one in zip(tasks, measured, strict=True):

@@ -68,8 +68,9 @@ def quantize_fp8_grouped(
     x: FP32, BF16 or FP16, contiguous. ends: int32 or int64 [groups], on its device, 1 to 1024 of
     them: where each group's rows end, in ascending order, as `torch.nn.functional.grouped_mm` takes
     `offs`; of offsets [groups + 1] pass `offsets[1:]`. Ends that are out of order or beyond the
-    rows raise `ValueError` on a CPU; a GPU, where no host looks, makes all codes and scales NaN.
-    Rows from the last end on have the code of NaN. Bytes moved an element of BF16: 5.
+    rows raise `ValueError` on a CPU; a GPU, and what torch.compile makes, where no host looks, make
+    all codes and scales NaN. Rows from the last end on have the code of NaN. Bytes moved an element
+    of BF16: 5.
 
     out: memory for the results, contiguous, apart from all else. Raises `ValueError` before
     anything is written.
@@ -167,8 +168,8 @@ def amax_nvfp4_grouped(
 ) -> torch.Tensor:
     """FP32 [groups]: the largest magnitude in each group's rows of `x`, NaNs left out, 0 in none.
 
-    x, ends: as for `quantize_fp8_grouped`; wrong ends make all of them NaN on a GPU. out: written
-    into instead, its memory apart. Raises `ValueError` before anything is written.
+    x, ends: as for `quantize_fp8_grouped`; where no host looks, wrong ends make all of them NaN.
+    out: written into instead, its memory apart. Raises `ValueError` before anything is written.
     """
     _check_grouped(x, ends)
     sources = {"x": x, "ends": ends}

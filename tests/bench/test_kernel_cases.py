@@ -32,10 +32,13 @@ CUT = [
     "quantize_fp8 tensor from bf16",
     "quantize_fp8 delayed from bf16",
     "quantize_fp8 128x128 from bf16",
+    "dequantize_fp8 tensor to bf16",
     "quantize_mx e2m1 from bf16",
+    "dequantize_mx e2m1 to bf16",
     "update_fp8_scales max of 16",
     "quantize_nvfp4 from bf16 stochastic",
     "amax_nvfp4 of bf16",
+    "dequantize_nvfp4 to bf16",
     "hadamard16 of bf16",
     "pack_message mxfp8 from bf16 stochastic",
     "pack_message nvfp4 from bf16",
@@ -47,7 +50,12 @@ CUT = [
     "amax_nvfp4_with_transpose of bf16",
     "quantize_fp8_with_transpose tensor from bf16",
     "quantize_fp8_with_transpose delayed from bf16",
+    "quantize_fp8_grouped e4m3 from bf16",
+    "quantize_mx_grouped e2m1 from bf16 stochastic",
+    "quantize_nvfp4_grouped from bf16",
+    "amax_nvfp4_grouped of bf16",
     "flat_adamw bf16 to bf16",
+    "flat_sgd bf16 to bf16",
     "l2_norm of bf16",
 ]
 
@@ -97,6 +105,10 @@ def _codes(case, operands, message):
     layout = message_layout(case.format, [one.numel() for one in operands.read])
     end = layout.offsets[-1] + operands.read[-1].numel()
     return message[layout.data_at : layout.data_at + layout.data_bytes * end // layout.numel]
+
+
+def test_parts_of_every_op_that_is_measured_are_cut_here():
+    assert {case.op for case in STANDARD} == {BY_NAME[name].op for name in CUT}
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -26,11 +26,11 @@ def file(monkeypatch, tmp_path):
     counted.counts.cache_clear()
 
 
-def test_the_file_is_of_all_cases_with_gates_and_of_targets_that_there_are():
-    gated = {f"{case.op} {case.name}" for case in cases() if case.gate is not None}
+def test_the_file_is_of_all_cases_with_gates_or_standard_and_of_targets_that_there_are():
+    names = {f"{case.op} {case.name}" for case in cases() if case.gate is not None or case.standard}
     assert set(counted.counts()) == set(counted.TARGETS) <= set(TARGETS)
     for rows in counted.counts().values():
-        assert set(rows) == gated
+        assert set(rows) == names
         assert all(0 < one.registers <= 255 for one in rows.values())
 
 
@@ -86,7 +86,7 @@ def test_every_gpu_has_targets_of_its_own_code_but_those_that_no_pipe_bounds(gpu
             assert most.target(case.copy_share) == case.copy_share
 
 
-def test_writing_counts_every_case_with_a_gate_and_keeps_other_targets(file, monkeypatch):
+def test_writing_counts_every_case_and_keeps_other_targets(file, monkeypatch):
     seen = []
 
     def measure_all(tasks, *_):
@@ -96,8 +96,8 @@ def test_writing_counts_every_case_with_a_gate_and_keeps_other_targets(file, mon
     monkeypatch.setattr(measure, "measure_all", measure_all)
     file.write_text(json.dumps({"sm_80": {"kept": [1, 1, 1]}, "sm_90": {"old": [1, 1, 1]}}))
     counted.write(["sm_90"])
-    gated = [(case.op, case.name, "sm_90") for case in cases() if case.gate is not None]
-    assert seen == gated
+    tasks = [(case.op, case.name, "sm_90") for case in cases() if counted.is_counted(case)]
+    assert seen == tasks
     found = json.loads(file.read_text())
     assert found["sm_80"] == {"kept": [1, 1, 1]}
-    assert found["sm_90"] == {f"{op} {name}": [3.0, 1.0, 32] for op, name, _ in gated}
+    assert found["sm_90"] == {f"{op} {name}": [3.0, 1.0, 32] for op, name, _ in tasks}

@@ -225,3 +225,4 @@ def test_a_trace_needs_no_values_of_ends():
     found, expected = cast(X, ENDS), (quantize_mx_grouped(X, ENDS)[1], amax_nvfp4_grouped(X, ENDS))
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(as_bytes(one), as_bytes(other))
+    assert cast(X, ENDS.flip(0))[1].isnan().all()
