@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .aliasing import check_apart
 from .checks import check_number, check_one
@@ -39,9 +38,13 @@ def checked_scale(
         check_apart({"scale": scale}, named)
         return scale
     scale = check_number("scale", scale)
-    if torch.compiler.is_compiling() and not statically_known_true(scale == 1.0):
-        # One graph for all: torch gives it numbers as tensors, where products are made with them.
-        return (torch.ones((), dtype=torch.float64, device=device) * scale).float()
+    if torch.compiler.is_compiling():
+        # Only here: it loads sympy, which whoever does not compile should not wait for.
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        if not statically_known_true(scale == 1.0):
+            # One graph for all: torch gives it numbers as tensors, where products are made of them.
+            return (torch.ones((), dtype=torch.float64, device=device) * scale).float()
     return scale
 
 
