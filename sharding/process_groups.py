@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NoReturn
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .arguments import kind_of, require_number
+from .arguments import kind_of, require_count, require_number
 from .communicators import end_communicators, gather_objects, new_communicator, require_alike
 from .data_parallel_groups import device_of, group_over
 from .mesh_axes import SHARD_AXIS
 from .model_parallel_layout import GROUP_KINDS, ModelParallelLayout, Ranks, group_kind
 from .nccl_options import Options, nccl_options, torch_options
-from .rank_grid import mesh_of, require_count, require_member
+from .rank_grid import mesh_of, place_among
 
 OUTER_AXIS = "dp_outer"
 """Across optimizer instances, as a dimension of `ProcessGroupCollection.data_parallel_mesh`."""
@@ -193,7 +193,7 @@ def initialize_model_parallel(
     require_count("rank_offset", rank_offset, 0)
     left = dist.get_world_size() - rank_offset if dist.is_initialized() else 1
     if left < 1:
-        require_member(range(rank_offset, rank_offset + 1))
+        place_among(range(rank_offset, rank_offset + 1))
     if local_world_size is not None:
         require_count("local_world_size", local_world_size)
     layout = ModelParallelLayout(
@@ -213,7 +213,7 @@ def initialize_model_parallel(
     timeout = _timeout(distributed_timeout_minutes)
     options = nccl_options(nccl_communicator_config_path)
     ranks = layout.dense.ranks
-    rank, job = require_member(ranks)
+    rank, job = place_among(ranks)
     of_torch = {name: torch_options(options[name], dist.get_backend(job)) for name in options}
     arguments = {"sizes": layout, "groups": wanted, "time limit": timeout, "options": options}
     _require_agreement(ranks, job, arguments)

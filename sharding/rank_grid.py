@@ -116,7 +116,7 @@ class RankGrid:
         made = self._kept(key)
         if key in made:
             raise KeyError(f"dims: {dims!r} has its group already; get_pg gives it")
-        rank, job = require_member(self.ranks)
+        rank, job = place_among(self.ranks)
         group = next(group for group in self.get_rank_enum(dims) if rank in group)
         purpose = f"grid_{'-'.join(sorted(key))}"
         made[key] = new_communicator(purpose, group, job, timeout=timeout, options=pg_options)
@@ -195,7 +195,7 @@ def described(sizes: dict[str, int]) -> str:
     return " x ".join(f"{n} {s}" for n, s in sizes.items()) + f" = {math.prod(sizes.values())}"
 
 
-def require_member(ranks: range) -> tuple[int, dist.ProcessGroup]:
+def place_among(ranks: range) -> tuple[int, dist.ProcessGroup]:
     """This process's number in the job, which is one of `ranks`, and the job's group.
 
     Raises:
