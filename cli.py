@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Protocol, cast
 
 from .training.errors import UsageError
-from .training.interruption import Interrupted
+from .training.launch.interruption import Interrupted
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT

@@ -25,9 +25,9 @@ from torch.nn import functional
 from ..sharding import clip_grad_norm_, full_state_dict, fully_shard
 from ..sharding.fully_shard import runtime_of
 from ..training.data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus
+from ..training.launch.ranks import mean_over_ranks
 from ..training.model import VOCAB_SIZE, Block, GPTConfig, build_model
 from ..training.optimization import build_optimizer, learning_rate
-from ..training.ranks import mean_over_ranks
 from ..training.result import sha256_of
 from .convergence_wires import WIRES
 

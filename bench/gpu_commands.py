@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..sharding.data_parallel_groups import ONE_RANK_VARIABLE
-from ..training.ranks import INIT_METHOD_VARIABLE
+from ..training.launch.ranks import INIT_METHOD_VARIABLE
 from .gpu_steps import FAILED, FILE, FOLDER, NOT_RUN, OK, Outcome, Result, Step, unfinished
 
 AGREE, GROUP_AGREES = "ZeRO-0 and ZeRO-3 agree", "one rank and a group of one agree"

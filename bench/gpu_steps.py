@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..training.processes import end, exit_code, start, watch
+from ..training.launch.processes import end, exit_code, start, watch
 
 ROOT = Path(__file__).resolve().parents[1]
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree
 
-from ..training.launcher import num_cores
+from ..training.launch.launcher import num_cores
 from .gpu_steps import FAILED, FILE, NOT_RUN, OK, ROOT, Outcome, Result, Step, unfinished
 
 TESTS, SHARED, TIMED = "gpu tests", "ranks share the device, gloo", "gpu tests that take times"

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..training.errors import UsageError
-from ..training.interruption import noting_signals
+from ..training.launch.interruption import noting_signals
 from .network_plan import INTERFACE, Command, NetworkPlan, Owner, left_behind, removal
 
 _FOLDER = Path("/var/run/netns")  # of iproute2, where each namespace has a file to enter it by

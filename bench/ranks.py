@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..training.errors import UsageError
-from ..training.processes import Process, answer, answers, end, has_answered, wait_for, watch
+from ..training.launch.processes import Process, answer, answers, end, has_answered, wait_for, watch
 
 GLOO_RANKS = 2
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

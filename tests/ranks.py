@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ..training import processes
+from ..training.launch import processes
 from . import poison
 
 # `torch._dynamo` is what making an optimizer imports: more than a second of each rank's time. And

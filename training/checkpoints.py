@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import CheckpointError
-from .ranks import wait_for_all
+from .launch.ranks import wait_for_all
 from .step_file import (
     INDEX_FILE,
     STEP_DIGITS,

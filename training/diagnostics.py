@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from .errors import OptionsError
-from .launcher import num_cores
-from .ranks import choose_device, default_num_ranks
+from .launch.launcher import num_cores
+from .launch.ranks import choose_device, default_num_ranks
 
 Status = Literal["ok", "info", "warning", "error"]
 

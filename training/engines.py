@@ -23,10 +23,10 @@ from ..sharding import (
     summary,
 )
 from .data import MIB
+from .launch.ranks import Replicas
 from .model import Block
 from .optimization import build_optimizer
 from .options import TrainOptions
-from .ranks import Replicas
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ONE_QUEUE = (

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..sharding import CommunicationError
-from .asking import answering
-from .boards import Board, FolderBoard, board_of_store
 from .errors import OptionsError, UsageError
-from .heartbeat import Heart, Silence, Whereabouts
-from .interruption import end_on_signals, raising_signals
-from .launcher import LAUNCHED_VARIABLE, launch
-from .options import TrainOptions, add_train_arguments, options_from
-from .ranks import (
+from .launch.asking import answering
+from .launch.boards import Board, FolderBoard, board_of_store
+from .launch.heartbeat import Heart, Silence, Whereabouts
+from .launch.interruption import end_on_signals, raising_signals
+from .launch.launcher import LAUNCHED_VARIABLE, launch
+from .launch.ranks import (
     AGENT_VARIABLE,
     GROUP_TIMEOUT,
     Place,
@@ -27,6 +26,7 @@ from .ranks import (
     follow_launcher,
     place_from,
 )
+from .options import TrainOptions, add_train_arguments, options_from
 
 if TYPE_CHECKING:
     from .result import RunResult

@@ -25,13 +25,8 @@ from . import checkpoints
 from .data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus, mix_seed, sent_to
 from .engines import Engine, engine_for, replicas_of
 from .errors import CheckpointError
-from .heartbeat import Whereabouts
-from .model import VOCAB_SIZE, build_model, model_config
-from .optimization import learning_rate
-from .options import TrainOptions
-from .paths import require_writable_file, require_writable_folder
-from .progress import Reporter, reporter_for
-from .ranks import (
+from .launch.heartbeat import Whereabouts
+from .launch.ranks import (
     Place,
     choose_device,
     joined_group,
@@ -39,6 +34,11 @@ from .ranks import (
     mean_over_ranks,
     wait_for_all,
 )
+from .model import VOCAB_SIZE, build_model, model_config
+from .optimization import learning_rate
+from .options import TrainOptions
+from .paths import require_writable_file, require_writable_folder
+from .progress import Reporter, reporter_for
 from .recorder import Recorder
 from .result import RunResult, peak_memory_mib, reserved_memory_mib, sha256_of
 from .step_file import SavedRun

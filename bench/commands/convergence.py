@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...training.interruption import raising_signals
+from ...training.launch.interruption import raising_signals
 from ...training.paths import require_writable_folder
 from ..convergence_wires import DEFAULT_WIRES, WIRES
 from ..convergence_worker import SIZES, Settings, load_text, unigram_loss

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...training.errors import UsageError
-from ...training.interruption import raising_signals
+from ...training.launch.interruption import raising_signals
 from ...training.paths import require_writable_file
 from .. import cluster_model
 from ..models import STEP_TIME_CONFIG, TINY_CONFIG, DecoderConfig

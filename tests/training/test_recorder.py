@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sidestream.tests.sharding.fake_streams import Late
 from sidestream.training import engines, recorder, trainer
+from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
-from sidestream.training.ranks import Place
 from sidestream.training.recorder import HostClock, Recorder, StreamClock
 
 CPU = torch.device("cpu")

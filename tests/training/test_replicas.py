@@ -5,8 +5,8 @@ import pytest
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.training import trainer
 from sidestream.training.errors import OptionsError
+from sidestream.training.launch.ranks import Place, Replicas
 from sidestream.training.options import TrainOptions
-from sidestream.training.ranks import Place, Replicas
 
 TINY = {"device": "cpu", "model": "tiny", "seq_len": 16, "batch": 8, "steps": 3}
 

@@ -6,8 +6,8 @@ import pytest
 
 from sidestream.tests.ranks import RanksFailed, preload, run_on_ranks
 from sidestream.training import engines, trainer
+from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
-from sidestream.training.ranks import Place
 
 preload("torch.distributed.fsdp", "sidestream.training.trainer")
 

@@ -9,8 +9,8 @@ from sidestream.cli import main
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.training.processes import parse_result
 from sidestream.training import checkpoints, step_file, trainer
+from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
-from sidestream.training.ranks import Place
 
 TINY = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.training import processes
+from sidestream.training.launch import processes
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..sharding import CommunicationError, shorten_flight_record
-from .errors import OptionsError
+from ...sharding import CommunicationError, shorten_flight_record
+from ..errors import OptionsError
 
 INIT_METHOD_VARIABLE = "SIDESTREAM_INIT_METHOD"
 # In the environment of what torchrun's agent starts.

@@ -4,9 +4,9 @@ import threading
 import pytest
 import torch
 
-from sidestream.training import ranks
 from sidestream.training.errors import OptionsError
-from sidestream.training.ranks import (
+from sidestream.training.launch import ranks
+from sidestream.training.launch.ranks import (
     DeviceChoice,
     Place,
     choose_device,

@@ -17,8 +17,8 @@ from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.training.processes import one_thread_each, parse_result, runs
 from sidestream.training import trainer
 from sidestream.training.checkpoints import newest_checkpoint
+from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
-from sidestream.training.ranks import Place
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,9 +12,9 @@ import pytest
 from sidestream.cli import main
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.training.processes import one_thread_each, runs
-from sidestream.training.interruption import Interrupted, noting_signals, raising_signals
-from sidestream.training.launch_folder import launch_folder
-from sidestream.training.launcher import launch
+from sidestream.training.launch.interruption import Interrupted, noting_signals, raising_signals
+from sidestream.training.launch.launch_folder import launch_folder
+from sidestream.training.launch.launcher import launch
 
 # Ranks of a training end at once on these signals, wherever they stand.
 RANK = """
@@ -27,7 +27,7 @@ while len(os.listdir(os.environ["PIDS"])) < 2: time.sleep(0.02)
 LAUNCHER = """
 import sys
 from sidestream import cli
-from sidestream.training.launcher import launch
+from sidestream.training.launch.launcher import launch
 class Command:
     add_parser = lambda parsers: parsers.add_parser("x").set_defaults(
         run=lambda _: launch([sys.executable, "-c", sys.stdin.read()], 2)
@@ -152,7 +152,7 @@ def test_the_next_launch_removes_the_folder_of_a_killed_launcher(temporary):
     code = (
         "import os, signal, sys, tempfile\n"
         f"tempfile.tempdir = {str(temporary)!r}\n"
-        "from sidestream.training.launcher import launch\n"
+        "from sidestream.training.launch.launcher import launch\n"
         "launch([sys.executable, '-c', 'import os, signal; os.kill(os.getppid(), 9)'], 1)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL

@@ -9,15 +9,15 @@ import time
 import pytest
 import torch.distributed as dist
 
-from sidestream.training.boards import BEAT_BYTES, Beat, FolderBoard, StoreBoard, beat_from
-from sidestream.training.heartbeat import Heart, Silence, Whereabouts
-from sidestream.training.launcher import launch
+from sidestream.training.launch.boards import BEAT_BYTES, Beat, FolderBoard, StoreBoard, beat_from
+from sidestream.training.launch.heartbeat import Heart, Silence, Whereabouts
+from sidestream.training.launch.launcher import launch
 
 # Ranks that beat fast and wait for one another as a training does: in C code, for ever.
 RANK = """
 import os, pathlib, signal, sys, time
-from sidestream.training import heartbeat
-from sidestream.training.boards import FolderBoard, board_of_store
+from sidestream.training.launch import heartbeat
+from sidestream.training.launch.boards import FolderBoard, board_of_store
 heartbeat.BEAT_S, heartbeat.VERDICT_GRACE_S = 0.2, 0.4
 rank, folder = int(os.environ["RANK"]), os.environ.get("SIDESTREAM_LAUNCHED")
 places = heartbeat.Whereabouts()
@@ -37,7 +37,7 @@ WAIT = "signal.pause()\n"
 
 @pytest.fixture(autouse=True)
 def _fast_beats(monkeypatch):
-    monkeypatch.setattr("sidestream.training.launcher.BEAT_S", 0.1)
+    monkeypatch.setattr("sidestream.training.launch.launcher.BEAT_S", 0.1)
 
 
 def _command(code):
@@ -262,7 +262,7 @@ def test_a_rank_that_failed_says_that_the_store_is_gone_where_it_is(monkeypatch)
         def verdict(self):
             return ""
 
-    monkeypatch.setattr("sidestream.training.heartbeat.BEAT_S", 0.05)
+    monkeypatch.setattr("sidestream.training.launch.heartbeat.BEAT_S", 0.05)
     board = Board()
     heart = Heart(1, Whereabouts("in step 7"), lambda: board, [], Silence(20.0, 20.0))
     heart.start()

@@ -1,7 +1,8 @@
 """Kills trainings with SIGKILL at random moments, in saves too, and resumes them: the bits are
 those of a run that nobody killed.
 
-`SIDESTREAM_KILLS=20 pytest tests/training/test_kills.py -s` kills that many ranks, and commands.
+`SIDESTREAM_KILLS=20 pytest tests/training/launch/test_kills.py -s` kills that many ranks, and
+commands.
 """
 
 import os
@@ -19,8 +20,8 @@ import pytest
 from sidestream.tests.ranks import RanksFailed, run_on_ranks
 from sidestream.tests.training.processes import one_thread_each
 from sidestream.training import checkpoints, step_file, trainer
+from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
-from sidestream.training.ranks import Place
 
 KILLS = int(os.environ.get("SIDESTREAM_KILLS", "3"))
 COMMAND_KILLS = int(os.environ.get("SIDESTREAM_KILLS", "1"))  # each starts Python three times

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.training.processes import one_thread_each, parse_result
-from sidestream.training.asking import answering
-from sidestream.training.heartbeat import Whereabouts
+from sidestream.training.launch.asking import answering
+from sidestream.training.launch.heartbeat import Whereabouts
 
 TRAIN = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from sidestream.tests.training.processes import runs
-from sidestream.training.launcher import describe_exit, launch, rank_environment
+from sidestream.training.launch.launcher import describe_exit, launch, rank_environment
 
 # Ranks of these tests are plain interpreters: what is tested is how they are started and ended,
 # not what they do.
@@ -46,7 +46,7 @@ def test_killed_rank_ends_the_others(capfd):
 
 @pytest.mark.timeout(30)
 def test_rank_that_ignores_sigterm_is_killed(monkeypatch):
-    monkeypatch.setattr("sidestream.training.launcher.TERMINATE_S", 0.3)
+    monkeypatch.setattr("sidestream.training.launch.launcher.TERMINATE_S", 0.3)
     code = f"if rank == 1: sys.exit(7)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{HANG}"
     assert launch(_command(code), 2, grace_s=1.0) == 7
 
@@ -116,7 +116,7 @@ def test_interrupt_ends_all_ranks(tmp_path):
 @pytest.mark.timeout(60)
 def test_rank_ends_when_its_launcher_is_gone():
     code = (
-        "from sidestream.training.ranks import follow_launcher\n"
+        "from sidestream.training.launch.ranks import follow_launcher\n"
         "import time\nfollow_launcher()\nprint('ready', flush=True)\ntime.sleep(120)"
     )
     rank = subprocess.Popen(
@@ -129,7 +129,7 @@ def test_rank_ends_when_its_launcher_is_gone():
 
 
 def test_environment_shares_cores_and_keeps_what_the_caller_says(tmp_path, monkeypatch):
-    monkeypatch.setattr("sidestream.training.launcher.num_cores", lambda: 6)
+    monkeypatch.setattr("sidestream.training.launch.launcher.num_cores", lambda: 6)
     environment = rank_environment({"A": "b"}, 1, 2, tmp_path)
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["RANK"] == environment["LOCAL_RANK"] == "1"
