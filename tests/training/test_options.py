@@ -64,7 +64,7 @@ def test_defining_options_exist_and_leave_out_how_it_is_computed():
         ("--heartbeat-limit-s 2", "--heartbeat-limit-s >= 3, or 0 for never, got 2"),
         ("--heartbeat-limit-s -1", "--heartbeat-limit-s >= 0, got -1"),
         ("--heartbeat-limit-s nan", "--heartbeat-limit-s >= 0, got nan"),
-        ("--kill-rank 0", "--kill-at-step beside --kill-rank"),
+        ("--kill-rank 0", "--kill-at-step K beside --kill-rank"),
         ("--dp-outer 0", "--dp-outer >= 1, got 0"),
         ("--ranks-per-node 0", "--ranks-per-node >= 1, got 0"),
         ("--outer-strategy optim", "--dp-outer of at least 2 beside --outer-strategy optim, got 1"),
