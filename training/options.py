@@ -86,6 +86,14 @@ class TrainOptions:
         least=0,
         defines=True,
     )
+    nonfinite_grads: str = option(
+        "raise",
+        "what a step with a gradient that is NaN or infinite does: end the run, be left out, or "
+        "count; the first two have the host wait for one number a step",
+        group=RUN,
+        choices=("raise", "skip", "keep"),
+        defines=True,
+    )
     dropout: float = option(
         0.0,
         "dropout probability",
@@ -247,14 +255,20 @@ class TrainOptions:
                 "expected --no-gradient-accumulation-fusion, got --gradient-accumulation-fusion: "
                 f"{reason}; pass the former, or leave both out"
             )
-        for name, default, _ in options_of(TrainOptions):
-            if not self.use_torch_fsdp2 or name not in NOT_OF_TORCH_FSDP2:
-                continue
-            if (value := getattr(self, name)) != default:
-                raise OptionsError(
-                    f"expected no {flag(name)} beside --use-torch-fsdp2, got {value}: "
-                    f"{NOT_OF_TORCH_FSDP2[name]}; leave one of them out"
-                )
+        if self.use_torch_fsdp2:
+            self._check_as_torch_fsdp2()
+
+    def _check_as_torch_fsdp2(self) -> None:
+        defaults = {name: default for name, default, _ in options_of(TrainOptions)}
+        refused = [name for name in NOT_OF_TORCH_FSDP2 if getattr(self, name) != defaults[name]]
+        if self.nonfinite_grads == "skip":
+            refused.append("nonfinite_grads")
+        for name in refused:
+            reason = NOT_OF_TORCH_FSDP2.get(name, "it looks at no gradient before it steps")
+            raise OptionsError(
+                f"expected no {flag(name)} beside --use-torch-fsdp2, got {getattr(self, name)}: "
+                f"{reason}; leave one of them out"
+            )
 
     def defining(self) -> dict[str, str | int | float]:
         """The options that decide the numbers of the run, by name, but for those left out."""
