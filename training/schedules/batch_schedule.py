@@ -1,8 +1,8 @@
 """The global batch size as a function of the samples consumed so far: phases of one size each.
 
-    BatchSchedule.constant(64)                              64 from the first sample on
-    BatchSchedule.ramp_up(16, 16, 1_000_000, final=64)      16, 32, 48 over a million samples, then 64
-    BatchSchedule.parse("0:64 10M:128")                     64, from the ten-millionth sample on 128
+    BatchSchedule.constant(64)                            64 from the first sample on
+    BatchSchedule.ramp_up(16, 16, 1_000_000, final=64)    16, 32, 48 over a million samples, then 64
+    BatchSchedule.parse("0:64 10M:128")                   64, and 128 behind ten million samples
 
 A step belongs to the phase in which it begins, so a phase may be overrun by less than a step.
 """
@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ class BatchSchedule:
             require_count("first_sample", phase.first_sample, 0)
             require_count("batch_size", phase.batch_size)
         firsts = [phase.first_sample for phase in self.phases]
-        if firsts[:1] != [0] or any(b <= a for a, b in zip(firsts, firsts[1:], strict=False)):
+        if firsts[:1] != [0] or any(b <= a for a, b in pairwise(firsts)):
             raise ValueError(
                 "expected phases in their order, each later than the one before and the first at "
                 f"sample 0, got {firsts}; name where each begins, once"
@@ -106,7 +107,7 @@ class BatchSchedule:
             raise _unreadable(text, 0, "THRESHOLD:SIZE, such as 0:64")
         if read[0][0] != 0:
             raise _unreadable(text, read[0][2], "a first threshold of 0")
-        for (before, *_), (threshold, _, index) in zip(read, read[1:], strict=False):
+        for (before, *_), (threshold, _, index) in pairwise(read):
             if threshold == before:
                 raise _unreadable(text, index, f"one threshold alone at sample {threshold}")
         return cls(tuple(BatchPhase(threshold, size) for threshold, size, _ in read))
@@ -181,7 +182,7 @@ def _entries(text: str) -> Iterator[tuple[int, int, int]]:
 def _number(text: str, start: int, end: int) -> int:
     found = _NUMBER.match(text, start, end)
     if found is None:
-        raise _unreadable(text, start, "a number, such as 64 or 10M")
+        raise _unreadable(text, start, "a number such as 64 or 10M")
     if found.end() != end:
         raise _unreadable(text, found.end(), "one of K, M, B and T, or the number's end")
     number = Fraction(found[1]) * _SUFFIXES[found[2].upper()]

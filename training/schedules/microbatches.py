@@ -86,16 +86,15 @@ class MicrobatchCalculator:
 
     def consumed_before(self, step: int) -> int:
         """How many samples the steps before `step`, counted from 1, have consumed, if all were
-        divided as now: their sizes depend on the ranks where they are decreased.
+        divided as now: sizes that are decreased depend on the ranks. At most `total_samples`: those
+        that are left out at the end count.
 
         Raises:
             ValueError, TypeError: as `BatchSchedule.consumed_before`.
         """
         multiple = self.samples_per_microbatch if self.decrease_batch_size_if_needed else 1
         consumed = self.schedule.consumed_before(step, multiple_of=multiple)
-        if self.total_samples is None:
-            return consumed
-        return min(consumed, self.total_samples - self.total_samples % self.samples_per_microbatch)
+        return consumed if self.total_samples is None else min(consumed, self.total_samples)
 
     def _running(self, batch_size: int) -> int:
         """What of a batch runs; 0 for one that cannot."""

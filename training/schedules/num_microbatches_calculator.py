@@ -12,13 +12,17 @@ All else takes a `MicrobatchCalculator`.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec
 
 from ...sharding.arguments import require_count
 from .batch_schedule import RAMP_NUMBERS, BatchSchedule
 from .microbatches import MicrobatchCalculator
+
+P = ParamSpec("P")
 
 _logger = logging.getLogger("sidestream")
 
@@ -33,51 +37,6 @@ class _State:
 _state = _State()
 
 
-def init_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: Sequence[int] | None = None,
-    global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    data_parallel_size: int | None = None,
-    decrease_batch_size_if_needed: bool = False,
-    *,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
-    total_samples: int | None = None,
-) -> None:
-    """Make the calculator that the other functions ask; the run is at its first sample.
-
-    Args:
-        rank: the rank of this process; 0 logs what `update_num_microbatches` finds, if asked.
-        rampup_batch_size: start, increment and samples of a ramp-up to `global_batch_size`.
-        global_batch_size: of the whole run, or at the end of the ramp-up; None with a step
-            schedule, whose last size it may also be.
-        micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, total_samples: as
-            `MicrobatchCalculator` has them.
-        step_batch_size_schedule, seq_length: as `BatchSchedule.parse` reads them.
-
-    Raises:
-        RuntimeError: there is one already.
-        ValueError, TypeError: as `MicrobatchCalculator` and `BatchSchedule`; two schedules at once.
-    """
-    if _state.calculator is not None:
-        raise RuntimeError(
-            "expected no calculator yet, got a second one; call "
-            "destroy_num_microbatches_calculator() first, or reconfigure_num_microbatches_calculator"
-        )
-    reconfigure_num_microbatches_calculator(
-        rank,
-        rampup_batch_size,
-        global_batch_size,
-        micro_batch_size,
-        data_parallel_size,
-        decrease_batch_size_if_needed,
-        step_batch_size_schedule=step_batch_size_schedule,
-        seq_length=seq_length,
-        total_samples=total_samples,
-    )
-
-
 def reconfigure_num_microbatches_calculator(
     rank: int,
     rampup_batch_size: Sequence[int] | None = None,
@@ -90,7 +49,21 @@ def reconfigure_num_microbatches_calculator(
     seq_length: int | None = None,
     total_samples: int | None = None,
 ) -> None:
-    """As `init_num_microbatches_calculator`, whether there is a calculator or not."""
+    """Make the calculator that the other functions ask, in place of the one that may be there; the
+    run is at its first sample.
+
+    Args:
+        rank: the rank of this process; 0 logs what `update_num_microbatches` finds, if asked.
+        rampup_batch_size: start, increment and samples of a ramp-up to `global_batch_size`.
+        global_batch_size: of the whole run, or at the end of the ramp-up; None with a step
+            schedule, whose last size it may also be.
+        micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, total_samples: as
+            `MicrobatchCalculator` has them.
+        step_batch_size_schedule, seq_length: as `BatchSchedule.parse` reads them.
+
+    Raises:
+        ValueError, TypeError: as `MicrobatchCalculator` and `BatchSchedule`; two schedules at once.
+    """
     schedule = _schedule_of(
         rampup_batch_size, global_batch_size, step_batch_size_schedule, seq_length
     )
@@ -105,6 +78,29 @@ def reconfigure_num_microbatches_calculator(
         total_samples=total_samples,
     )
     _state.consumed_samples, _state.is_telling = 0, rank == 0
+
+
+def _once(configure: Callable[P, None]) -> Callable[P, None]:
+    @functools.wraps(configure, assigned=())
+    def initialize(*args: P.args, **options: P.kwargs) -> None:
+        """As `reconfigure_num_microbatches_calculator`, where there is no calculator yet.
+
+        Raises:
+            RuntimeError: there is one already.
+            ValueError, TypeError: as that function does.
+        """
+        if _state.calculator is not None:
+            raise RuntimeError(
+                "expected no calculator yet, got a second one; call "
+                "destroy_num_microbatches_calculator() first, or "
+                "reconfigure_num_microbatches_calculator for another one"
+            )
+        configure(*args, **options)
+
+    return initialize
+
+
+init_num_microbatches_calculator = _once(reconfigure_num_microbatches_calculator)
 
 
 def destroy_num_microbatches_calculator() -> None:

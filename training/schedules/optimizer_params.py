@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypedDict
 
@@ -87,8 +87,8 @@ class OptimizerParamScheduler:
         others: the fields of `ParamSchedule`.
 
     Raises:
-        ValueError, TypeError: as `ParamSchedule`, also for the values of a group; both flags; groups
-            whose `lr` or `weight_decay` differ without a key that says so.
+        ValueError, TypeError: as `ParamSchedule`, also for the values of a group; both flags;
+            groups whose `lr` or `weight_decay` differ without a key that says so.
     """
 
     def __init__(
@@ -138,10 +138,20 @@ class OptimizerParamScheduler:
 
     @classmethod
     def of(
-        cls, optimizer: HasParamGroups, schedule: ParamSchedule, **flags: bool
+        cls,
+        optimizer: HasParamGroups,
+        schedule: ParamSchedule,
+        *,
+        use_checkpoint_opt_param_scheduler: bool = True,
+        override_opt_param_scheduler: bool = False,
     ) -> OptimizerParamScheduler:
-        """The scheduler of a schedule that is there already; flags as the constructor's."""
-        return cls(optimizer, **asdict(schedule), **flags)
+        """The scheduler of a schedule that is there already; else as the constructor."""
+        return cls(
+            optimizer,
+            **asdict(schedule),
+            use_checkpoint_opt_param_scheduler=use_checkpoint_opt_param_scheduler,
+            override_opt_param_scheduler=override_opt_param_scheduler,
+        )
 
     @property
     def schedule(self) -> ParamSchedule:
@@ -168,7 +178,7 @@ class OptimizerParamScheduler:
         return _followed(self._schedule, param_group).at(self._num_steps).lr
 
     def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
-        """What a group's `weight_decay` is now, but for its `wd_mult`; without overrides for None."""
+        """What a group's `weight_decay` is now, but for its `wd_mult`; None has no overrides."""
         return _followed(self._schedule, param_group).at(self._num_steps).weight_decay
 
     def state_dict(self) -> dict[str, Any]:
