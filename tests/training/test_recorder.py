@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sidestream.tests.sharding.fake_streams import Late
 from sidestream.training import engines, recorder, trainer
 from sidestream.training.launch.ranks import Place
+from sidestream.training.measures import HostClock, StreamClock
 from sidestream.training.options import TrainOptions
-from sidestream.training.recorder import HostClock, Recorder, StreamClock
+from sidestream.training.recorder import Recorder
 
 CPU = torch.device("cpu")
 
