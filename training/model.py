@@ -89,7 +89,8 @@ class Block(nn.Module):
         )
         dropout = self.dropout if self.training else 0.0
         if packed is not None:
-            mixed = packed_attention(*heads[0].unbind(1), packed, dropout_p=dropout)
+            query, key, value = heads[0].unbind(1)  # each [total_tokens, heads, width / heads]
+            mixed = packed_attention(query, key, value, packed, dropout_p=dropout)
             return mixed.reshape(batch, length, width)
         query, key, value = heads.permute(
             2, 0, 3, 1, 4

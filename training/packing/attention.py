@@ -67,7 +67,7 @@ def choose_attention(call: AttentionCall) -> AttentionChoice:
 
     print(choose_attention(AttentionCall(torch.float32, 64, 0.0, None, True, True, False)))
     """
-    passed_over = []
+    passed_over: list[tuple[str, str]] = []
     for way, obstacle in _OBSTACLES.items():
         reason = obstacle(call)
         if reason is None:
@@ -208,9 +208,10 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     offsets, longest = params.cu_seqlens_q, params.max_seqlen_q
-    mixed: Tensor = varlen_attn(
+    mixed = varlen_attn(
         query, key, value, offsets, offsets, longest, longest, **_varlen_causality(causal)
     )
+    assert isinstance(mixed, Tensor), "nothing else was asked for"
     return mixed
 
 
@@ -249,7 +250,8 @@ def _compiled_flex() -> Callable[..., Any]:
     """Uncompiled it would write all scores of the row to memory."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    compiled: Callable[..., Any] = torch.compile(flex_attention)
+    return compiled
 
 
 def _documents(
@@ -266,15 +268,16 @@ def _documents(
     # One split: the backward of slices would write a whole row of zeros for each.
     sizes = [count * length for count, length in runs]
     parts = zip(*(tensor.split(sizes) for tensor in (query, key, value)), strict=True)
-    mixed = [
-        F.scaled_dot_product_attention(
-            *(part.unflatten(0, run).transpose(1, 2) for part in run_parts),
-            dropout_p=dropout_p,
-            is_causal=causal,
+    mixed = []
+    for run, run_parts in zip(runs, parts, strict=True):
+        run_query, run_key, run_value = (
+            part.unflatten(0, run).transpose(1, 2) for part in run_parts
         )
-        for run, run_parts in zip(runs, parts, strict=True)
-    ]
-    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in mixed])
+        out = F.scaled_dot_product_attention(
+            run_query, run_key, run_value, dropout_p=dropout_p, is_causal=causal
+        )  # [documents of the run, heads, length, head_dim]
+        mixed.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(mixed)
 
 
 def _masked(

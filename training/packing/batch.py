@@ -136,7 +136,7 @@ def lay_out(
     up to `budget` with documents of `pad_token`, which are not above `longest` either, so that a
     model of that context can read them.
     """
-    laid = []
+    laid: list[Document] = []
     for documents in bins:
         laid += documents
         room = budget - sum(len(document.tokens) for document in documents)

@@ -135,6 +135,7 @@ class PackedSeqParams:
         object.__setattr__(self, name, value)
 
     def _arange(self) -> Tensor:
+        assert self.total_tokens is not None, "checked by __post_init__"
         return torch.arange(self.total_tokens, device=self.cu_seqlens_q.device)[None]
 
     def _document_of_each_token(self) -> Tensor:
