@@ -26,6 +26,7 @@ from .masks import document_block_mask, document_mask
 from .params import PackedSeqParams
 
 VARLEN_MODULE = "torch.nn.attention.varlen"
+HAS_VARLEN = find_spec(VARLEN_MODULE) is not None
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 VARLEN_MAX_HEAD_DIM = 256
 VARLEN_HEAD_DIM_MULTIPLE = 8
@@ -148,16 +149,11 @@ def _call_of(query: Tensor, params: PackedSeqParams, dropout_p: float) -> Attent
         head_dim=query.shape[-1],
         dropout_p=dropout_p,
         capability=torch.cuda.get_device_capability(query.device) if on_gpu else None,
-        has_varlen=_has_varlen(),
+        has_varlen=HAS_VARLEN,
         # Compiled code would be made again for each list of lengths that it has read.
         lengths_known=not compiling and params.lengths is not None,
         compiling=compiling,
     )
-
-
-@functools.cache
-def _has_varlen() -> bool:
-    return find_spec(VARLEN_MODULE) is not None
 
 
 def _varlen_obstacle(call: AttentionCall) -> str | None:
@@ -205,26 +201,26 @@ _OBSTACLES: dict[str, Callable[[AttentionCall], str | None]] = {
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, _: float, causal: bool
 ) -> Tensor:
+    # Seconds of import, for those alone who use it.
     from torch.nn.attention.varlen import varlen_attn
 
     offsets, longest = params.cu_seqlens_q, params.max_seqlen_q
-    mixed = varlen_attn(
-        query, key, value, offsets, offsets, longest, longest, **_varlen_causality(causal)
-    )
+    sees: dict[str, Any] = {"is_causal": causal}
+    if _takes_window():
+        sees = {"window_size": (-1, 0) if causal else (-1, -1)}
+    mixed = varlen_attn(query, key, value, offsets, offsets, longest, longest, **sees)
     assert isinstance(mixed, Tensor), "nothing else was asked for"
     return mixed
 
 
-@functools.cache
-def _varlen_causality(causal: bool) -> dict[str, Any]:
-    """The argument that says it: in the first torch that had the function a flag, later a window,
-    none to the left's end and none to the right.
+@torch.compiler.assume_constant_result
+def _takes_window() -> bool:
+    """Whether causality is said by a window, none to the right; it was a flag in the first torch
+    that had the function.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    if "window_size" in inspect.signature(varlen_attn).parameters:
-        return {"window_size": (-1, 0) if causal else (-1, -1)}
-    return {"is_causal": causal}
+    return "window_size" in inspect.signature(varlen_attn).parameters
 
 
 def _flex(
@@ -242,7 +238,9 @@ def _flex(
 def _flex_function() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    if torch.compiler.is_compiling():
+        return flex_attention
+    return _compiled_flex()
 
 
 @functools.cache

@@ -1,11 +1,14 @@
 import dataclasses
+import inspect
 
 import pytest
 import torch
 
 from sidestream.training.packing import (
     AttentionCall,
+    AttentionChoice,
     PackedSeqParams,
+    attention,
     choose_attention,
     packed_attention,
 )
@@ -145,3 +148,67 @@ def test_calls_that_do_not_fit_are_refused(change, expected):
     given["params"] = PackedSeqParams.from_lengths(LENGTHS)
     with pytest.raises(ValueError, match=expected):
         packed_attention(**given | change)
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Makes a way the best one, as it is on a GPU."""
+
+    def force(way):
+        monkeypatch.setattr(attention, "choose_attention", lambda _: AttentionChoice(way, ()))
+
+    return force
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+def test_varlen_is_given_what_it_documents(forced, monkeypatch, causal):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    signature = inspect.signature(varlen.varlen_attn)
+
+    def stand_in(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        offsets = given["cu_seq_q"]
+        assert offsets.dtype == torch.int32 and given["cu_seq_k"] is offsets
+        assert given["max_q"] == given["max_k"] == max(LENGTHS)
+        window = given.get("window_size")
+        asked = given.get("is_causal", False) if window is None else window == (-1, 0)
+        assert asked == causal
+        qkv = (given[name] for name in ("query", "key", "value"))
+        return _by_hand(*qkv, offsets.diff().tolist(), causal=asked)
+
+    stand_in.__signature__ = signature
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    forced("varlen")
+    inputs = _inputs()
+    mixed = packed_attention(*inputs, PackedSeqParams.from_lengths(LENGTHS), causal=causal)
+    assert torch.equal(mixed, _by_hand(*inputs, LENGTHS, causal=causal))
+
+
+def test_varlen_is_compiled_into_one_graph(forced):
+    pytest.importorskip("torch.nn.attention.varlen")
+    forced("varlen")
+    graphs = []
+
+    def compiler(graph, _inputs):
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(sum(LENGTHS), HEADS, HEAD_DIM),)
+
+    compiled = torch.compile(packed_attention, backend=compiler, fullgraph=True)
+    params = PackedSeqParams.from_lengths(LENGTHS)
+    with torch.no_grad():
+        assert compiled(*_inputs(dtype=torch.bfloat16), params).shape == (27, HEADS, HEAD_DIM)
+    (graph,) = graphs
+    called = [node for node in graph.graph.nodes if "_varlen_attn" in str(node.target)]
+    assert [node.meta["example_value"][0].shape for node in called] == [(27, HEADS, HEAD_DIM)]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+def test_flex_attention_keeps_documents_apart(forced, causal):
+    forced("flex")
+    compiled = torch.compile(packed_attention, backend="aot_eager", fullgraph=True)
+    inputs = _inputs(dtype=torch.float32)
+    # Its backward needs a GPU.
+    with torch.no_grad():
+        mixed = compiled(*inputs, PackedSeqParams.from_lengths(LENGTHS), causal=causal)
+        expected = _by_hand(*inputs, LENGTHS, causal=causal)
+    torch.testing.assert_close(mixed, expected, rtol=0, atol=100 * torch.finfo(torch.float32).eps)

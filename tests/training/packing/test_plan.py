@@ -16,13 +16,12 @@ def _first_fit_decreasing(lengths, budget):
     """The definition, n x bins."""
     bins, rooms = [], []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        for place, room in enumerate(rooms):
-            if room >= lengths[index]:
-                break
-        else:
-            place = len(bins)
+        fitting = [place for place, room in enumerate(rooms) if room >= lengths[index]]
+        if not fitting:
+            fitting = [len(bins)]
             bins.append([])
             rooms.append(budget)
+        place = fitting[0]
         bins[place].append(index)
         rooms[place] -= lengths[index]
     return tuple(map(tuple, bins))
