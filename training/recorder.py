@@ -1,6 +1,6 @@
-"""Records the losses and times of a run's steps and passes them on to whoever shows them.
+"""Records the figures and times of a run's steps and passes them on to whoever shows them.
 
-    clock          a step ends when              its loss
+    clock          a step ends when              its figures
     HostClock      the host has called it (CPU)  is read when the next step has ended
     StreamClock    the GPU has run it            is copied to pinned memory, read after an event
 
@@ -37,7 +37,7 @@ class Clock(Protocol):
         """Seconds between two marks that are over."""
 
     def on_host(self, value: Tensor) -> Tensor:
-        """A scalar's copy on the host, readable once a later mark is over."""
+        """A copy on the host, readable once a later mark is over."""
 
 
 class HostClock:
@@ -59,7 +59,7 @@ class HostClock:
         return last - first
 
     def on_host(self, value: Tensor) -> Tensor:
-        """The scalar itself."""
+        """The tensor itself."""
         return value
 
 
@@ -95,17 +95,32 @@ def clock_of(device: torch.device) -> Clock:
 
 
 @dataclass(frozen=True, slots=True)
+class Figures:
+    """What a step is told by: names, and as many FP32 values in a 1-D tensor on the device, which
+    nobody waits for.
+    """
+
+    names: tuple[str, ...]
+    values: Tensor
+
+    @classmethod
+    def of(cls, **figures: Tensor) -> "Figures":
+        """Scalars of any dtype by name; "loss" is one of them."""
+        return cls(tuple(figures), torch.stack([value.float() for value in figures.values()]))
+
+
+@dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that was enqueued: its number, its loss on the host, its first and last moment."""
+    """A step that was enqueued: its number, its figures on the host, its first and last moment."""
 
     number: int
-    loss: Tensor
+    figures: Figures
     start: Any
     end: Any
 
 
 class Recorder:
-    """Losses and times of the steps so far. Shows a step after a later one was recorded and once
+    """Figures and times of the steps so far. Shows a step after a later one was recorded and once
     the device has done it, and never makes the host wait but in `flush`.
     """
 
@@ -113,6 +128,8 @@ class Recorder:
         self.reporter = reporter
         self.loss_first: float | None = None
         self.loss_last = math.nan
+        self.first_nonfinite: int | None = None
+        """The first step with a figure that is NaN or infinite."""
         self._device = device
         self._clock = clock_of(device)
         self._tokens_per_step = tokens_per_step
@@ -124,9 +141,9 @@ class Recorder:
         """Leave what happened since the last step out of the next one's time."""
         self._started = self._clock.mark()
 
-    def finish_step(self, number: int, loss: Tensor) -> None:
+    def finish_step(self, number: int, figures: Figures) -> None:
         """Record one step, which may still be on its way, and show those before it that are not."""
-        on_host = self._clock.on_host(loss)
+        on_host = Figures(figures.names, self._clock.on_host(figures.values))
         end = self._clock.mark()
         while self._pending and self._clock.has_passed(self._pending[0].end):
             self._show_next()
@@ -142,9 +159,12 @@ class Recorder:
     def _show_next(self) -> None:
         step = self._pending.popleft()
         self._step_s.append(self._clock.seconds(step.start, step.end))
-        self.loss_last = float(step.loss.item())
+        values = dict(zip(step.figures.names, step.figures.values.tolist(), strict=True))
+        self.loss_last = values["loss"]
         if self.loss_first is None:
             self.loss_first = self.loss_last
+        if self.first_nonfinite is None and not all(map(math.isfinite, values.values())):
+            self.first_nonfinite = step.number
         peak_mib = peak_memory_mib(self._device)
         self.reporter.step(step.number, self.loss_last, self.tokens_per_s, peak_mib)
 
