@@ -83,6 +83,33 @@ def run(
     return Outcome(ends, said, _error_s(folder, world_size, fault), figures)
 
 
+class Unbroken:
+    """Runs with `arguments` in which nothing happens, each done once."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+        self._arguments, self._folder = arguments, folder
+        self._sha256: dict[tuple[int, int], str] = {}
+
+    def sha256(self, world_size: int = 2, zero: int = 3) -> str:
+        """The checksum of the parameters that such a run of so many ranks ends with."""
+        key = world_size, zero
+        if key not in self._sha256:
+            ended = run([*job(zero), *self._arguments], world_size, self._folder)
+            assert set(ended.ends.values()) == {0}, ended
+            self._sha256[key] = str(ended.result["params_sha256"])
+        return self._sha256[key]
+
+
+def job(zero: int = 3) -> list[str]:
+    """The options of the training of all these tests."""
+    return [*TINY, "--zero", f"{zero}"]
+
+
+def saving(folder: Path, *, resume: bool = False) -> list[str]:
+    """The options that have it save each step to `folder`."""
+    return [*EVERY_STEP, "--checkpoint", str(folder), *(["--resume"] if resume else [])]
+
+
 def _be_rank(
     rank: int, world_size: int, command: list[str], fault: Fault | None, folder: str
 ) -> int:

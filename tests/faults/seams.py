@@ -13,11 +13,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from sidestream.training.launch.heartbeat import Whereabouts
 
@@ -26,18 +30,23 @@ STEPPING, SAVING = "in", "saving"
 
 @dataclass(frozen=True)
 class Seam:
-    """The `call`-th call of `target` (module:attribute) in a phase of a step, before or after it."""
+    """Before or after the `call`-th call of `target` (module:attribute) in a phase of a step, at
+    ZeRO levels from `min_zero`.
+    """
 
     phase: str
     target: str
     when: str
     call: int = 1
     by_first: bool = False
+    min_zero: int = 0
 
 
 SEAMS = {
     "forward": Seam(STEPPING, "sidestream.training.model:Block.forward", "after"),
-    "parameter gather": Seam(STEPPING, "sidestream.sharding.collectives:Channel.gather", "after"),
+    "parameter gather": Seam(
+        STEPPING, "sidestream.sharding.collectives:Channel.gather", "after", min_zero=1
+    ),
     "backward": Seam(STEPPING, "sidestream.sharding.wire:GradientPacker.take", "before", 2),
     "gradient exchange": Seam(
         STEPPING, "sidestream.sharding.collectives:Channel.exchange", "after", 2
@@ -71,13 +80,16 @@ SEAMS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What rank `rank` does at `place` in `step`; `told` is where it leaves the time of that."""
+    """What rank `rank` does at `place` in `step`, or `delay_s` later, wherever that is; `told` is a
+    file that it writes the time to.
+    """
 
     place: str
     rank: int
     step: int
     act: str
     told: str = ""
+    delay_s: float = 0.0
 
     @property
     def where(self) -> str:
@@ -85,22 +97,30 @@ class Fault:
         phase = SEAMS[self.place].phase
         return f"{phase} step {self.step}"
 
-    def happen(self) -> None:
-        """Do it."""
+    def happen(self, *args: Any) -> None:
+        """Do it at a call that has `args`."""
+        if self.delay_s:
+            later = threading.Timer(self.delay_s, self._act, args)
+            later.daemon = True
+            later.start()
+        else:
+            self._act(*args)
+
+    def _act(self, *args: Any) -> None:
         if self.told:
             Path(self.told).write_text(repr(time.time()))
-        ACTS[self.act]()
+        ACTS[self.act](*args)
 
 
-def kill_oneself() -> None:
+def kill_oneself(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop_for_long() -> None:
+def stop_for_long(*_: Any) -> None:
     _stop("KILL", 60)
 
 
-def stop_and_go_on() -> None:
+def stop_and_go_on(*_: Any) -> None:
     _stop("CONT", 1.5)
 
 
@@ -116,23 +136,30 @@ def _stop(then: str, after_s: float) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
-def ask_to_stop() -> None:
+def ask_to_stop(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def raise_an_error() -> None:
+def raise_an_error(*_: Any) -> None:
     raise RuntimeError("the fault of this test")
 
 
-def exit_early() -> None:
+def exit_early(*_: Any) -> None:
     sys.exit(3)
 
 
-def fill_the_disk() -> None:
+def fill_the_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-ACTS: dict[str, Callable[[], None]] = {
+def spoil_a_gradient(_: object, params: Sequence[Tensor]) -> None:
+    """Of those that a unit is about to give away."""
+    gradient = params[0].grad
+    assert gradient is not None
+    gradient.view(-1)[0] = torch.nan
+
+
+ACTS: dict[str, Callable[..., None]] = {
     "kill": kill_oneself,
     "stop": stop_for_long,
     "pause": stop_and_go_on,
@@ -140,6 +167,7 @@ ACTS: dict[str, Callable[[], None]] = {
     "raise": raise_an_error,
     "exit": exit_early,
     "full disk": fill_the_disk,
+    "NaN": spoil_a_gradient,
 }
 
 
@@ -153,10 +181,10 @@ def arm(fault: Fault) -> None:
     def faulty(*args: Any, **kwargs: Any) -> Any:
         is_here = doing[0] == fault.where and calls.is_over()
         if is_here and seam.when == "before":
-            fault.happen()
+            fault.happen(*args)
         result = real(*args, **kwargs)
         if is_here and seam.when == "after":
-            fault.happen()
+            fault.happen(*args)
         return result
 
     setattr(owner, name, faulty)
