@@ -120,7 +120,7 @@ def _train_as_rank(options: TrainOptions, place: Place) -> int:
         plan = plan_run(options, place.world_size)
         with answering(partial(whereabouts.told, place.rank)):
             result = train(plan, place, whereabouts, heart.leave)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, UsageError):
             heart.give_up(str(error))
             raise
@@ -159,7 +159,7 @@ def _heart_of(options: TrainOptions, place: Place, whereabouts: Whereabouts) -> 
 
 
 def _end_failed_rank(
-    place: Place, whereabouts: Whereabouts, heart: Heart, error: Exception
+    place: Place, whereabouts: Whereabouts, heart: Heart, error: BaseException
 ) -> NoReturn:
     """Tell the error and end the process at once: an orderly end would wait for threads that wait
     for dead peers.

@@ -1,7 +1,7 @@
 """Trainings in which faults happen: the command's own ranks, in processes that have torch loaded.
 
 The test hosts the store in which they meet, as torchrun's agent does, and each rank runs what
-`sidestream train` runs under torchrun, with beats ten times as fast as in earnest.
+`sidestream train` runs under torchrun, by default with beats ten times as fast as in earnest.
 """
 
 import json
@@ -52,7 +52,12 @@ class Outcome:
 
 
 def run(
-    arguments: Sequence[str], world_size: int, folder: Path, fault: Fault | None = None
+    arguments: Sequence[str],
+    world_size: int,
+    folder: Path,
+    fault: Fault | None = None,
+    *,
+    beat_s: float = BEAT_S,
 ) -> Outcome:
     """Train as `sidestream train *arguments` on ranks of this machine, one of which has `fault`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,17 +72,21 @@ def run(
     }
     command = ["train", *arguments, "--json", str(result)]
     ends: dict[int, object]
-    said: dict[int, str] = {}
     try:
         values = run_on_ranks(
-            _be_rank, world_size, command, fault, str(folder),
-            timeout_s=90, backend=None, env=environment,
-        )  # fmt: skip
+            _be_rank,
+            world_size,
+            (command, fault, str(folder), beat_s),
+            timeout_s=90,
+            backend=None,
+            env=environment,
+        )
         ends = dict(enumerate(values))
     except RanksFailed as failed:
         ends = {**failed.values, **failed.failures}
-    for rank in range(world_size):
-        said[rank] = (folder / f"said-{rank}").read_text(errors="replace")
+    said = {
+        rank: (folder / f"said-{rank}").read_text(errors="replace") for rank in range(world_size)
+    }
     figures = json.loads(result.read_text()) if result.exists() else {}
     result.unlink(missing_ok=True)
     return Outcome(ends, said, _error_s(folder, world_size, fault), figures)
@@ -110,10 +119,8 @@ def saving(folder: Path, *, resume: bool = False) -> list[str]:
     return [*EVERY_STEP, "--checkpoint", str(folder), *(["--resume"] if resume else [])]
 
 
-def _be_rank(
-    rank: int, world_size: int, command: list[str], fault: Fault | None, folder: str
-) -> int:
-    heartbeat.BEAT_S = BEAT_S
+def _be_rank(rank: int, world_size: int, given: tuple[list[str], Fault | None, str, float]) -> int:
+    command, fault, folder, heartbeat.BEAT_S = given
     said = os.open(f"{folder}/said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)

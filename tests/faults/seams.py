@@ -54,10 +54,10 @@ SEAMS = {
     "optimizer step": Seam(STEPPING, "torch.optim.adam:adam", "after"),
     "mean of the loss": Seam(STEPPING, "torch.distributed:all_reduce", "before"),
     "data file begun": Seam(
-        SAVING, "sidestream.sharding.checkpoint.digests:DigestedFile.write", "before"
+        SAVING, "sidestream.sharding.checkpoint.digests:DigestedFile._write", "before"
     ),
     "data file half written": Seam(
-        SAVING, "sidestream.sharding.checkpoint.digests:DigestedFile.write", "after", 5
+        SAVING, "sidestream.sharding.checkpoint.digests:DigestedFile._write", "before", 5
     ),
     "data file on disk": Seam(
         SAVING, "sidestream.sharding.checkpoint.digests:DigestedFile.close", "after"
@@ -117,7 +117,7 @@ def kill_oneself(*_: Any) -> None:
 
 
 def stop_for_long(*_: Any) -> None:
-    _stop("KILL", 60)
+    _stop("KILL", 32)
 
 
 def stop_and_go_on(*_: Any) -> None:
