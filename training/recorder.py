@@ -1,97 +1,24 @@
 """Records the figures and times of a run's steps and passes them on to whoever shows them.
 
     clock          a step ends when              its figures
-    HostClock      the host has called it (CPU)  is read when the next step has ended
-    StreamClock    the GPU has run it            is copied to pinned memory, read after an event
+    HostClock      the host has called it (CPU)  are read when the next step has ended
+    StreamClock    the GPU has run it            are copied to pinned memory, read after an event
 
 The host enqueues steps ahead of a GPU: who reads a loss at once drains the GPU each step.
 """
 
 import math
 import statistics
-import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .measures.clocks import clock_of
 from .progress import Reporter
 from .result import peak_memory_mib
-
-
-class Clock(Protocol):
-    """Marks moments in what a device is given to do; a mark is its own clock's."""
-
-    def mark(self) -> Any:
-        """The moment after all that was enqueued so far."""
-
-    def has_passed(self, mark: Any) -> bool:
-        """Whether `mark` is over; does not wait."""
-
-    def wait(self, mark: Any) -> None:
-        """Return once `mark` is over."""
-
-    def seconds(self, first: Any, last: Any) -> float:
-        """Seconds between two marks that are over."""
-
-    def on_host(self, value: Tensor) -> Tensor:
-        """A copy on the host, readable once a later mark is over."""
-
-
-class HostClock:
-    """Of a CPU, where what was called has been done."""
-
-    def mark(self) -> float:
-        """Seconds of the host's clock."""
-        return time.perf_counter()
-
-    def has_passed(self, mark: float) -> bool:
-        """It always has."""
-        return True
-
-    def wait(self, mark: float) -> None:
-        """Nothing to wait for."""
-
-    def seconds(self, first: float, last: float) -> float:
-        """Seconds between two marks."""
-        return last - first
-
-    def on_host(self, value: Tensor) -> Tensor:
-        """The tensor itself."""
-        return value
-
-
-class StreamClock:
-    """Of a GPU's current stream."""
-
-    def mark(self) -> torch.cuda.Event:
-        """An event in the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def has_passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the stream has come by the event."""
-        return mark.query()
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        """Block the host until the stream comes by the event."""
-        mark.synchronize()
-
-    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        """The GPU's seconds between two events."""
-        return first.elapsed_time(last) / 1000
-
-    def on_host(self, value: Tensor) -> Tensor:
-        """A copy in memory that torch pins, since it does not block."""
-        return value.to("cpu", non_blocking=True, copy=True)
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock of steps on `device`."""
-    return StreamClock() if device.type == "cuda" else HostClock()
 
 
 @dataclass(frozen=True, slots=True)

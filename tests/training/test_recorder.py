@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sidestream.tests.sharding.fake_streams import Late
 from sidestream.training import engines, recorder
 from sidestream.training.launch.ranks import Place
+from sidestream.training.measures import HostClock, StreamClock
 from sidestream.training.options import TrainOptions
 from sidestream.training.plan import plan_run
-from sidestream.training.recorder import Figures, HostClock, Recorder, StreamClock
+from sidestream.training.recorder import Figures, Recorder
 from sidestream.training.run import build_run
 from sidestream.training.steps import train_step
 

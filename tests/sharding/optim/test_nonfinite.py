@@ -126,8 +126,8 @@ def poisoned(
                 training.backward(1, added if rank == bad else 0.0)
                 if training is raising:
                     text = (
-                        "step after 1 others: expected finite gradients, got NaN or infinity in '1.weight' on "
-                        f"rank {bad}; "
+                        "step after 1 others: expected finite gradients, got NaN or infinity in "
+                        f"'1.weight' on rank {bad}; "
                     )
                     with pytest.raises(ss.NonFiniteGradientError, match=re.escape(text)) as caught:
                         training.optimizer.step()
