@@ -9,6 +9,7 @@ from .engines import Engine, engine_for
 from .launch.ranks import Place
 from .model import build_model, model_config
 from .plan import Plan
+from .stopping import Stopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Run:
     device: torch.device
     engine: Engine
     num_parameters: int
+    stopping: Stopping
 
 
 def build_run(plan: Plan, place: Place, device: torch.device) -> Run:
@@ -31,4 +33,5 @@ def build_run(plan: Plan, place: Place, device: torch.device) -> Run:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = engine_for(options, model, device)
     share = Share(options.batch, options.accumulate, place.rank, place.world_size)
-    return Run(plan, place, share, device, engine, num_parameters)
+    stopping = Stopping(place, device, can_save=options.checkpoint is not None)
+    return Run(plan, place, share, device, engine, num_parameters, stopping)

@@ -36,7 +36,7 @@ def train_step(run: Run, step: int) -> Figures:
     norms = {"grad_norm": engine.clip(options.clip)} if options.clip > 0 else {}
     engine.optimizer.step()
     engine.optimizer.zero_grad()
-    return Figures.of(loss=mean_over_ranks(loss, "loss"), **norms)
+    return Figures.of(loss=run.stopping.mean_over_ranks(loss, "loss"), **norms)
 
 
 def held_out_loss(run: Run) -> float:

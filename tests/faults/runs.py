@@ -149,6 +149,12 @@ def _error_s(folder: Path, world_size: int, fault: Fault | None) -> float | None
     return max(float(end.read_text()) for end in others) - float(Path(fault.told).read_text())
 
 
+def pids_of(who: str, launcher: int) -> list[int]:
+    """Of a running launcher, its last rank or all of them."""
+    ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in {"rank": ranks[-1:], "all": ranks, "launcher": [launcher]}[who]]
+
+
 def complete_steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in `folder`: each is whole to its last byte, and all
     else there is what the next save passes over and removes.

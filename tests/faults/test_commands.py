@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.tests.faults.runs import STEPS, complete_steps, job, run, saving
+from sidestream.tests.faults.runs import STEPS, complete_steps, job, pids_of, run, saving
 from sidestream.tests.training.processes import one_thread_each
 from sidestream.training.step_file import folder_name
 
@@ -26,11 +26,6 @@ pytestmark = [
     pytest.mark.timeout(60 + 60 * KILLS),
     pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds ranks in /proc"),
 ]
-
-
-def pids_of(who: str, launcher: int) -> list[int]:
-    ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in {"rank": ranks[-1:], "all": ranks, "launcher": [launcher]}[who]]
 
 
 def run_killed(command: list[str], who: str, step: int, delay_s: float) -> int:
