@@ -12,6 +12,7 @@ from .model import build_model, model_config
 from .plan import Plan
 from .schedules import MicrobatchCalculator, OptimizerParamScheduler
 from .schedules.options import schedule_of
+from .stopping import Stopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Run:
     draws: Draws
     measures: Measures
     num_parameters: int
+    stopping: Stopping
 
 
 def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures) -> Run:
@@ -46,4 +48,5 @@ def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures
         draws_of(options, plan.corpus),
         measures,
         num_parameters,
+        Stopping(place, device, can_save=options.checkpoint is not None),
     )

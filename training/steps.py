@@ -49,7 +49,7 @@ def train_step(run: Run, step: int, recorder: Recorder) -> None:
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         with region("loss", REGION_LEVEL):
-            figures = Figures.of(loss=mean_over_ranks(loss, "loss"), **norms)
+            figures = Figures.of(loss=run.stopping.mean_over_ranks(loss, "loss"), **norms)
     recorder.finish_step(step, share.batch * options.seq_len, figures, _known(run, share))
 
 
