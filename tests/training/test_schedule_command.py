@@ -1,0 +1,140 @@
+"""`sidestream schedule`, and the options that it shares with training."""
+
+import argparse
+import shlex
+import sys
+
+import pytest
+
+from sidestream import cli
+from sidestream.training.errors import OptionsError
+from sidestream.training.optimization import learning_rate
+from sidestream.training.schedules import BatchSchedule, ParamSchedule
+from sidestream.training.schedules.options import (
+    SCHEDULE_OPTIONS,
+    add_schedule_arguments,
+    batch_schedule_from,
+    schedule_from,
+)
+
+
+def _values(*arguments, **run):
+    parser = argparse.ArgumentParser()
+    add_schedule_arguments(parser.add_argument_group("schedules"))
+    values = vars(parser.parse_args(arguments))
+    assert set(values) == set(SCHEDULE_OPTIONS)
+    return {"lr": 2e-3, "steps": 200, "batch": 16, "seq_len": 128} | run | values
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 200, 5000], ids=str)
+def test_without_options_the_rate_is_that_of_training(steps):
+    schedule = schedule_from(_values(steps=steps))
+    for step in {1, 2, steps // 3, steps - 1, steps} & set(range(1, steps + 1)):
+        expected = learning_rate(step, total_steps=steps, peak=2e-3)
+        assert schedule.at(step).lr == pytest.approx(expected, rel=1e-14)
+        assert schedule.at(step).weight_decay == 0.1
+
+
+def test_every_option_reaches_its_field():
+    text = (
+        "--lr-schedule WSD --min-lr 1e-5 --init-lr 1e-6 --warmup-steps 3 --decay-steps 90 "
+        "--wsd-decay-steps 9 --wsd-decay-style cosine --weight-decay 0.01 --end-weight-decay 0.2 "
+        "--weight-decay-steps 50 --weight-decay-style cosine"
+    )
+    values = _values(*shlex.split(text))
+    assert schedule_from(values) == ParamSchedule(
+        max_lr=2e-3,
+        min_lr=1e-5,
+        init_lr=1e-6,
+        lr_warmup_steps=3,
+        lr_decay_steps=90,
+        lr_decay_style="WSD",
+        wsd_decay_steps=9,
+        lr_wsd_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.2,
+        wd_incr_steps=50,
+        wd_incr_style="cosine",
+    )
+
+
+def test_batches_are_constant_or_ramped_in_samples_or_tokens():
+    assert batch_schedule_from(_values()) == BatchSchedule.constant(16)
+    ramped = batch_schedule_from(_values("--batch-ramp", "0:8 1K:16"))
+    assert ramped == BatchSchedule.parse("0:8 1000:16")
+    tokens = _values("--batch-ramp", "0:8 128K:16", "--batch-ramp-unit", "tokens")
+    assert batch_schedule_from(tokens) == ramped
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--warmup-steps", "200"], "expected --warmup-steps < --decay-steps, got 200 and 200"),
+        (["--min-lr", "1"], "expected --min-lr <= --lr, got 1.0 and 0.002"),
+        (["--decay-steps", "-5"], "--decay-steps: expected a whole number of at least 1, got -5"),
+        (["--weight-decay", "nan"], "--weight-decay: expected a finite number"),
+        (["--wsd-decay-steps", "5"], "expected --wsd-decay-steps in --lr-schedule 'WSD'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_errors_name_the_options(arguments, text):
+    with pytest.raises(OptionsError) as error:
+        schedule_from(_values(*arguments))
+    assert text in str(error.value)
+
+
+def test_a_ramp_that_cannot_be_read_is_told_with_its_place():
+    with pytest.raises(
+        OptionsError, match=r"--batch-ramp: expected ':'.*at character 9 of '0:64 10M'"
+    ):
+        batch_schedule_from(_values("--batch-ramp", "0:64 10M"))
+
+
+def _printed(capsys, *arguments):
+    assert cli.main(["schedule", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_has_the_telling_steps(capsys):
+    text = "--steps 100 --lr 0.001 --warmup-steps 7 --lr-schedule WSD --wsd-decay-steps 30"
+    printed = _printed(capsys, *shlex.split(text), "--batch-ramp", "0:8 160:16")
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines()]
+    rows = {int(row[0]): row[1:] for row in cells if row}
+    assert [*rows] == [0, 1, 7, 12, 21, 25, 37, 50, 62, 70, 75, 87, 100]
+    assert rows[0] == ["0", "0.1", "8", "0"]
+    assert rows[7] == ["0.001", "0.1", "8", "48"]
+    assert rows[21] == ["0.001", "0.1", "16", "160"]
+    assert rows[100] == ["0.0001", "0.1", "16", "1,424"]
+
+
+def test_curves_are_drawn_of_what_changes(capsys):
+    printed = _printed(capsys, "--plot", "--end-weight-decay", "0.2")
+    assert "learning rate\n     0.002 ⠀" in printed
+    assert "\nweight decay\n" in printed
+    assert "\nbatch size\n" not in printed
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"], ids=str)
+def test_a_picture_is_written(capsys, tmp_path, suffix):
+    path = tmp_path / f"schedule.{suffix}"
+    assert f"wrote {path}" in _printed(capsys, "--plot", str(path), "--batch-ramp", "0:8 160:16")
+    start = path.read_bytes()[:64]
+    assert start.startswith(b"<?xml" if suffix == "svg" else b"\x89PNG")
+
+
+def test_what_is_missing_for_a_picture_is_told_first(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for path, text in (
+        (tmp_path / "a.svg", "pip install 'sidestream[report]'"),
+        (tmp_path / "a.gif", "to end in one of .png, .svg, .pdf"),
+        (tmp_path / "none" / "a.png", "in a folder that exists"),
+    ):
+        assert cli.main(["schedule", "--plot", str(path)]) == cli.EXIT_USAGE
+        captured = capsys.readouterr()
+        assert text in captured.err
+        assert captured.out == ""
+
+
+def test_counts_that_are_none_are_refused(capsys):
+    assert cli.main(["schedule", "--steps", "0"]) == cli.EXIT_USAGE
+    assert "expected --steps >= 1, got 0" in capsys.readouterr().err
