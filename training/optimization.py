@@ -6,10 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-WARMUP_SHARE = 0.1
-MAX_WARMUP_STEPS = 100
-FINAL_LR_SHARE = 0.1
-WEIGHT_DECAY = 0.1
+from .schedules.options import FINAL_LR_SHARE, MAX_WARMUP_STEPS, WARMUP_SHARE, WEIGHT_DECAY
+
 MATRIX_NDIM = 2
 BETAS = (0.9, 0.95)
 
@@ -26,12 +24,14 @@ def learning_rate(step: int, *, total_steps: int, peak: float) -> float:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:
-    """Return AdamW in two groups: weight decay for matrices, none for biases and norms."""
+    """Return AdamW in two groups: weight decay for matrices, none for biases and norms, also where
+    a scheduler sets it.
+    """
     all_parameters = list(parameters)
     matrices = [parameter for parameter in all_parameters if parameter.dim() >= MATRIX_NDIM]
     others = [parameter for parameter in all_parameters if parameter.dim() < MATRIX_NDIM]
     groups = [
         {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": others, "weight_decay": 0.0},
+        {"params": others, "weight_decay": 0.0, "wd_mult": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=BETAS)

@@ -1,6 +1,7 @@
 """`sidestream schedule`, and the options that it shares with training."""
 
 import argparse
+import math
 import shlex
 import sys
 
@@ -8,7 +9,6 @@ import pytest
 
 from sidestream import cli
 from sidestream.training.errors import OptionsError
-from sidestream.training.optimization import learning_rate
 from sidestream.training.schedules import BatchSchedule, ParamSchedule
 from sidestream.training.schedules.options import (
     SCHEDULE_OPTIONS,
@@ -27,12 +27,17 @@ def _values(*arguments, **run):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 200, 5000], ids=str)
-def test_without_options_the_rate_is_that_of_training(steps):
+def test_without_options_the_rate_warms_up_for_a_tenth_and_falls_to_a_tenth(steps):
     schedule = schedule_from(_values(steps=steps))
-    for step in {1, 2, steps // 3, steps - 1, steps} & set(range(1, steps + 1)):
-        expected = learning_rate(step, total_steps=steps, peak=2e-3)
-        assert schedule.at(step).lr == pytest.approx(expected, rel=1e-14)
-        assert schedule.at(step).weight_decay == 0.1
+    warmup = min(100, max(1, steps // 10))
+    assert schedule.at(1).lr == 2e-3 / warmup
+    assert schedule.at(warmup).lr == 2e-3
+    assert schedule.at(warmup).weight_decay == schedule.at(steps).weight_decay == 0.1
+    halfway = (warmup + steps) // 2
+    done = (halfway - warmup) / max(1, steps - warmup)
+    expected = 2e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+    assert schedule.at(halfway).lr == pytest.approx(expected, rel=1e-14)
+    assert steps == 1 or schedule.at(steps).lr == 2e-4
 
 
 def test_every_option_reaches_its_field():

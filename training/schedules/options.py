@@ -16,23 +16,26 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ..errors import OptionsError
-from ..optimization import FINAL_LR_SHARE, MAX_WARMUP_STEPS, WARMUP_SHARE, WEIGHT_DECAY
 from .batch_schedule import BatchSchedule, read_batch_schedule
 from .param_schedule import LR_STYLES, SHARES, WD_STYLES, ParamSchedule
 
 T = TypeVar("T")
 
 BATCH_RAMP_UNITS = ("samples", "tokens")
+WARMUP_SHARE = 0.1
+MAX_WARMUP_STEPS = 100
+FINAL_LR_SHARE = 0.1
 WSD_SHARE = 0.1
+WEIGHT_DECAY = 0.1
 
 # Name, type or choices, metavariable, help. All of them are None where they are left out.
 _OPTIONS: tuple[tuple[str, Callable[[str], Any] | tuple[str, ...], str | None, str], ...] = (
     ("lr_schedule", tuple(LR_STYLES), None, "course of the learning rate (default: cosine)"),
     ("min_lr", float, "X", "learning rate at the end (default: a tenth of --lr)"),
     ("init_lr", float, "X", "learning rate that the warm-up begins at (default: 0)"),
-    ("warmup_steps", int, "N", "steps up to --lr (default: a tenth of --steps, at most 100)"),
+    ("warmup_steps", int, "N", "steps up to --lr (default: a tenth of --decay-steps, at most 100)"),
     ("decay_steps", int, "N", "step that reaches --min-lr (default: --steps)"),
-    ("wsd_decay_steps", int, "N", "steps of the tail of WSD (default: a tenth of --steps)"),
+    ("wsd_decay_steps", int, "N", "steps of the tail of WSD (default: a tenth of --decay-steps)"),
     ("wsd_decay_style", tuple(SHARES), None, "shape of the tail of WSD (default: exponential)"),
     ("weight_decay", float, "X", f"weight decay at the start (default: {WEIGHT_DECAY})"),
     ("end_weight_decay", float, "X", "weight decay at the end (default: as at the start)"),

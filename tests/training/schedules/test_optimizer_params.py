@@ -100,6 +100,18 @@ def test_a_difference_between_groups_is_not_lost_in_silence():
     _scheduler({"weight_decay": 0.1}, {"weight_decay": 0.0, "wd_mult": 0.0})
 
 
+def test_keys_that_a_loaded_optimizer_has_lost_are_missed():
+    saved = _scheduler({}, {"wd_mult": 0.0})
+    saved.step(5)
+    state = saved.optimizer.state_dict()
+    del state["param_groups"][1]["wd_mult"]
+    other = _scheduler({}, {"wd_mult": 0.0})
+    other.optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="give groups that are to differ wd_mult"):
+        other.load_state_dict(saved.state_dict())
+    assert other.num_steps == 0
+
+
 def test_a_tensor_is_filled_in_place():
     lr = torch.tensor(1.0)
     scheduler = OptimizerParamScheduler(

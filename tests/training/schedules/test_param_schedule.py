@@ -4,6 +4,7 @@ import decimal
 import math
 
 import mpmath
+import numpy as np
 import pytest
 
 from sidestream.training.schedules import LR_STYLES, SHARES, WD_STYLES, ParamSchedule
@@ -124,6 +125,15 @@ def test_values_do_not_depend_on_the_arithmetic_of_the_caller():
         assert decimal.getcontext().prec == 3
 
 
+def test_numbers_of_numpy_become_plain_ones():
+    schedule = ParamSchedule(
+        max_lr=np.float32(0.5), lr_warmup_steps=np.int64(2), lr_decay_steps=np.int32(10)
+    )
+    assert schedule.at(np.int64(1)) == (0.25, 0.0)
+    assert type(schedule.max_lr) is float
+    assert type(schedule.lr_decay_steps) is int
+
+
 def test_styles_that_are_not_known_are_told_with_the_list():
     for field, known in (
         ("lr_decay_style", LR_STYLES),
@@ -146,7 +156,7 @@ BAD = {
     "rate that is no number": ({"max_lr": math.nan}, "max_lr: expected a finite number"),
     "infinite decay": (
         {"start_wd": math.inf, "end_wd": math.inf},
-        "end_wd: expected a finite number",
+        "start_wd: expected a finite number",
     ),
     "end above the peak": ({"min_lr": 1.0}, "min_lr <= max_lr, got 1.0 and 0.0003"),
     "start above the peak": ({"init_lr": 1.0}, "init_lr <= max_lr, got 1.0 and 0.0003"),
