@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .batches import Draws, draws_of
 from .engines import Engine, engine_for
 from .launch.ranks import Place
 from .measured import Measures
@@ -23,6 +24,7 @@ class Run:
     engine: Engine
     scheduler: OptimizerParamScheduler
     batches: MicrobatchCalculator
+    draws: Draws
     measures: Measures
     num_parameters: int
 
@@ -41,6 +43,7 @@ def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures
         engine,
         OptimizerParamScheduler.of(engine.optimizer, schedule_of(options)),
         plan.batches(place.world_size),
+        draws_of(options, plan.corpus),
         measures,
         num_parameters,
     )

@@ -92,7 +92,7 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
         f"model: {options.model}, {run.num_parameters:,} parameters; {_ranks(place.world_size)} "
         f"{_in_replicas(options)}on {run.device.type} ({device_reason}); {run.engine.described}"
     )
-    for remark in run.engine.remarks:
+    for remark in filter(None, (run.draws.described, *run.engine.remarks)):
         reporter.note(remark)
     saved = run.plan.resume_from
     if saved is not None:

@@ -32,7 +32,8 @@ def test_every_option_can_be_given():
         "--nonfinite-grads skip --lr-schedule WSD --init-lr 0.1 --min-lr 0.2 --warmup-steps 2 "
         "--decay-steps 9 --wsd-decay-steps 3 --wsd-decay-style linear --weight-decay 0.2 "
         "--end-weight-decay 0.3 --weight-decay-steps 5 --weight-decay-style cosine "
-        "--batch-ramp 0:4 --batch-ramp-unit tokens --metrics m --tensorboard t --timers --energy"
+        "--batch-ramp 0:4 --batch-ramp-unit tokens --metrics m --tensorboard t --timers --energy "
+        "--pack"
     )
     options = _parsed(*line.split())
     given = {field.name for field in fields(options)}
