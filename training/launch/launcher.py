@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .boards import FolderBoard
+from .exit_codes import AGREED
 from .heartbeat import BEAT_S, STARTING, Silence
 from .interruption import ENDING_SIGNALS, NotedSignals, noting_signals
 from .launch_folder import launch_folder
@@ -54,9 +55,10 @@ def launch(
     *,
     grace_s: float = GRACE_S,
     silence: Silence | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Run `command` as `num_ranks` ranks and return the exit code: 0, or that of the first rank
-    that failed.
+    """Run `command` as `num_ranks` ranks, with `environment` beside the caller's, and return the
+    exit code: that of the first rank that failed, or what the ranks have agreed on, 0 mostly.
 
     A rank ended by signal s counts as 128 + s. With `silence`, ranks have to beat on the board of
     the folder, and one that does not for too long has failed.
@@ -66,9 +68,11 @@ def launch(
     """
     with noting_signals() as signals, launch_folder() as folder:
         ranks: list[_Rank] = []
+        environ = {**os.environ, **(environment or {})}
         try:
             for index in range(num_ranks):
-                ranks.append(_start(command, index, num_ranks, folder))
+                place = rank_environment(environ, index, num_ranks, folder)
+                ranks.append(_start(command, index, place, folder))
                 signals.raise_noted()
             return _Watch(ranks, FolderBoard(folder), silence, signals).run(grace_s)
         finally:
@@ -112,9 +116,10 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _start(command: Sequence[str], rank: int, num_ranks: int, folder: Path) -> _Rank:
+def _start(
+    command: Sequence[str], rank: int, environment: Mapping[str, str], folder: Path
+) -> _Rank:
     log = folder / f"rank-{rank}.log" if rank else None
-    environment = rank_environment(os.environ, rank, num_ranks, folder)
     process = start(command, log=log, stdin=subprocess.PIPE, environment=environment)
     return _Rank(rank, process, log)
 
@@ -132,7 +137,7 @@ class _Watch:
         """Return the exit code of all."""
         failed = self._wait_for_failure()
         if not failed:
-            return 0
+            return max(rank.process.returncode for rank in self.ranks)
         first = failed[0]
         verdict = self._verdict(failed)
         say(verdict)
@@ -169,7 +174,8 @@ class _Watch:
         next_beat_s = time.monotonic()
         for left in watch(_processes(self.ranks)):
             self.signals.raise_noted()
-            failed = [rank for rank in self.ranks if exit_code(rank.process)]
+            # All ranks end with a code that they agree on, one after the other.
+            failed = [rank for rank in self.ranks if exit_code(rank.process) not in (None, *AGREED)]
             if failed:
                 # A signal before an exit code: who was killed is the cause, who raised follows.
                 return [min(failed, key=lambda rank: rank.process.returncode > 0)]

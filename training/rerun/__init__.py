@@ -17,15 +17,14 @@ hardware that stays faulty, or from the program.
 
 from .data_iterator import RerunDataIterator
 from .evidence import Verdict
-from .hardware import HARDWARE_VARIABLE, hardware_name
-from .injection import InjectedFault, RerunErrorInjector
+from .hardware import hardware_name
+from .injection import InjectedFault, RerunErrorInjector, fault_here
 from .machine import ExitDecision, RejectedResultError, RerunStateMachine
 from .quick_stats import QuickStats
 from .state import has_open_question
 from .transitions import VerdictKind
 
 __all__ = [
-    "HARDWARE_VARIABLE",
     "ExitDecision",
     "InjectedFault",
     "QuickStats",
@@ -35,6 +34,7 @@ __all__ = [
     "RerunStateMachine",
     "Verdict",
     "VerdictKind",
+    "fault_here",
     "hardware_name",
     "has_open_question",
 ]

@@ -2,18 +2,22 @@
 
 import os
 import socket
+from collections.abc import Mapping
 
 import torch
 
-HARDWARE_VARIABLE = "SIDESTREAM_HARDWARE"
-"""In the environment: a name in place of the default one."""
+from ..launch.relaunching import rotation_from
 
 
-def hardware_name() -> str:
-    """The host's name with the UUID of the current GPU, which no order of devices changes, or with
-    "cpu" and the local rank. `HARDWARE_VARIABLE` says another one after the host's name.
+def hardware_name(environ: Mapping[str, str] = os.environ) -> str:
+    """The host's name with the UUID of the current GPU, which no order of devices changes, or
+    before CUDA is used with "cpu" and the local rank, or the place that our launcher gave it.
     """
-    name = os.environ.get(HARDWARE_VARIABLE)
-    if name is None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        name = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    return f"{socket.gethostname()} {name or 'cpu ' + os.environ.get('LOCAL_RANK', '0')}"
+    return f"{socket.gethostname()} {_device_name(environ)}"
+
+
+def _device_name(environ: Mapping[str, str]) -> str:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    rank, rotation = int(environ.get("LOCAL_RANK", "0")), rotation_from(environ)
+    return f"cpu {rank if rotation is None else rotation.place_of(rank)}"

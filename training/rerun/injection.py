@@ -8,13 +8,16 @@ What is wrong is a pure function of where the machine is, so a run again is wron
 """
 
 import math
+import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..launch.relaunching import rotation_from
 from .transitions import VerdictKind
 from .validation import Result
 
@@ -88,6 +91,21 @@ class RerunErrorInjector:
         place = moment.hardware if self._kind is VerdictKind.PERSISTENT else moment.rank
         drawn = random.Random(f"{self._seed} {moment.step} {moment.call} {place}")
         return drawn.randrange(self._rate) == 0
+
+
+def fault_here(
+    kind: str, step: int, rank: int, environ: Mapping[str, str] = os.environ
+) -> InjectedFault:
+    """The fault that a run has in `step` on the local `rank` that it first started with: after our
+    launcher has let the ranks change places, a persistent one stays where it was.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    rotation = rotation_from(environ)
+    if rotation is not None and checked_kind(kind) is VerdictKind.PERSISTENT:
+        rank = rotation.rank_on(rank)
+    return InjectedFault(kind, step, rank)
 
 
 def checked_kind(kind: str) -> VerdictKind:

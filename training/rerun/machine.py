@@ -256,21 +256,16 @@ class RerunStateMachine:
 
     def _compare_runs(self, validations: Validations) -> None:
         """Keep the results of the first run, and compare those of the second with them."""
-        first_calls, self._first_calls = self._first_calls, validations.calls
-        if self._phase is not Phase.RERUN:
-            return
-        self._first_calls = []
-        for first, call in zip(first_calls, validations.calls, strict=False):
-            if first.message == call.message:
-                difference = float(call.comparison(first.result, call.result))
-                self.determinism.setdefault(call.message, QuickStats()).record([difference])
+        if self._phase is Phase.RERUN:
+            for message, difference in validations.differences(self._first_calls):
+                self.determinism.setdefault(message, QuickStats()).record([difference])
+        self._first_calls = validations.calls if self._phase is Phase.FIRST_RUN else []
 
     def _tell(self, follows: Next, found: Found, evidence: Sequence[Evidence]) -> None:
-        """Log on the first rank what was rejected, and what is done about it."""
+        """Log on the first rank what was found, and what is done about it."""
         if evidence and self._ranks.rank == 0 and not follows.raises:
-            what = "; ".join(told_by(evidence)) or "nothing is rejected any more"
-            done = "the step runs again" if follows.runs else f"it is {found.value}"
-            _logger.warning("step %d, %s: %s; %s", self.step, self._phase.value, what, done)
+            told = "; ".join([found.value, *told_by(evidence), follows.told])
+            _logger.warning("step %d: %s", self.step, told)
 
     # ---- validations
 
@@ -347,8 +342,7 @@ class RerunStateMachine:
         This rank's own: give each rank back what it saved, as `extra` of `save_checkpoint` does.
         In the middle of a step it is the state before the step.
         """
-        run = self._run
-        phase = saved_phase(self._phase)
+        run, phase = self._run, saved_phase(self._phase)
         saved = SavedState(
             **self._identity(),
             mode=self._mode.value,

@@ -50,14 +50,14 @@ class Found(Enum):
     computed on the SAME_HARDWARE as before, which says nothing.
     """
 
-    BEGINS = "begins"
-    ACCEPTED = "accepted"
-    REJECTED = "rejected"
-    REJECTED_FATALLY = "rejected fatally"
-    VANISHED = "vanished"
-    VANISHED_FATALLY = "vanished fatally"
-    REPRODUCED = "reproduced"
-    SAME_HARDWARE = "same hardware"
+    BEGINS = "a step begins"
+    ACCEPTED = "all results are accepted"
+    REJECTED = "a result is rejected"
+    REJECTED_FATALLY = "a fatal result is rejected"
+    VANISHED = "the rejected result is another one now"
+    VANISHED_FATALLY = "the rejected result is another one now, but fatal"
+    REPRODUCED = "the rejected result is the same again"
+    SAME_HARDWARE = "the rejected result was computed on the same hardware again"
 
 
 class VerdictKind(Enum):
@@ -84,6 +84,13 @@ class Next:
     saves: bool = False
     exit_code: int | None = None
     verdict: VerdictKind | None = None
+
+    @property
+    def told(self) -> str:
+        """What is done, in words."""
+        if self.exit_code is not None:
+            return f"exits with code {self.exit_code}"
+        return "the step runs again" if self.runs else "training goes on"
 
 
 _RUN = Next(Phase.FIRST_RUN, runs=True)

@@ -4,7 +4,7 @@ Flags stay where results are: nothing here waits for a device before `firsts` is
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,14 @@ class Validations:
             if call.message == rejection.message:
                 return call.again(initial)
         return Again(is_reproduced=False, shown="")
+
+    def differences(self, first: Sequence[Validation]) -> Iterator[tuple[str, float]]:
+        """By message, how far results are from those of the `first` run, where both made the same
+        validation; waits for the device.
+        """
+        for one, other in zip(first, self.calls, strict=False):
+            if one.message == other.message:
+                yield other.message, float(other.comparison(one.result, other.result))
 
 
 def kept(result: Any) -> Result:
