@@ -61,6 +61,11 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
         do not fit the run.
     """
     schedule_of(options)
+    if options.inject_fault_rank >= world_size:
+        raise OptionsError(
+            f"expected --inject-fault-rank below {world_size}, got {options.inject_fault_rank}; "
+            "ranks count from 0"
+        )
     replicas_of(options).check(world_size)
     for path, name in ((options.json, "--json"), (options.metrics, "--metrics")):
         if path is not None:
@@ -69,6 +74,11 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
         require_writable_folder(options.tensorboard, "--tensorboard")
     plan = Plan(options, load_corpus(options.data, seq_len=options.seq_len), None)
     _require_batches(plan, world_size)
+    if options.attributes_faults and options.checkpoint is None:
+        raise OptionsError(
+            "expected --checkpoint DIR beside --rerun in ranks that another launcher starts, got "
+            "none; say where to keep a step that has to be run on other hardware"
+        )
     if options.checkpoint is None:
         return plan
     if not options.resume:
