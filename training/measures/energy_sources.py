@@ -79,8 +79,7 @@ class NvmlSource:
                 handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
                 self.remark = "of the whole GPU, of which the rank has a MIG instance"
             self._handle, self.key = handle, nvml.nvmlDeviceGetUUID(handle)
-            self.read_joules()
-        except (nvml.NVMLError, EnergyUnavailable) as error:
+        except nvml.NVMLError as error:
             nvml.nvmlShutdown()
             raise EnergyUnavailable(f"GPU {self._uuid}: {error}") from error
 
@@ -89,9 +88,7 @@ class NvmlSource:
         try:
             millijoules = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
         except self._nvml.NVMLError as error:
-            raise EnergyUnavailable(
-                f"GPU {self._uuid} has no counter of energy: {error}"
-            ) from error
+            raise EnergyUnavailable(f"GPU {self._uuid}: no counter of energy: {error}") from error
         return float(millijoules) / 1e3
 
     def close(self) -> None:
