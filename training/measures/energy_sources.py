@@ -73,8 +73,8 @@ class NvmlSource:
         except nvml.NVMLError as error:
             raise EnergyUnavailable(f"NVML does not start: {error}") from error
         try:
-            handle = self._find()
-            if nvml.nvmlDeviceIsMigDeviceHandle(handle):
+            name, handle = self._find()
+            if name.startswith("MIG-"):
                 # An instance has no counter of its own.
                 handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
                 self.remark = "of the whole GPU, of which the rank has a MIG instance"
@@ -95,20 +95,15 @@ class NvmlSource:
         """Leave NVML."""
         self._nvml.nvmlShutdown()
 
-    def _find(self) -> Any:
-        # CUDA says neither which of the two kinds a device is, nor the beginning of its UUID.
-        names = (
-            [self._uuid]
-            if self._uuid.startswith(("GPU-", "MIG-"))
-            else [f"GPU-{self._uuid}", f"MIG-{self._uuid}"]
-        )
-        failed: list[Exception] = []
-        for name in names:
-            try:
-                return self._nvml.nvmlDeviceGetHandleByUUID(name)
-            except self._nvml.NVMLError as error:
-                failed.append(error)
-        raise failed[0]
+    def _find(self) -> tuple[str, Any]:
+        """NVML's name of the device, and its handle. CUDA's has no beginning that tells a GPU from
+        a MIG instance.
+        """
+        bare = self._uuid.removeprefix("GPU-").removeprefix("MIG-")
+        try:
+            return f"GPU-{bare}", self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}")
+        except self._nvml.NVMLError:
+            return f"MIG-{bare}", self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}")
 
 
 @dataclass(slots=True)

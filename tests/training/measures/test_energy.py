@@ -218,9 +218,6 @@ class FakeNvml:
             raise self.NVMLError("Not Found")
         return f"handle of {uuid}"
 
-    def nvmlDeviceIsMigDeviceHandle(self, device):
-        return int(device.removeprefix("handle of ") in self.mig)
-
     def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, migDevice):
         return f"handle of {self.mig[migDevice.removeprefix('handle of ')]}"
 
