@@ -69,9 +69,14 @@ class Share:
                 f"{max(1, round(self.batch / parts)) * parts}"
             )
 
+    @property
+    def sequences_per_microbatch(self) -> int:
+        """Of one rank."""
+        return self.batch // (self.accumulate * self.world_size)
+
     def rows(self, microbatch: int) -> slice:
         """Rows of the step's draw that this rank uses in `microbatch`."""
-        size = self.batch // (self.accumulate * self.world_size)
+        size = self.sequences_per_microbatch
         start = (microbatch * self.world_size + self.rank) * size
         return slice(start, start + size)
 

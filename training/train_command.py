@@ -72,7 +72,8 @@ def _train(options: TrainOptions, arguments: list[str]) -> int:
 
 
 def _start_ranks(options: TrainOptions, arguments: list[str]) -> int:
-    from .trainer import plan_run, train
+    from .plan import plan_run
+    from .trainer import train
 
     num_ranks = options.nproc or default_num_ranks(options.device)
     if options.kill_rank is not None and options.kill_rank >= num_ranks:
@@ -112,7 +113,8 @@ def _train_as_rank(options: TrainOptions, place: Place) -> int:
         )
     if options.heartbeat_limit_s:
         heart.start()
-    from .trainer import plan_run, train
+    from .plan import plan_run
+    from .trainer import train
 
     try:
         plan = plan_run(options, place.world_size)

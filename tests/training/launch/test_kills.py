@@ -22,6 +22,7 @@ from sidestream.tests.training.processes import one_thread_each
 from sidestream.training import checkpoints, step_file, trainer
 from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
+from sidestream.training.plan import plan_run
 
 KILLS = int(os.environ.get("SIDESTREAM_KILLS", "3"))
 COMMAND_KILLS = int(os.environ.get("SIDESTREAM_KILLS", "1"))  # each starts Python three times
@@ -47,7 +48,7 @@ def _train(rank, world_size, options, meeting, killed):
     if rank in killed:
         _kill_soon(killed[rank])
     place = Place(rank, world_size, rank, world_size, f"file://{meeting}")
-    result = trainer.train(trainer.plan_run(options, world_size), place)
+    result = trainer.train(plan_run(options, world_size), place)
     return result.params_sha256, result.first_step
 
 

@@ -1,0 +1,46 @@
+"""The parts of a run on one rank, built from its plan."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .engines import Engine, engine_for
+from .launch.ranks import Place
+from .measured import Measures
+from .model import build_model, model_config
+from .plan import Plan
+from .schedules import MicrobatchCalculator, OptimizerParamScheduler
+from .schedules.options import schedule_of
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of a run on one rank."""
+
+    plan: Plan
+    place: Place
+    device: torch.device
+    engine: Engine
+    scheduler: OptimizerParamScheduler
+    batches: MicrobatchCalculator
+    measures: Measures
+    num_parameters: int
+
+
+def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures) -> Run:
+    """Make the model and shard it; every rank calls this."""
+    options = plan.options
+    config = model_config(options.model, context=options.seq_len, dropout=options.dropout)
+    model = build_model(config, options.seed).to(device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine = engine_for(options, model, device)
+    return Run(
+        plan,
+        place,
+        device,
+        engine,
+        OptimizerParamScheduler.of(engine.optimizer, schedule_of(options)),
+        plan.batches(place.world_size),
+        measures,
+        num_parameters,
+    )
