@@ -154,6 +154,26 @@ def test_a_counter_that_was_not_read_in_time(counter):
         assert "within 100 s and was not read for 101 s" in str(monitor.lap())
 
 
+def test_keeping_up_reads_a_counter_in_time_and_no_more_often(counter):
+    with (
+        mock.patch.object(energy.time, "monotonic") as now,
+        mock.patch.object(counter, "read_joules", wraps=counter.read_joules) as read,
+    ):
+        now.return_value = 0.0
+        monitor = EnergyMonitor(source=counter)
+        monitor.setup()
+        for step in range(1000):
+            counter.run(1)
+            now.return_value = float(step)
+            monitor.keep_up()
+        assert read.call_count == 1 + 999 // 51
+        assert monitor.lap().joules == 1000
+        monitor.pause()
+        now.return_value = 5000.0
+        monitor.keep_up()
+        assert monitor.lap().joules == 0
+
+
 def test_joules_of_steps_and_tokens():
     used = Energy(12.0, "counter", "of two")
     assert (used.per(4), str(used)) == (3.0, "12.0 J (of two)")

@@ -126,19 +126,21 @@ def test_where_nvidias_package_is_missing(monkeypatch):
 
 @pytest.fixture
 def powercap(tmp_path):
-    """Two packages with zones inside, psys around them, and the second way to the first package."""
+    """Two packages with zones inside, psys around them, and the second way to the first package;
+    kilojoules that begin anew after 1000 and 500.
+    """
 
-    def zone(name, text, energy_uj, range_uj=999):
+    def zone(name, text, energy_kj, end_kj=1000):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "name").write_text(f"{text}\n")
-        (folder / "energy_uj").write_text(f"{energy_uj}\n")
-        (folder / "max_energy_range_uj").write_text(f"{range_uj}\n")
+        (folder / "energy_uj").write_text(f"{energy_kj * 10**9}\n")
+        (folder / "max_energy_range_uj").write_text(f"{end_kj * 10**9 - 1}\n")
 
     zone("intel-rapl:0", "package-0", 900)
     zone("intel-rapl:0:0", "core", 70)
     zone("intel-rapl:0:1", "package-fake", 70)
-    zone("intel-rapl:1", "package-1", 100, range_uj=499)
+    zone("intel-rapl:1", "package-1", 100, end_kj=500)
     zone("intel-rapl:2", "psys", 5000)
     zone("intel-rapl-mmio:0", "package-0", 900)
     return tmp_path
@@ -150,22 +152,26 @@ def put(powercap, **values):
         (powercap / f"intel-rapl:{zone[1:]}" / file).write_text(f"{value}\n")
 
 
+def count(powercap, **kilojoules):
+    put(powercap, **{f"{zone}__energy_uj": each * 10**9 for zone, each in kilojoules.items()})
+
+
 def test_packages_are_summed_and_begin_anew(powercap):
     monitor = EnergyMonitor(source=RaplSource("a", powercap))
     monitor.setup()
-    put(powercap, z0__energy_uj=950, z1__energy_uj=120, z2__energy_uj=9000)
-    assert monitor.lap().joules == pytest.approx(70e-6, abs=1e-12)
-    put(powercap, z0__energy_uj=9, z1__energy_uj=20)
-    # 50 up to 999 and 10 from there; 380 up to 499 and 20.
-    assert monitor.lap().joules == pytest.approx((59 + 400) * 1e-6, abs=1e-12)
-    assert monitor.get_total() == Energy(pytest.approx(529e-6, abs=1e-12), "CPU packages of a", "")
+    count(powercap, z0=950, z1=120, z2=9000)
+    assert monitor.lap().joules == 70e3
+    count(powercap, z0=9, z1=20)
+    # 50 up to 1000 and 9 from there; 380 up to 500 and 20.
+    assert monitor.lap().joules == 59e3 + 400e3
+    assert monitor.get_total() == Energy(529e3, "CPU packages of a", "")
 
 
-def test_its_power_limit_tells_how_often_to_read(powercap):
-    put(powercap, z0__constraint_0_power_limit_uw=10, z1__constraint_0_power_limit_uw=499)
+def test_its_range_tells_how_often_to_read(powercap):
+    put(powercap, z0__max_energy_range_uj=262143328850, z1__max_energy_range_uj=65532610987)
     source = RaplSource("a", powercap)
     source.open()
-    assert source.max_gap_s == 1.0
+    assert source.max_gap_s == pytest.approx(65.5, abs=0.1)
 
 
 def no_packages(powercap):
@@ -213,11 +219,11 @@ def test_one_rank_of_a_host_counts_its_packages(powercap, monkeypatch):
     used = []
     for host_name, local_rank in (("a", 0), ("a", 1), ("b", 0)):
         monitor = EnergyMonitor(local_rank=local_rank, host_name=host_name)
-        put(powercap, z0__energy_uj=0)
+        count(powercap, z0=0)
         monitor.setup()
-        put(powercap, z0__energy_uj=500)
+        count(powercap, z0=500)
         used.append(monitor.lap())
-    assert [each.joules for each in used] == [5e-4, 0.0, 5e-4]
+    assert [each.joules for each in used] == [5e5, 0.0, 5e5]
     assert used[1].remark == "CPU packages of a: counted by its local rank 0"
     with mock.patch.object(energy, "gathered", return_value=used):
-        assert sum_over_ranks(used[0]).joules == 1e-3
+        assert sum_over_ranks(used[0]).joules == 1e6
