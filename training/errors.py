@@ -21,3 +21,7 @@ class CheckpointError(UsageError):
 
 class NonFiniteRunError(ArithmeticError):
     """A loss or a gradient norm is NaN or infinite, so the run is not saved."""
+
+
+class RunStopped(Exception):
+    """SIGTERM had the run end early, which is no failure: the last step that it made is saved."""

@@ -58,6 +58,14 @@ class TrainOptions(ScheduleOptions):
     model: str = option(
         "small", "size of the byte-level GPT", group=RUN, choices=tuple(MODEL_SIZES), defines=True
     )
+    pack: bool = option(
+        False,
+        "batches of whole files and pieces of them, packed into rows of --seq-len bytes, in place "
+        "of windows at random places",
+        group=RUN,
+        kind=bool,
+        defines=True,
+    )
     accumulate: int = count(1, "microbatches per step", group=RUN, defines=True)
     clip: float = option(
         1.0,
@@ -292,9 +300,9 @@ class TrainOptions(ScheduleOptions):
     def defining(self) -> dict[str, str | int | float]:
         """The options that decide the numbers of the run, by name, but for those left out."""
         return {
-            name: value
+            name: int(value) if isinstance(value, bool) else value
             for name, value in asdict(self).items()
-            if name in DEFINING_OPTIONS and value is not None
+            if name in DEFINING_OPTIONS and value is not None and value is not False
         }
 
 

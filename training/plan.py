@@ -31,14 +31,21 @@ class Plan:
     def batches(self, world_size: int) -> MicrobatchCalculator:
         """How the batch of each step is cut into microbatches, each of as many sequences as those
         of `options.batch` have.
+
+        Raises:
+            OptionsError: the ramp cannot be read, or none of its sizes can be cut so.
         """
         options = self.options
         whole = Share(options.batch, options.accumulate, 0, world_size)
-        return MicrobatchCalculator(
-            schedule=batch_schedule_of(options),
-            micro_batch_size=whole.sequences_per_microbatch,
-            data_parallel_size=world_size,
-        )
+        schedule = batch_schedule_of(options)
+        try:
+            return MicrobatchCalculator(
+                schedule=schedule,
+                micro_batch_size=whole.sequences_per_microbatch,
+                data_parallel_size=world_size,
+            )
+        except ValueError as error:
+            raise OptionsError(f"--batch-ramp: {error}") from error
 
     @property
     def defining(self) -> dict[str, str | int | float]:

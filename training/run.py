@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .batches import Draws, draws_of
 from .engines import Engine, engine_for
 from .launch.ranks import Place
 from .measured import Measures
@@ -11,6 +12,7 @@ from .model import build_model, model_config
 from .plan import Plan
 from .schedules import MicrobatchCalculator, OptimizerParamScheduler
 from .schedules.options import schedule_of
+from .stopping import Stopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,10 @@ class Run:
     engine: Engine
     scheduler: OptimizerParamScheduler
     batches: MicrobatchCalculator
+    draws: Draws
     measures: Measures
     num_parameters: int
+    stopping: Stopping
 
 
 def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures) -> Run:
@@ -41,6 +45,8 @@ def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures
         engine,
         OptimizerParamScheduler.of(engine.optimizer, schedule_of(options)),
         plan.batches(place.world_size),
+        draws_of(options, plan.corpus),
         measures,
         num_parameters,
+        Stopping(place, device, can_save=options.checkpoint is not None),
     )

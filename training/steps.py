@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from .data import Share, draw_batch, held_out_batch, mix_seed, sent_to
+from .batches import Microbatch, window_loss
+from .data import Share, held_out_batch, mix_seed
 from .launch.ranks import mean_over_ranks
 from .measured import REGION_LEVEL
-from .model import VOCAB_SIZE
 from .recorder import Figures, Recorder
 from .run import Run
 
@@ -39,7 +38,10 @@ def train_step(run: Run, step: int, recorder: Recorder) -> None:
     run.scheduler.step(step - run.scheduler.num_steps)
     with region("step", REGION_LEVEL):
         with region("batch", REGION_LEVEL):
-            microbatches = _microbatches(run, share, step)
+            microbatches = [
+                run.draws.draw(share, step, number, run.device)
+                for number in range(share.accumulate)
+            ]
         loss = _forward_backward(run, microbatches)
         with region("clip", REGION_LEVEL):
             norms = {"grad_norm": engine.clip(options.clip)} if options.clip > 0 else {}
@@ -47,7 +49,7 @@ def train_step(run: Run, step: int, recorder: Recorder) -> None:
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         with region("loss", REGION_LEVEL):
-            figures = Figures.of(loss=mean_over_ranks(loss, "loss"), **norms)
+            figures = Figures.of(loss=run.stopping.mean_over_ranks(loss, "loss"), **norms)
     recorder.finish_step(step, share.batch * options.seq_len, figures, _known(run, share))
 
 
@@ -58,7 +60,7 @@ def held_out_loss(run: Run) -> float:
     tokens = held_out_batch(run.plan.corpus, share, seq_len=options.seq_len).to(run.device)
     run.engine.module.eval()
     with torch.no_grad():
-        loss = _loss(run.engine.module, tokens)
+        loss = window_loss(run.engine.module, tokens)
     run.engine.module.train()
     return float(mean_over_ranks(loss, "held-out loss").item())
 
@@ -68,36 +70,15 @@ def _known(run: Run, share: Share) -> Mapping[str, float]:
     return {"lr": schedule.lr, "weight_decay": schedule.weight_decay, "batch": share.batch}
 
 
-def _microbatches(run: Run, share: Share, step: int) -> list[Tensor]:
-    options = run.plan.options
-    drawn = (
-        draw_batch(
-            run.plan.corpus,
-            share,
-            seed=options.seed,
-            step=step,
-            microbatch=microbatch,
-            seq_len=options.seq_len,
-        )
-        for microbatch in range(share.accumulate)
-    )
-    return [sent_to(run.device, tokens) for tokens in drawn]
-
-
-def _forward_backward(run: Run, microbatches: Sequence[Tensor]) -> Tensor:
+def _forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> Tensor:
     """The mean loss of this rank's microbatches, whose gradients are exchanged with the last."""
     region = run.measures.timers.region
     total = torch.zeros((), device=run.device)
-    for left, tokens in zip(reversed(range(len(microbatches))), microbatches, strict=True):
+    for left, microbatch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
         with run.engine.no_sync() if left else nullcontext():
             with region("forward", REGION_LEVEL):
-                loss = _loss(run.engine.module, tokens) / len(microbatches)
+                loss = microbatch.loss(run.engine.module)
             with region("backward", REGION_LEVEL):
                 loss.backward()
         total += loss.detach()
     return total
-
-
-def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
-    logits = module(tokens[:, :-1])
-    return F.cross_entropy(logits.float().reshape(-1, VOCAB_SIZE), tokens[:, 1:].reshape(-1))

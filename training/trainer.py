@@ -13,6 +13,7 @@ import torch
 
 from ..sharding import full_state_dict
 from .data import MIB
+from .errors import RunStopped
 from .launch.heartbeat import Whereabouts
 from .launch.ranks import (
     Place,
@@ -47,6 +48,7 @@ def train(
         OptionsError: the ranks have not enough GPUs.
         CheckpointError: what was loaded is not of the step that it lies under.
         NonFiniteGradientError, NonFiniteRunError: something is NaN or infinite, and that ends it.
+        RunStopped: SIGTERM came, in a run with checkpoints; the last step is saved.
     """
     options = plan.options
     whereabouts = whereabouts or Whereabouts()
@@ -65,22 +67,40 @@ def train(
         if plan.resume_from is not None:
             whereabouts.doing = f"loading step {plan.resume_from.step}"
             load_run(run, plan.resume_from, recorder)
-        for step in range(plan.first_step, options.steps + 1):
-            whereabouts.doing = f"in step {step}"
-            train_step(run, step, recorder)
-            if is_save_due(options, step):
-                whereabouts.doing = f"saving step {step}"
-                with measures.pause():
-                    save_run(run, step, recorder)
-            _kill_if_due(run, step)
-        whereabouts.doing = "summing up"
-        recorder.flush()
-        energy = measures.energy_over_ranks()
-        _tell_measures(run, recorder, energy)
-        result = _sum_up(run, recorder, energy)
-        leave()
-        wait_for_all("at the end of the run")
-        return result
+        with run.stopping.listening():
+            last_step = _train_steps(run, recorder, whereabouts)
+            whereabouts.doing = "summing up"
+            recorder.flush()
+            energy = measures.energy_over_ranks()
+            _tell_measures(run, recorder, energy)
+            result = _sum_up(run, recorder, energy) if last_step == options.steps else None
+            leave()
+            wait_for_all("at the end of the run")
+    if result is None:
+        raise RunStopped(f"stopped by SIGTERM after step {last_step}, which is saved")
+    return result
+
+
+def _train_steps(run: Run, recorder: Recorder, whereabouts: Whereabouts) -> int:
+    """Train and save; return the last step, which is saved too where the run has to stop early."""
+    options, stopping = run.plan.options, run.stopping
+    for step in range(run.plan.first_step, options.steps + 1):
+        whereabouts.doing = f"in step {step}"
+        train_step(run, step, recorder)
+        has_to_stop = stopping.is_agreed()
+        if has_to_stop or is_save_due(options, step):
+            whereabouts.doing = f"saving step {step}"
+            with run.measures.pause():
+                save_run(run, step, recorder)
+            has_to_stop = stopping.is_agreed_now()
+        _kill_if_due(run, step)
+        if has_to_stop and step < options.steps:
+            recorder.reporter.note(
+                f"stopped by SIGTERM after step {step} of {options.steps}, which is saved; "
+                "--resume goes on from there"
+            )
+            return step
+    return options.steps
 
 
 def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
@@ -92,7 +112,7 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
         f"model: {options.model}, {run.num_parameters:,} parameters; {_ranks(place.world_size)} "
         f"{_in_replicas(options)}on {run.device.type} ({device_reason}); {run.engine.described}"
     )
-    for remark in run.engine.remarks:
+    for remark in filter(None, (run.draws.described, *run.engine.remarks)):
         reporter.note(remark)
     saved = run.plan.resume_from
     if saved is not None:
