@@ -151,7 +151,7 @@ def _call_of(query: Tensor, params: PackedSeqParams, dropout_p: float) -> Attent
         capability=torch.cuda.get_device_capability(query.device) if on_gpu else None,
         has_varlen=HAS_VARLEN,
         # Compiled code would be made again for each list of lengths that it has read.
-        lengths_known=not compiling and params.lengths is not None,
+        lengths_known=not compiling and params.host_offsets is not None,
         compiling=compiling,
     )
 
@@ -260,8 +260,9 @@ def _documents(
     dropout_p: float,
     causal: bool,
 ) -> Tensor:
-    assert params.lengths is not None, "an obstacle otherwise"
-    groups = groupby(length for length in params.lengths if length)
+    lengths = params.lengths
+    assert lengths is not None, "an obstacle otherwise"
+    groups = groupby(length for length in lengths if length)
     runs = [(len(list(group)), length) for length, group in groups] or [(1, 0)]
     # One split: the backward of slices would write a whole row of zeros for each.
     sizes = [count * length for count, length in runs]
