@@ -124,6 +124,12 @@ def test_the_first_way_that_a_call_can_go(change, way):
     ]
 
 
+def test_a_call_on_this_machine():
+    call = AttentionCall.on(torch.device("cpu"), dtype=torch.float32, head_dim=64)
+    reasons = "varlen: needs a GPU; flex: needs a GPU"
+    assert str(choose_attention(call)) == f"documents ({reasons})"
+
+
 def test_a_choice_says_why():
     choice = choose_attention(dataclasses.replace(CALL, dropout_p=0.1))
     assert str(choice) == "documents (varlen: has no dropout; flex: has no dropout)"
