@@ -1,0 +1,19 @@
+"""What makes a step cheaper for the host: fused functions (`jit_fuser`), and whole steps as CUDA
+graphs (`FullStepGraph`).
+"""
+
+from .jit import (
+    disable_jit_fuser,
+    enable_jit_fuser,
+    jit_fuser,
+    jit_fuser_disabled,
+    noop_decorator,
+)
+
+__all__ = [
+    "disable_jit_fuser",
+    "enable_jit_fuser",
+    "jit_fuser",
+    "jit_fuser_disabled",
+    "noop_decorator",
+]
