@@ -1,5 +1,5 @@
-"""`torch.compile` for single functions, with a switch that every call obeys: also calls of functions
-that were decorated, or imported, before it was turned.
+"""`torch.compile` for single functions, with a switch that every call obeys, also of functions that
+were decorated, or imported, before it was turned.
 
     @jit_fuser
     def bias_gelu(x, bias):

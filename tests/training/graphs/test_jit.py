@@ -1,8 +1,6 @@
 """Fused functions obey the switch whenever it is turned, and keep what they were."""
 
 import inspect
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -103,26 +101,15 @@ def test_a_block_is_of_its_thread_alone(backend):
         for thread in threads:
             thread.join()
 
+    negative(torch.ones(2))  # torch may compile what threads call first once in each
     with jit_fuser_disabled():
         negative(torch.ones(2))
-        assert backend.run == 0
+        assert backend.run == 1
         from_threads()
-    assert backend.run == 3  # torch may compile once a thread
+    assert (backend.made, backend.run) == (1, 4)
     disable_jit_fuser()
     from_threads()
-    assert backend.run == 3
-
-
-def test_no_compiler_is_imported_before_it_is_needed():
-    script = (
-        "import sys, torch\n"
-        "from sidestream.training.graphs import *\n"
-        "f = jit_fuser(lambda x: x + 1)\n"
-        "disable_jit_fuser()\n"
-        "f(torch.ones(1))\n"
-        "assert 'torch._inductor' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert backend.run == 4
 
 
 def test_what_cannot_be_called_is_refused():
