@@ -108,7 +108,6 @@ class StepRecorder:
         runtime.settle()
         for unit in runtime.units:
             unit.gradients.free_cleared()
-            unit.gradients.graphs += 1
         runtime.mark_stale()
         uses = runtime.collectives.uses
         self._before = _Before(
@@ -152,9 +151,8 @@ class StepRecorder:
         backwards = runtime.exchange_order.backwards - before.backwards
         runtime.exchange_order.backwards = before.backwards  # it has not run yet
         gradients = [unit.gradients for unit in runtime.units if unit.gradients.has_grad]
-        for unit in runtime.units:
-            if not unit.gradients.has_grad:
-                unit.gradients.graphs -= 1
+        for left_behind in gradients:
+            left_behind.graphs += 1
         return RecordedPart(runtime, gradients, backwards)
 
     def compare(self) -> None:
@@ -172,7 +170,6 @@ class StepRecorder:
         runtime, before = self._runtime, self._before
         for unit in runtime.units:
             unit.forget_gather()
-            unit.gradients.graphs -= 1
         if runtime._backward is not None:
             runtime._backward.forget_exchanges()
         runtime.recover()

@@ -2,6 +2,7 @@
 graphs (`FullStepGraph`).
 """
 
+from .full_step_graph import FullStepGraph
 from .jit import (
     disable_jit_fuser,
     enable_jit_fuser,
@@ -11,6 +12,7 @@ from .jit import (
 )
 
 __all__ = [
+    "FullStepGraph",
     "disable_jit_fuser",
     "enable_jit_fuser",
     "jit_fuser",

@@ -28,7 +28,7 @@ import contextlib
 import enum
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,12 +141,12 @@ class FullStepGraph:
         self.captures = can_capture(self.device)
         """Whether calls are replayed from graphs: on a GPU alone."""
         if self.captures:
-            self._run = self._run_graphs
+            self._run = FullStepGraph._run_graphs  # no bound method: it would be a cycle
             self._stream = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
             self._last = torch.cuda.current_stream(self.device)
         else:
-            self._run = self._run_as_it_is
+            self._run = FullStepGraph._run_as_it_is
             _logger.info("FullStepGraph: steps run eagerly, without a graph, on %s", self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ class FullStepGraph:
             TypeError, ValueError: an input that no graph can take.
             CommunicationError: a rank is gone.
         """
-        return self._run(args, kwargs)
+        return self._run(self, args, kwargs)
 
     @property
     def num_graphs(self) -> int:
@@ -318,6 +318,8 @@ class FullStepGraph:
 
     def _forget(self, kept: _Graph) -> None:
         """It has never run, and is not going to."""
+        for part in kept.parts:
+            part.drop()
         for recorder in self._recorders:
             recorder.fail()
         kept.graph.reset()
@@ -352,8 +354,9 @@ def _handed_over(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
 def _checked_modules(step: object, modules: object) -> list[nn.Module]:
     if not callable(step):
         raise TypeError(f"step: expected a function, got {type(step).__name__}")
-    found = list(modules) if isinstance(modules, Sequence) else [modules]
-    if any(not isinstance(module, nn.Module) for module in found):
+    found = list(modules) if isinstance(modules, (list, tuple)) else []
+    is_list = isinstance(modules, (list, tuple))
+    if not is_list or any(not isinstance(module, nn.Module) for module in found):
         raise TypeError(
             "modules: expected a list of all models that the step trains, got "
             f"{type(modules).__name__}; pass [model]"

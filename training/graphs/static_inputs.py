@@ -1,5 +1,5 @@
-"""What a step is called with, as a CUDA graph needs it: tensors in buffers that stay, and everything
-else as a part of the key under which the graph is kept.
+"""What a step is called with, as a CUDA graph needs it: tensors in buffers that stay, all else as a
+part of the key under which the graph is kept.
 
     args, kwargs     dicts, lists, tuples and dataclasses of tensors and plain values, at any depth
     tensors_of       the tensors, in a fixed order
