@@ -5,10 +5,10 @@
                               the graph's own, also what a storage grows into
     a replay                  runs them, each stream in order and behind what its clock has
 
-As CUDA, it refuses: a stream that does not come back to the one that records (`unjoined`), a wait
-for what is not recorded or from outside for what is, a question to an event or a value asked for by
-the host, and work on a stream that takes no part in it, such as the default one. A replay that would
-use memory which has gone since raises too.
+As CUDA, it refuses: a stream that does not come back to the one that records, a wait for what is
+not recorded, a question to an event or a value asked for by the host, and work on a stream that
+takes no part, such as the default one. From then on all else in the recording is refused too, and
+its events may never be waited for. A replay that would use memory which has gone since raises.
 """
 
 import contextlib
@@ -30,7 +30,12 @@ ASKED = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten
 
 
 class CaptureRefused(RuntimeError):
-    """As torch.AcceleratorError, which is a RuntimeError."""
+    """As torch.AcceleratorError, which is a RuntimeError. `graph`: what it spoils."""
+
+    def __init__(self, message: str, graph: "Graph | None" = None) -> None:
+        super().__init__(message)
+        if graph is not None:
+            graph.is_spoiled = True
 
 
 class Event(dict[Stream, int]):
@@ -56,16 +61,19 @@ class GraphStream(Stream):
         self.graph: Graph | None = None
 
     def record_event(self) -> Clock:
+        self.require_unspoiled()
         event = Event(self.clock)
         event.graph = self.graph
         return event
 
     def wait_event(self, event: Clock) -> None:
+        self.require_unspoiled()
         other = event.graph if isinstance(event, Event) else None
         if other is not None and other.has_ended:
             raise CaptureRefused("wait for an event of a recording that has ended")
         if other is None and self.graph is not None:
-            raise CaptureRefused("isolation: a recorded stream waits for what is not recorded")
+            message = "isolation: a recorded stream waits for what is not recorded"
+            raise CaptureRefused(message, self.graph)
         if other is not None and self.graph is None:
             self.graph = other
             other.streams.append(self)
@@ -82,7 +90,11 @@ class GraphStream(Stream):
 
     def synchronize(self) -> None:
         if self.graph is not None:
-            raise CaptureRefused("operation not permitted when stream is capturing")
+            raise CaptureRefused("operation not permitted when stream is capturing", self.graph)
+
+    def require_unspoiled(self) -> None:
+        if self.graph is not None and self.graph.is_spoiled:
+            raise CaptureRefused("operation failed due to a previous error during capture")
 
 
 @dataclass(eq=False)
@@ -106,6 +118,7 @@ class Graph:
     generators: list[torch.Generator] = field(default_factory=list)
     pool: Any = None
     has_ended: bool = False
+    is_spoiled: bool = False
     num_replays: int = 0
 
     def owned(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -137,6 +150,8 @@ class Graph:
         for stream in self.streams:
             stream.graph = None
         machine.shadows.clear()
+        if self.is_spoiled:
+            raise CaptureRefused("the recording was spoiled by an earlier error")
         if unjoined:
             raise CaptureRefused(f"unjoined work: streams {unjoined} do not end before the graph")
 
@@ -210,9 +225,10 @@ class Recording(Machine):
             return func(*args, **kwargs)
         assert isinstance(stream, GraphStream)
         if stream.graph is not graph:
-            raise CaptureRefused(f"{func} on a stream that takes no part in the recording")
+            raise CaptureRefused(f"{func} on a stream that takes no part in the recording", graph)
+        stream.require_unspoiled()
         if func._schema.name in ASKED:
-            raise CaptureRefused(f"{func} makes the host wait for a value")
+            raise CaptureRefused(f"{func} makes the host wait for a value", graph)
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
             return self._fresh(graph, func, args, kwargs)
         stream.clock[stream] += 1

@@ -10,8 +10,10 @@ from .jit import (
     jit_fuser_disabled,
     noop_decorator,
 )
+from .recording import CaptureError
 
 __all__ = [
+    "CaptureError",
     "FullStepGraph",
     "disable_jit_fuser",
     "enable_jit_fuser",

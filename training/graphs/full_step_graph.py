@@ -24,7 +24,6 @@ what the one does that is least far.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 from collections import OrderedDict
@@ -35,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...sharding import is_sharded
 from ...sharding.capture import StepRecorder
 from ...sharding.modules.structures import map_tensors
 from .plain_gradients import PlainRecorder
@@ -135,7 +135,7 @@ class FullStepGraph:
         self._warmup_steps, self._max_graphs = warmup_steps, max_graphs
         self._clones, self._on_failure = clone_outputs, on_failure
         self._error_mode = capture_error_mode
-        self.device = device or _device_of(modules)
+        self.device = _numbered(device or _device_of(modules))
         """Where the step runs."""
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self.captures = can_capture(self.device)
@@ -216,25 +216,26 @@ class FullStepGraph:
     def _record(self, entry: _Entry, inputs: Any) -> bool:
         """Whether `entry` has a new graph."""
         self._drop(entry)
-        error = self._refused()
+        entry.has_failed = True  # unless it ends well
+        error, graph = self._refused(), None
         if self._least(error is None):
             try:
                 graph = self._recorded(inputs)
             except CaptureError as caught:
-                error = caught
-            if self._least(error is None):
+                error = caught.with_traceback(None)  # which holds this frame, and so the models
+            if self._least(error is None) and graph is not None:
+                entry.graph = graph  # `reset` forgets it where ranks differ
                 for recorder in self._recorders:
                     recorder.compare()
-                entry.graph = graph
+                entry.has_failed = False
                 return True
-            if error is None:
-                self._forget(graph)
-        entry.has_failed = True
+        if graph is not None:
+            self._forget(graph)
         if error is None:
             error = CaptureError("a step's CUDA graph: another rank could not record it, see there")
         if self._on_failure == RAISE:
             raise error
-        _logger.warning("FullStepGraph: steps like this one go on without a graph: %s", error)
+        _logger.warning("FullStepGraph: steps like this one go on without a graph: %s", str(error))
         return False
 
     def _recorded(self, inputs: Any) -> _Graph:
@@ -305,6 +306,11 @@ class FullStepGraph:
 
     def _refused(self) -> CaptureError | None:
         reasons = [reason for recorder in self._recorders for reason in recorder.reasons()]
+        if torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled():
+            reasons.append(
+                "autocast around the step keeps casts of weights from one call to the next; open "
+                "it inside the step, or with cache_enabled=False"
+            )
         if not reasons:
             return None
         return CaptureError(f"a step's CUDA graph: it cannot be recorded: {'; '.join(reasons)}")
@@ -339,10 +345,18 @@ def can_capture(device: torch.device) -> bool:
 
 
 def recorder_of(module: nn.Module) -> Recorder:
-    """What records steps of `module`, sharded or not."""
-    with contextlib.suppress(ValueError):
-        return StepRecorder(module)
-    return PlainRecorder(module)
+    """What records steps of `module`, sharded or not.
+
+    Raises:
+        ValueError: it is sharded, but not the one passed to `fully_shard`.
+    """
+    return StepRecorder(module) if is_sharded(module) else PlainRecorder(module)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _handed_over(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:

@@ -86,14 +86,26 @@ def record(
             # What ended it has mostly spoiled the recording: then this says so once more.
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
+            _end_allocation(device, pool)
             if isinstance(error, Exception):
                 raise CaptureError(_told(error)) from error
             raise
         try:
             graph.capture_end()
         except RuntimeError as error:
+            _end_allocation(device, pool)
             raise CaptureError(_told(error)) from error
     return outputs
+
+
+def _end_allocation(device: torch.device, pool: Any) -> None:
+    """A recording that is refused at its end does not tell the allocator, which frees nothing for
+    others as long as it believes that one goes on.
+    """
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with contextlib.suppress(RuntimeError):  # it was told
+            end(device.index, pool)
 
 
 def _told(error: Exception) -> str:
@@ -114,8 +126,10 @@ def generators_kept(device: torch.device, generators: Iterable[torch.Generator])
     torch 2.11 leaves them in the recording, where they give no numbers outside of it: then they get
     a state of its own. Graphs of other objects that draw from them go on with the old one.
     """
-    default = torch.cuda.default_generators[device.index or 0 :][:1]
-    saved = [(generator, generator.clone_state()) for generator in (*default, *generators)]
+    every = [*generators]
+    if device.type == "cuda":
+        every.append(torch.cuda.default_generators[device.index])
+    saved = [(generator, generator.clone_state()) for generator in every]
     try:
         yield
     except BaseException:

@@ -1,6 +1,7 @@
-"""Steps of sharded models as CUDA graphs, on machines with fake streams: recorded, replayed, refused."""
+"""Steps of sharded models as CUDA graphs on fake streams: recorded, replayed, refused."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 
 import sidestream as ss
 from sidestream.bench.virtual_streams import Machine
+from sidestream.sharding import capture
 from sidestream.sharding.capture import StepRecorder
 from sidestream.sharding.fully_shard import runtime_of
 from sidestream.tests.sharding import on_streams, trainer
 from sidestream.tests.sharding.fake_graphs import Recording
 from sidestream.tests.sharding.trainer import Job
-from sidestream.training.graphs import FullStepGraph, full_step_graph
+from sidestream.training.graphs import CaptureError, FullStepGraph, full_step_graph
 
 STEPS = 4
 MICROBATCHES = 2
@@ -58,25 +60,32 @@ def train(
     lanes: str = "in order",
     wrap: Callable[[Step, nn.Module], Step] = lambda step, _: step,
     counts: tuple[int, ...] = (MICROBATCHES,) * STEPS,
-    sizes: tuple[int, ...] = (2,),
 ) -> tuple[list[Tensor], list[float]]:
     """The main parameters after a step for each of `counts` of microbatches, and the losses."""
-    losses = []
-    with on_streams.sharding(machine, on_streams.LANES[lanes], sizes):
-        model, optimizer = trainer.build(job)
-        step = wrap(step_of(model), model)
-        with machine:
-            for number, count in enumerate(counts):
-                losses.append(step(batches_of(number, count)).clone())
-                if number % 3 == 1:
-                    with torch.no_grad():  # takes and frees memory of its own
-                        model(trainer.batch(number, rank=0, world_size=2))
-                optimizer.step()
-                optimizer.zero_grad()
-        machine.synchronize()
-        mains = on_streams.mains_of(runtime_of(model))
-        del model, optimizer, step
-    return mains, [loss.item() for loss in losses]
+    with on_streams.sharding(machine, on_streams.LANES[lanes]):
+        try:
+            return _train(machine, job, wrap, counts)
+        except CaptureError as error:
+            told = str(error)
+        gc.collect()  # the model, which needs the streams and which the error's frames have held
+    raise CaptureError(told)
+
+
+def _train(
+    machine: Machine, job: Job, wrap: Callable[[Step, nn.Module], Step], counts: tuple[int, ...]
+) -> tuple[list[Tensor], list[float]]:
+    model, optimizer = trainer.build(job)
+    step, losses = wrap(step_of(model), model), []
+    with machine:
+        for number, count in enumerate(counts):
+            losses.append(step(batches_of(number, count)).clone())
+            if number % 3 == 1:
+                with torch.no_grad():  # takes and frees memory of its own
+                    model(trainer.batch(number, rank=0, world_size=2))
+            optimizer.step()
+            optimizer.zero_grad()
+    machine.synchronize()
+    return on_streams.mains_of(runtime_of(model)), [loss.item() for loss in losses]
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -85,32 +94,127 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(one, other)
 
 
-CASES: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {
-    "zero0": ({"zero": 0}, "in order", (2,)),
-    "zero1": ({"zero": 1}, "in order", (2,)),
+def graphed(
+    machine: Recording,
+    job: Job,
+    *,
+    counts: tuple[int, ...] = (MICROBATCHES,) * STEPS,
+    **options: Any,
+) -> tuple[list[Tensor], list[float]]:
+    """As `train`, by a `FullStepGraph` with `options`."""
+    lanes = options.pop("lanes", "in order")
+    change = options.pop("change", lambda step, _: step)
+
+    def wrap(step: Step, model: nn.Module) -> Step:
+        return FullStepGraph(change(step, model), [model], **{"warmup_steps": 1, **options})
+
+    with recording(machine):
+        return train(machine, job, lanes=lanes, wrap=wrap, counts=counts)
+
+
+CASES: dict[str, tuple[Job, str]] = {
+    "zero0": (Job(zero=0), "in order"),
     "zero2, bf16 gradients": (
-        {"zero": 2, "policy": {"main_grads_dtype": torch.bfloat16}},
+        Job(zero=2, policy={"main_grads_dtype": torch.bfloat16}),
         "pipelined",
-        (2,),
     ),
-    "zero3": ({"zero": 3}, "in order", (2,)),
-    "zero3, mxfp8": ({"zero": 3, "policy": {"grad_wire": "mxfp8"}}, "pipelined", (2,)),
+    "zero3, mxfp8": (Job(zero=3, policy={"grad_wire": "mxfp8"}), "in order"),
 }
 
 
-@pytest.mark.parametrize(("job", "lanes", "sizes"), CASES.values(), ids=CASES)
-def test_replays_have_the_bits_of_steps(
-    job: dict[str, Any], lanes: str, sizes: tuple[int, ...]
-) -> None:
-    expected = train(Machine(), Job(**job), lanes=lanes, sizes=sizes)
+@pytest.mark.parametrize(("job", "lanes"), CASES.values(), ids=CASES)
+def test_replays_have_the_bits_of_steps(job: Job, lanes: str) -> None:
     machine = Recording()
-    with recording(machine):
-        found = train(
-            machine,
-            Job(**job),
-            lanes=lanes,
-            sizes=sizes,
-            wrap=lambda step, model: FullStepGraph(step, [model], warmup_steps=1),
-        )
-    assert_same(found, expected)
+    found = graphed(machine, job, lanes=lanes)
+    assert_same(found, train(Machine(), job, lanes=lanes))
     assert [graph.num_replays for graph in machine.graphs] == [STEPS - 1]
+
+
+def test_every_number_of_microbatches_has_a_graph_and_the_oldest_goes() -> None:
+    job, counts = Job(zero=3, units="whole"), (2, 2, 1, 1, 2, 1, 3, 3, 1, 2, 2)
+    machine = Recording()
+    found = graphed(machine, job, counts=counts, max_graphs=2)
+    assert_same(found, train(Machine(), job, counts=counts))
+    # Of 2, 1 and 3 microbatches; the last one displaces that of 2, which warms up again.
+    assert [graph.num_replays for graph in machine.graphs] == [2, 3, 1, 1]
+    assert [bool(graph.operations) for graph in machine.graphs] == [False, True, False, True]
+
+
+def asks(place: str) -> Callable[[Step, nn.Module], Step]:
+    """A change of a step that has the host wait for a value at `place`."""
+
+    def change(step: Step, model: nn.Module) -> Step:
+        def wait(*_: object) -> None:
+            torch.ones(()).item()
+
+        if place == "forward":
+            model.blocks[1].register_forward_pre_hook(wait)  # type: ignore[index, operator]
+        elif place == "backward":
+            model.blocks[1].mlp.register_full_backward_hook(wait)  # type: ignore[index, union-attr]
+
+        def asking(batches: list[Tensor]) -> Tensor:
+            loss = step(batches)
+            if place == "end":
+                wait()
+            return loss
+
+        return asking
+
+    return change
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "end"])
+def test_a_step_that_waits_goes_on_without_a_graph(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(zero=3)
+    machine = Recording()
+    found = graphed(machine, job, change=asks(place), on_failure="eager")
+    assert_same(found, train(Machine(), job, wrap=asks(place)))
+    assert [graph.num_replays for graph in machine.graphs] == [0]
+    told = [record.message for record in caplog.records if "without a graph" in record.message]
+    assert len(told) == 1
+    assert "makes the host wait" in told[0]
+
+
+def test_a_step_that_waits_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        CaptureError, match=r"got CaptureRefused: aten._local_scalar_dense"
+    ):
+        graphed(Recording(), Job(zero=2), change=asks("end"))
+
+
+@contextlib.contextmanager
+def unforked(lanes: Any, device: torch.device) -> Iterator[None]:
+    current = torch.cuda.current_stream(device)
+    yield
+    for lane in lanes:
+        for stream in lane.streams:
+            current.wait_stream(stream)
+
+
+@contextlib.contextmanager
+def unjoined(lanes: Any, device: torch.device) -> Iterator[None]:
+    for lane in lanes:
+        for stream in lane.streams:
+            stream.wait_stream(torch.cuda.current_stream(device))
+    yield
+
+
+BROKEN = {
+    "no stream joins": (unjoined, "unjoined work: streams"),
+    "no stream forks": (unforked, "isolation: a recorded stream waits"),
+    "nothing": (lambda *_: contextlib.nullcontext(), "unjoined work: streams|isolation"),
+}
+
+
+@pytest.mark.parametrize(("broken", "message"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_lane_that_is_not_a_part_of_the_graph_is_found(
+    zero: int, broken: Any, message: str
+) -> None:
+    with (
+        mock.patch.object(capture, "recorded", broken),
+        pytest.raises(CaptureError, match=message),
+    ):
+        graphed(Recording(), Job(zero=zero), lanes="pipelined")
