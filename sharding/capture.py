@@ -33,6 +33,7 @@ from .message_wire import MessageWire
 from .messages import listed
 from .optimizer_view import OptimizerView
 from .runtime import Runtime
+from .unit import UnitState
 from .uses import END_OF_BACKWARD
 from .wire import Wire
 
@@ -115,6 +116,7 @@ class StepRecorder:
         runtime.settle()
         for unit in runtime.units:
             unit.gradients.free_cleared()
+        runtime.pool.trim()  # or the graph would be lent memory that others get before a replay
         runtime.mark_stale()
         uses = runtime.collectives.uses
         self._before = _Before(
@@ -155,6 +157,12 @@ class StepRecorder:
                 "a step's CUDA graph: expected a step that leaves parameters as they are, those of "
                 f"{_units(changed)} were changed in it; call optimizer.step() after the step"
             )
+        if any(unit.state is not UnitState.SHARDED for unit in runtime.units):
+            raise RuntimeError(
+                "a step's CUDA graph: expected a step that runs backward after each forward, got a "
+                "forward that waits for one; run it under torch.no_grad()"
+            )
+        runtime.pool.trim()  # nor is the graph's memory lent to others
         backwards = runtime.exchange_order.backwards - before.backwards
         runtime.exchange_order.backwards = before.backwards  # it has not run yet
         gradients = [unit.gradients for unit in runtime.units if unit.gradients.has_grad]

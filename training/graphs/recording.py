@@ -76,8 +76,8 @@ def record(
     torch.cuda.synchronize(device)  # tables of addresses are there, and nothing is under way
     torch.cuda.empty_cache()  # the graph's memory is apart from what eager steps have taken
     with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode=error_mode)
         try:
+            graph.capture_begin(pool=pool, capture_error_mode=error_mode)
             with contextlib.ExitStack() as insides:
                 for recorder in recorders:
                     insides.enter_context(recorder.inside())
