@@ -34,11 +34,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...sharding import is_sharded
-from ...sharding.capture import StepRecorder
 from ...sharding.modules.structures import map_tensors
-from .plain_gradients import PlainRecorder
-from .recording import CaptureError, Part, Recorder, generators_kept, record
+from .arguments import (
+    device_of,
+    numbered,
+    recorder_of,
+    require_counts,
+    require_modules,
+    require_one_of,
+    require_step,
+)
+from .recording import CaptureError, Part, generators_kept, record
 from .static_inputs import buffers_like, fill, key_of, on_device, tensors_of, with_tensors
 
 _logger = logging.getLogger("sidestream")
@@ -123,19 +129,18 @@ class FullStepGraph:
         device: torch.device | None = None,
         capture_error_mode: str = "thread_local",
     ) -> None:
-        modules = _checked_modules(step, modules)
-        for name, number in (("warmup_steps", warmup_steps), ("max_graphs", max_graphs)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {number!r}")
-        _require_one_of("on_failure", on_failure, FAILURES)
-        _require_one_of("capture_error_mode", capture_error_mode, _MODES)
-        self._step, self._modules = step, modules
+        require_step(step)
+        require_modules(modules)
+        require_counts(warmup_steps=warmup_steps, max_graphs=max_graphs)
+        require_one_of("on_failure", on_failure, FAILURES)
+        require_one_of("capture_error_mode", capture_error_mode, _MODES)
+        self._step, self._modules = step, list(modules)
         self._recorders = [recorder_of(module) for module in modules]
         self._generators = tuple(generators)
         self._warmup_steps, self._max_graphs = warmup_steps, max_graphs
         self._clones, self._on_failure = clone_outputs, on_failure
         self._error_mode = capture_error_mode
-        self.device = _numbered(device or _device_of(modules))
+        self.device = numbered(device or device_of(modules))
         """Where the step runs."""
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self.captures = can_capture(self.device)
@@ -344,47 +349,7 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def recorder_of(module: nn.Module) -> Recorder:
-    """What records steps of `module`, sharded or not.
-
-    Raises:
-        ValueError: it is sharded, but not the one passed to `fully_shard`.
-    """
-    return StepRecorder(module) if is_sharded(module) else PlainRecorder(module)
-
-
-def _numbered(device: torch.device) -> torch.device:
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _handed_over(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
     if tensor.is_cuda:
         tensor.record_stream(stream)
     return tensor.detach()
-
-
-def _checked_modules(step: object, modules: object) -> list[nn.Module]:
-    if not callable(step):
-        raise TypeError(f"step: expected a function, got {type(step).__name__}")
-    found = list(modules) if isinstance(modules, (list, tuple)) else []
-    is_list = isinstance(modules, (list, tuple))
-    if not is_list or any(not isinstance(module, nn.Module) for module in found):
-        raise TypeError(
-            "modules: expected a list of all models that the step trains, got "
-            f"{type(modules).__name__}; pass [model]"
-        )
-    return found
-
-
-def _require_one_of(name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-
-
-def _device_of(modules: Sequence[nn.Module]) -> torch.device:
-    for module in modules:
-        for param in module.parameters():
-            return param.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

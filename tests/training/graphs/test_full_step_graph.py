@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -195,6 +196,57 @@ def test_a_step_that_waits_goes_on_without_a_graph(
 def test_a_step_that_waits_is_refused_with_the_reason() -> None:
     with pytest.raises(CaptureError, match=r"got CaptureRefused: aten._local_scalar_dense"):
         graphed(Recording(), Job(zero=2), change=asks("end"))
+
+
+def leaves(what: str) -> Callable[[Step, nn.Module], Step]:
+    """A step that leaves behind what a replay could not."""
+
+    def change(step: Step, model: nn.Module) -> Step:
+        def left(batches: list[Tensor]) -> Tensor:
+            if what == "sums":
+                with ss.no_sync(model):
+                    return step(batches)
+            loss = step(batches) if what == "changes" else trainer.loss_of(model, batches[0])
+            if what == "changes":
+                runtime_of(model).units[0].main.mul_(0.5)
+            return loss
+
+        return left
+
+    return change
+
+
+LEFT = {
+    "sums": "got some of unit '.*' that were only accumulated under no_sync",
+    "changes": "those of unit '.*' were changed in it; call optimizer.step",
+    "forward": "got a forward that waits for one; run it under torch.no_grad",
+}
+
+
+@pytest.mark.parametrize(("what", "message"), LEFT.items(), ids=LEFT)
+def test_what_a_replay_could_not_leave_behind_is_refused(what: str, message: str) -> None:
+    machine, job = Recording(), Job(zero=3, units="whole")
+    with (
+        recording(machine),
+        on_streams.sharding(machine, on_streams.LANES["in order"]),
+    ):
+        model, optimizer = trainer.build(job)
+        step = FullStepGraph(leaves(what)(step_of(model), model), [model], warmup_steps=1)
+        told = ""
+        with machine:
+            step(batches_of(0, 1))
+            optimizer.zero_grad()
+            try:
+                step(batches_of(1, 1))
+            except CaptureError as error:
+                told = str(error)
+            # The model is as before, and gradients that nobody has cleared are told of.
+            step_of(model)(batches_of(2, 1))
+            with pytest.raises(RuntimeError, match="expected cleared gradients before a step"):
+                step(batches_of(1, 1))
+        del model, optimizer, step
+        gc.collect()
+    assert re.search(message, told), told
 
 
 @contextlib.contextmanager
