@@ -87,7 +87,10 @@ def _train(
             optimizer.step()
             optimizer.zero_grad()
     machine.synchronize()
-    return on_streams.mains_of(runtime_of(model)), [loss.item() for loss in losses]
+    runtime = runtime_of(model)
+    if isinstance(machine, Recording):  # whoever looks asks no event of a recording
+        assert not any(lane.log.in_flight() for lane in runtime.lanes)
+    return on_streams.mains_of(runtime), [loss.item() for loss in losses]
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -144,6 +147,7 @@ def test_replays_have_the_bits_of_steps(job: Job, lanes: str) -> None:
     assert [graph.num_replays for graph in machine.graphs] == [STEPS - 1]
 
 
+@pytest.mark.slow
 def test_every_number_of_microbatches_has_a_graph_and_the_oldest_goes() -> None:
     job, counts = Job(zero=3, units="whole"), (1, 1, 2, 2, 1, 2, 3, 3, 1, 1)
     machine = Recording()
@@ -179,7 +183,14 @@ def asks(place: str) -> Callable[[Step, nn.Module], Step]:
 
 # torch tells of our hook, which wants to free memory on a stream that is not a part of anything.
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call")
-@pytest.mark.parametrize("place", ["forward", "backward", "end"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("forward", marks=pytest.mark.slow),
+        "backward",
+        pytest.param("end", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_that_waits_goes_on_without_a_graph(
     place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,11 +202,6 @@ def test_a_step_that_waits_goes_on_without_a_graph(
     told = [record.message for record in caplog.records if "without a graph" in record.message]
     assert len(told) == 1
     assert "makes the host wait" in told[0]
-
-
-def test_a_step_that_waits_is_refused_with_the_reason() -> None:
-    with pytest.raises(CaptureError, match=r"got CaptureRefused: aten._local_scalar_dense"):
-        graphed(Recording(), Job(zero=2), change=asks("end"))
 
 
 def leaves(what: str) -> Callable[[Step, nn.Module], Step]:
@@ -223,30 +229,28 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize(("what", "message"), LEFT.items(), ids=LEFT)
-def test_what_a_replay_could_not_leave_behind_is_refused(what: str, message: str) -> None:
-    machine, job = Recording(), Job(zero=3, units="whole")
-    with (
-        recording(machine),
-        on_streams.sharding(machine, on_streams.LANES["in order"]),
-    ):
-        model, optimizer = trainer.build(job)
-        step = FullStepGraph(leaves(what)(step_of(model), model), [model], warmup_steps=1)
-        told = ""
+def test_what_a_replay_could_not_leave_behind_is_refused() -> None:
+    machine, told = Recording(), {}
+    with recording(machine), on_streams.sharding(machine, on_streams.LANES["in order"]):
+        model, optimizer = trainer.build(Job(zero=3, units="whole"))
         with machine:
-            step(batches_of(0, 1))
-            optimizer.zero_grad()
-            try:
-                step(batches_of(1, 1))
-            except CaptureError as error:
-                told = str(error)
-            # The model is as before, and gradients that nobody has cleared are told of.
-            step_of(model)(batches_of(2, 1))
-            with pytest.raises(RuntimeError, match="expected cleared gradients before a step"):
-                step(batches_of(1, 1))
+            for what in LEFT:
+                step = FullStepGraph(leaves(what)(step_of(model), model), [model], warmup_steps=1)
+                step(batches_of(0, 1))
+                optimizer.zero_grad()
+                try:
+                    step(batches_of(1, 1))
+                except CaptureError as error:
+                    told[what] = str(error)
+                # The model is as before, and gradients that nobody has cleared are told of.
+                step_of(model)(batches_of(2, 1))
+                with pytest.raises(RuntimeError, match="expected cleared gradients before a step"):
+                    step(batches_of(1, 1))
+                optimizer.zero_grad()
         del model, optimizer, step
         gc.collect()
-    assert re.search(message, told), told
+    for what, message in LEFT.items():
+        assert re.search(message, told[what]), told[what]
 
 
 @contextlib.contextmanager
@@ -266,7 +270,7 @@ def unjoined(lanes: Any, device: torch.device) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_lane_that_does_not_come_back_is_found(zero: int) -> None:
     job = Job(zero=zero, units="whole")
     with (
