@@ -55,9 +55,19 @@ class RecordedPart:
     gradients: list[OptimizerView]
     """Those that it leaves behind."""
     backwards: int
+    trainable: list[bool]
 
     def before_replay(self) -> None:
-        """Nothing else is under way: the graph writes to the same memory."""
+        """Nothing else is under way: the graph writes to the same memory.
+
+        Raises:
+            RuntimeError: parameters were frozen or unfrozen since it was recorded.
+        """
+        if _trainable(self.runtime) != self.trainable:
+            raise RuntimeError(
+                "a step's CUDA graph: expected the parameters trainable that were so when it was "
+                "recorded, got some frozen or unfrozen since; call reset() after such a change"
+            )
         self.runtime.settle()
 
     def after_replay(self) -> None:
@@ -168,7 +178,7 @@ class StepRecorder:
         gradients = [unit.gradients for unit in runtime.units if unit.gradients.has_grad]
         for left_behind in gradients:
             left_behind.graphs += 1
-        return RecordedPart(runtime, gradients, backwards)
+        return RecordedPart(runtime, gradients, backwards, _trainable(runtime))
 
     def compare(self) -> None:
         """Compare what the ranks have recorded, where they could differ (a collective of all whose
@@ -197,6 +207,10 @@ class StepRecorder:
         uses = runtime.collectives.uses
         for record, snapshot in zip((uses.gathers, uses.exchanges), before.uses, strict=True):
             record.go_back(snapshot)
+
+
+def _trainable(runtime: Runtime) -> list[bool]:
+    return [param.requires_grad for unit in runtime.units for param in unit.faces.sharded]
 
 
 def _reasons(runtime: Runtime) -> list[str]:

@@ -134,7 +134,8 @@ class FullStepGraph:
         require_counts(warmup_steps=warmup_steps, max_graphs=max_graphs)
         require_one_of("on_failure", on_failure, FAILURES)
         require_one_of("capture_error_mode", capture_error_mode, _MODES)
-        self._step, self._modules = step, list(modules)
+        self._step = step
+        self._parts_of_modules = [part for module in modules for part in module.modules()]
         self._recorders = [recorder_of(module) for module in modules]
         self._generators = tuple(generators)
         self._warmup_steps, self._max_graphs = warmup_steps, max_graphs
@@ -284,7 +285,7 @@ class FullStepGraph:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             autocast and torch.get_autocast_dtype(self.device.type),
-            *(module.training for module in self._modules),
+            *(part.training for part in self._parts_of_modules),
         )
 
     def _entry(self, key: Hashable) -> _Entry:
@@ -335,13 +336,19 @@ class FullStepGraph:
             recorder.fail()
         kept.graph.reset()
 
-    @staticmethod
-    def _drop(entry: _Entry) -> None:
+    def _drop(self, entry: _Entry) -> None:
         if entry.graph is not None:
+            torch.cuda.synchronize(self.device)  # it may run
             for part in entry.graph.parts:
                 part.drop()
             entry.graph.graph.reset()
             entry.graph = None
+
+    def __del__(self) -> None:
+        # Models live on, and their gradients may be freed again.
+        for entry in getattr(self, "_entries", {}).values():
+            for part in entry.graph.parts if entry.graph is not None else ():
+                part.drop()
 
 
 def can_capture(device: torch.device) -> bool:

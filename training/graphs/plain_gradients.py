@@ -15,9 +15,22 @@ class PlainPart:
     """What one graph leaves behind in a module: which parameters have which gradients."""
 
     gradients: list[tuple[nn.Parameter, Tensor]]
+    places: list[tuple[nn.Parameter, bool, int]]
+    """Of each parameter whether it was trainable, and its address."""
 
     def before_replay(self) -> None:
-        """Nothing else is under way."""
+        """The graph is enqueued next.
+
+        Raises:
+            RuntimeError: parameters were frozen, unfrozen or moved since it was recorded.
+        """
+        for param, was_trainable, address in self.places:
+            if param.requires_grad != was_trainable or param.data_ptr() != address:
+                raise RuntimeError(
+                    "a step's CUDA graph: expected the parameters as they were when it was "
+                    f"recorded, got one of shape {tuple(param.shape)} frozen, unfrozen or moved "
+                    "since; call reset() after such a change"
+                )
 
     def after_replay(self) -> None:
         """The graph is enqueued: what follows it sees its gradients."""
@@ -68,7 +81,10 @@ class PlainRecorder:
                 f"'{changed[0]}' changed in it; call optimizer.step() after the step"
             )
         params = self._params.values()
-        return PlainPart([(param, param.grad) for param in params if param.grad is not None])
+        return PlainPart(
+            [(param, param.grad) for param in params if param.grad is not None],
+            [(param, param.requires_grad, param.data_ptr()) for param in params],
+        )
 
     def compare(self) -> None:
         """There is no other rank."""

@@ -222,6 +222,40 @@ def leaves(what: str) -> Callable[[Step, nn.Module], Step]:
     return change
 
 
+def evaluation_of(model: nn.Module) -> Callable[[Tensor], dict[str, Any]]:
+    return lambda tokens: {"loss": trainer.loss_of(model, tokens), "step": 3}
+
+
+def test_frozen_parameters_are_noticed_and_another_graph_may_follow() -> None:
+    machine = Recording()
+    with recording(machine), on_streams.sharding(machine, on_streams.LANES["in order"]):
+        model, optimizer = trainer.build(Job(zero=2, units="whole"))
+        gradients = [unit.gradients for unit in runtime_of(model).units]
+        step = FullStepGraph(step_of(model), [model], warmup_steps=1)
+        with machine:
+            for number in range(3):
+                step(batches_of(number, 1))
+                optimizer.zero_grad()
+            assert [one.graphs for one in gradients] == [1]
+            for param in model.parameters():
+                param.requires_grad_(False)
+            with pytest.raises(RuntimeError, match="got some frozen or unfrozen since; call reset"):
+                step(batches_of(3, 1))
+            step.reset()
+            assert step.num_graphs == 0 and [one.graphs for one in gradients] == [0]
+            with torch.no_grad():
+                step = FullStepGraph(
+                    evaluation_of(model), [model], warmup_steps=1, clone_outputs=False
+                )
+                found = [step(trainer.batch(n, rank=0, world_size=2)) for n in range(3)]
+                expected = trainer.loss_of(model, trainer.batch(2, rank=0, world_size=2))
+        assert torch.equal(found[2]["loss"], expected) and found[2]["step"] == 3
+        assert found[1]["loss"] is found[2]["loss"]
+        assert [graph.num_replays for graph in machine.graphs] == [2, 2]
+        del model, optimizer, step, gradients
+        gc.collect()
+
+
 LEFT = {
     "sums": "got some of unit '.*' that were only accumulated under no_sync",
     "changes": "those of unit '.*' were changed in it; call optimizer.step",
