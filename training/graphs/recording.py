@@ -86,22 +86,23 @@ def record(
             # What ended it has mostly spoiled the recording: then this says so once more.
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
-            _end_allocation(device, pool)
+            _give_up(graph, device, pool)
             if isinstance(error, Exception):
                 raise CaptureError(_told(error)) from error
             raise
         try:
             graph.capture_end()
         except RuntimeError as error:
-            _end_allocation(device, pool)
+            _give_up(graph, device, pool)
             raise CaptureError(_told(error)) from error
     return outputs
 
 
-def _end_allocation(device: torch.device, pool: Any) -> None:
-    """A recording that is refused at its end does not tell the allocator, which frees nothing for
-    others as long as it believes that one goes on.
+def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """Forget a recording that was refused. Its end does not tell the allocator, which frees nothing
+    for others as long as it believes that one goes on; generators are told when the graph goes.
     """
+    graph.reset()
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
         with contextlib.suppress(RuntimeError):  # it was told
