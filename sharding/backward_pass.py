@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .exchange import Exchange
-from .lanes import Lane
+from .lanes import DONE, Lane
 from .modules.uncompiled import uncompiled
 from .trace import Kind, Trace
 from .unit import Unit
@@ -118,6 +118,11 @@ class BackwardPass:
         for _, exchange in self._in_flight:
             exchange.event.abandon(deadline)
             exchange.drop()
+
+    def forget_exchanges(self) -> None:
+        """What they wait for was recorded for a CUDA graph that failed, and never comes."""
+        for _, exchange in self._in_flight:
+            exchange.event = DONE
 
     def count_ready(self) -> int:
         """How many of `order`, from the first on, this rank is ready to exchange."""

@@ -20,18 +20,19 @@ class ExchangeOrder:
         self.backwards = 0
         self.indices = list(reversed(range(num_units)))
         self._collectives = collectives
-        self._is_agreed = collectives.world_size == 1 or num_units == 1
+        self.is_agreed = collectives.world_size == 1 or num_units == 1
+        """Whether `indices` will stay."""
 
     def follow(self, ready: Mapping[int, None]) -> None:
         """A backward of all ranks has ended, in which units became `ready` in this order here: that
         of rank 0 is everybody's from now on, if none was before.
         """
         self.backwards += 1
-        if self._is_agreed:
+        if self.is_agreed:
             return
         order = [*ready, *(index for index in self.indices if index not in ready)]
         device = self._collectives.groups.device
         tensor = torch.tensor(order, dtype=torch.int64, device=device)
         self._collectives.broadcast(tensor, "agreement on the order of exchanges")
         self.indices = tensor.tolist()
-        self._is_agreed = True
+        self.is_agreed = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
@@ -72,14 +72,29 @@ class Waiting:
     owner: object
 
 
+def _forget(_: Work) -> None:
+    """Where nothing is noted."""
+
+
 class WorkLog:
     """The latest works of one lane, in order of submission. `on_gpu`: they end by events."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         self.on_gpu = on_gpu
         self._works: deque[Work] = deque(maxlen=_KEPT_WORKS)
-        self.add = self._works.append
+        self.add: Callable[[Work], None] = self._works.append
         """Note a work that the lane is given now."""
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is noted: what a CUDA graph records does not run, and asking one of its
+        events is an error.
+        """
+        self.add, add = _forget, self.add
+        try:
+            yield
+        finally:
+            self.add = add
 
     def in_flight(self, begun_before_s: float | None = None) -> list[Work]:
         """Those that are not over; only those that were begun before that time, if one is given.

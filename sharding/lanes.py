@@ -27,7 +27,7 @@ import datetime
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -275,6 +275,26 @@ def make_lane(device: torch.device, overlap: bool | str) -> Lane:
     if device.type != "cuda":
         return DeferredLane()
     return StreamLane(device, pipelined=overlap == "pipelined")
+
+
+@contextlib.contextmanager
+def recorded(lanes: Sequence[Lane], device: torch.device) -> Iterator[None]:
+    """Inside, a CUDA graph that the current stream records has the work of `lanes` too.
+
+    Their streams join it first: the first wait for one that had not would lead out of the graph.
+    All of them end before it, whoever waits for their works: `catch_up` leaves streams behind that
+    nobody waits for, and a graph that does not end with its own stream is refused.
+    """
+    current = torch.cuda.current_stream(device)
+    streams = [stream for lane in lanes for stream in lane.streams]
+    with contextlib.ExitStack() as logs:
+        for lane in lanes:
+            logs.enter_context(lane.log.paused())
+        for stream in streams:
+            stream.wait_stream(current)
+        yield
+        for stream in streams:
+            current.wait_stream(stream)
 
 
 class LaneStreams(Streams):

@@ -66,6 +66,10 @@ class OptimizerView:
         self._pool = pool
         self.waiting: Tensor | None = None
         self.runs: list[FlatRun] = []
+        self.graphs = 0
+        """How many CUDA graphs write to `grad` where it lies: as long as there are any it stays,
+        and every exchange, whoever holds an earlier gradient, writes to the same memory.
+        """
         self.on_freed: Callable[[], None] = lambda: None
         """Called when the memory of the gradients was freed."""
 
@@ -170,6 +174,8 @@ class OptimizerView:
             return False
         if self.waiting is not None:
             self.drop_sum()
+        if self.graphs:
+            return False
         self.grad.forget()
         self.on_freed()
         return True

@@ -320,6 +320,10 @@ class Unit:
         self.mark_stale()
         self._gather_event, self.state = DONE, UnitState.SHARDED
 
+    def forget_gather(self) -> None:
+        """What it waits for was recorded for a CUDA graph that failed, and never comes."""
+        self._gather_event = DONE
+
     def abandon(self, deadline: float) -> None:
         """Nobody asks for the gather: see `Event.abandon`."""
         self._gather_event.abandon(deadline)

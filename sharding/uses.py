@@ -57,6 +57,15 @@ class UseRecord:
         if self.count and self._last[(self.count - 1) & _IN_RING] not in _ENDS:
             self.note(what)
 
+    def snapshot(self) -> tuple[int, int, list[str]]:
+        """What `go_back` needs to forget all that is noted from here on."""
+        return self.count, self.fingerprint, list(self._last)
+
+    def go_back(self, snapshot: tuple[int, int, list[str]]) -> None:
+        """Forget what was noted since `snapshot` was taken: it never ran."""
+        self.count, self.fingerprint, last = snapshot
+        self._last = list(last)
+
     def latest(self, most: int = _KEPT // 2) -> Record:
         """The last `most` uses at most. Also for another thread, while this one goes on."""
         count = self.count

@@ -1,0 +1,83 @@
+"""What a `FullStepGraph` is made with: checks, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ...sharding import is_sharded
+from ...sharding.capture import StepRecorder
+from .plain_gradients import PlainRecorder
+from .recording import Recorder
+
+
+def require_step(step: object) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    if not callable(step):
+        raise TypeError(f"step: expected a function, got {type(step).__name__}; pass the function")
+
+
+def require_modules(modules: object) -> None:
+    """Refuse what is no list of models.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    is_list = isinstance(modules, (list, tuple))
+    if not is_list or not all(isinstance(one, nn.Module) for one in modules):  # type: ignore[attr-defined]
+        raise TypeError(
+            "modules: expected a list of all models that the step trains, got "
+            f"{type(modules).__name__}; pass [model]"
+        )
+
+
+def require_counts(**counts: object) -> None:
+    """Refuse what is no number of things of which there must be some.
+
+    Raises:
+        ValueError: one is none.
+    """
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name}: expected a whole number of at least 1, got {count!r}")
+
+
+def require_one_of(name: str, value: object, known: Sequence[str]) -> None:
+    """Refuse an unknown name.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    if value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+
+
+def recorder_of(module: nn.Module) -> Recorder:
+    """What records steps of `module`, sharded or not.
+
+    Raises:
+        ValueError: it is sharded, but not the one passed to `fully_shard`.
+    """
+    return StepRecorder(module) if is_sharded(module) else PlainRecorder(module)
+
+
+def device_of(modules: Sequence[nn.Module]) -> torch.device:
+    """That of the first parameter; without any, the GPU if there is one."""
+    params = (param for module in modules for param in module.parameters())
+    first = next(params, None)
+    if first is not None:
+        return first.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def numbered(device: torch.device) -> torch.device:
+    """`device` with its number, if it is a GPU."""
+    if device != torch.device("cuda"):
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
