@@ -35,6 +35,7 @@ NOT_OF_TORCH_FSDP2 = MappingProxyType(
         "param_wire": "it gathers weights in the dtype of compute",
         "bucket_mib": "it exchanges units as a whole",
         "no_overlap": "it always overlaps",
+        "graph": "its exchanges are not recorded",
     }
 )
 RANKS, FSDP2 = "ranks and sharding", "PyTorch's own sharding"
@@ -148,6 +149,12 @@ class TrainOptions(ScheduleOptions):
         metavar="X",
         above=0,
         below=math.inf,
+    )
+    graph: bool = option(
+        False,
+        "forward, backward and exchange of a step as one CUDA graph; on a CPU they run as they are",
+        group=RANKS,
+        kind=bool,
     )
     no_overlap: bool = option(
         False, "communicate in line with the computation", group=RANKS, kind=bool
@@ -285,6 +292,11 @@ class TrainOptions(ScheduleOptions):
             raise OptionsError(
                 f"expected --dp-outer of at least 2 beside --outer-strategy {self.outer_strategy}, "
                 "got 1; say how many replicas share the optimizer's state, or leave it out"
+            )
+        if self.graph and self.pack:
+            raise OptionsError(
+                "expected no --pack beside --graph, got both: rows have other numbers of documents "
+                "in each step, so that no graph would be replayed; leave one of them out"
             )
         self._check_as_megatron()
 

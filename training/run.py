@@ -1,15 +1,18 @@
 """The parts of a run on one rank, built from its plan."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .attribution import machine_for
-from .batches import Draws, draws_of
+from .batches import Draws, Microbatch, draws_of
 from .engines import Engine, engine_for
 from .launch.ranks import Place
 from .measured import Measures
 from .model import build_model, model_config
+from .passes import forward_backward_of
 from .plan import Plan
 from .rerun import RerunStateMachine
 from .schedules import MicrobatchCalculator, OptimizerParamScheduler
@@ -19,7 +22,7 @@ from .stopping import Stopping
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The parts of a run on one rank."""
+    """The parts of a run on one rank. forward_backward: see `passes`."""
 
     plan: Plan
     place: Place
@@ -28,6 +31,7 @@ class Run:
     scheduler: OptimizerParamScheduler
     batches: MicrobatchCalculator
     draws: Draws
+    forward_backward: Callable[[Sequence[Microbatch]], Tensor]
     measures: Measures
     num_parameters: int
     stopping: Stopping
@@ -49,6 +53,7 @@ def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures
         OptimizerParamScheduler.of(engine.optimizer, schedule_of(options)),
         plan.batches(place.world_size),
         draws_of(options, plan.corpus),
+        forward_backward_of(options, engine, measures.timers),
         measures,
         num_parameters,
         Stopping(place, device, can_save=options.checkpoint is not None),

@@ -7,7 +7,6 @@ a generator's state.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -79,17 +78,5 @@ def _known(run: Run, share: Share) -> Mapping[str, float]:
 
 
 def _forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> Tensor:
-    """The losses of this rank's microbatches, FP32 [microbatches]; their gradients, and no others,
-    are exchanged with the last.
-    """
-    region = run.measures.timers.region
-    losses = []
     run.engine.optimizer.zero_grad()
-    for left, microbatch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
-        with run.engine.no_sync() if left else nullcontext():
-            with region("forward", REGION_LEVEL):
-                loss = microbatch.loss(run.engine.module)
-            with region("backward", REGION_LEVEL):
-                loss.backward()
-        losses.append(loss.detach().float())
-    return torch.stack(losses)
+    return run.forward_backward(microbatches)

@@ -33,13 +33,13 @@ def test_every_option_can_be_given():
         "--decay-steps 9 --wsd-decay-steps 3 --wsd-decay-style linear --weight-decay 0.2 "
         "--end-weight-decay 0.3 --weight-decay-steps 5 --weight-decay-style cosine "
         "--batch-ramp 0:4 --batch-ramp-unit tokens --metrics m --tensorboard t --timers --energy "
-        "--pack --rerun --inject-fault bug --inject-fault-at 3 --inject-fault-rank 1"
+        "--graph --rerun --inject-fault bug --inject-fault-at 3 --inject-fault-rank 1"
     )
     options = _parsed(*line.split())
     given = {field.name for field in fields(options)}
     unchanged = {name for name in given if getattr(options, name) == getattr(TrainOptions(), name)}
     # Those of PyTorch's FSDP2 exclude others, or have one value.
-    assert unchanged == {"use_torch_fsdp2", "ckpt_format", "gradient_accumulation_fusion"}
+    assert unchanged == {"use_torch_fsdp2", "ckpt_format", "gradient_accumulation_fusion", "pack"}
 
 
 def test_defining_options_exist_and_leave_out_how_it_is_computed():
@@ -73,6 +73,7 @@ def test_defining_options_exist_and_leave_out_how_it_is_computed():
         ("--kill-rank 0", "--kill-at-step K beside --kill-rank"),
         ("--dp-outer 0", "--dp-outer >= 1, got 0"),
         ("--ranks-per-node 0", "--ranks-per-node >= 1, got 0"),
+        ("--pack --graph", "no --pack beside --graph"),
         ("--outer-strategy optim", "--dp-outer of at least 2 beside --outer-strategy optim, got 1"),
     ],
     ids=lambda value: value.split(" ")[0].strip("-") if value.startswith("--") else None,
