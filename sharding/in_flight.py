@@ -110,6 +110,35 @@ def host_waits() -> list[Waiting]:
     return [Waiting(thread, *wait) for thread, wait in innermost.items() if wait is not None]
 
 
+def waits_since_s() -> float | None:
+    """Since when this thread stands in a collective; None if it does not."""
+    thread = get_ident()
+    wait = WAITS.get(thread) or _AROUND.get(thread)
+    return None if wait is None else wait[1]
+
+
+class Reports:
+    """What ranks were last found to do and to wait for, in words."""
+
+    def __init__(self) -> None:
+        self._latest = 0.0, ""
+
+    def keep(self, text: str) -> None:
+        """The ranks were asked, with this result."""
+        self._latest = time.monotonic(), text
+
+    def latest(self, since_s: float = 0.0) -> tuple[float, str]:
+        """When it was made, in seconds of `time.monotonic`, and its text, which is empty if there
+        is none from `since_s` on.
+        """
+        at_s, text = self._latest
+        return (at_s, text) if at_s >= since_s else (at_s, "")
+
+
+REPORTS = Reports()
+"""Those that this process has made or read."""
+
+
 def copy_of(values: Iterable[T]) -> list[T]:
     """`values`, to which another thread may add meanwhile."""
     while True:
