@@ -21,7 +21,8 @@ import torch
 
 _SAID, _SAID_CHARS = 4, 160
 """How many of each kind are said, and how long each may be."""
-_OWN_CODE = tuple(
+_STDLIB = f"{Path(threading.__file__).parent}{os.sep}"
+_LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in (
         Path(torch.__file__).parent,
@@ -104,7 +105,7 @@ def decoded(text: str) -> Account:
 
 def main_thread_place(most: int = 2) -> str:
     """Where the main thread of this process stands: file, line and function of its innermost frame,
-    and of the `most` innermost ones outside of torch and of ours that lead to it.
+    and of the `most` innermost ones outside of libraries that lead to it.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
@@ -112,11 +113,17 @@ def main_thread_place(most: int = 2) -> str:
     callers: list[FrameType] = []
     outer: FrameType | None = frame
     while outer is not None and len(callers) < most:
-        if not outer.f_code.co_filename.startswith((*_OWN_CODE, "<frozen")):
+        if not _is_of_library(outer.f_code.co_filename):
             callers.append(outer)
         outer = outer.f_back
     frames = callers if frame in callers else [frame, *callers]
     return ", called at ".join(_line(one) for one in frames)
+
+
+def _is_of_library(file: str) -> bool:
+    """Whether it is ours, torch's or Python's own: nobody looks for the cause there first."""
+    installed = "site-packages" in file or "dist-packages" in file
+    return file.startswith((*_LIBRARIES, "<frozen")) or (file.startswith(_STDLIB) and not installed)
 
 
 def _line(frame: FrameType) -> str:

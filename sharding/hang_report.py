@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -32,19 +33,19 @@ def hang_report(answers: Mapping[int, Answer]) -> str:
     come first. `answers`: by global rank.
     """
     uses = _uses(answers)
+    names = _names(uses)
     clauses, awaited = [], dict[int, None]()
     for use, standing in uses.items():
-        missing = _missing(use, standing, answers)
+        missing = _missing(standing, answers)
         awaited.update(dict.fromkeys(missing))
-        clauses.append(_clause(use, standing, missing, uses, answers))
+        whom = {rank: _relative(answers.get(rank), names) for rank in missing}
+        clauses.append(_clause(names[use], standing, whom))
     silent = [rank for rank, one in answers.items() if isinstance(one, Silent)]
-    rest = [rank for rank in silent if rank not in awaited]
-    clauses += [str(answers[rank]) for rank in rest]
+    clauses += [str(answers[rank]) for rank in silent if rank not in awaited]
     first = listed(clauses, "; ") or "no rank waits in a collective"
-    order = [*awaited, *rest, *(rank for rank in answers if rank not in {*awaited, *rest})]
-    shown = order[:_MOST_LINES]
-    lines = [str(answers[rank]) for rank in sorted(shown) if rank in answers]
-    if left := len(order) - len(shown):
+    order = [rank for rank in dict.fromkeys([*awaited, *silent, *answers]) if rank in answers]
+    lines = [str(answers[rank]) for rank in sorted(order[:_MOST_LINES])]
+    if left := len(order[_MOST_LINES:]):
         lines.append(f"and {left} more ranks")
     return "\n  ".join([first, *lines])
 
@@ -58,44 +59,43 @@ def _uses(answers: Mapping[int, Answer]) -> dict[_Use, dict[int, AwaitedCollecti
     return found
 
 
-def _missing(
-    use: _Use, standing: Mapping[int, AwaitedCollective], answers: Mapping[int, Answer]
-) -> list[int]:
-    """Those that take part in `use` and do not stand in it."""
+def _names(uses: Collection[_Use]) -> dict[_Use, str]:
+    """What to call each: with its number only where ranks stand in several of one name."""
+    count = Counter(what for what, _ in uses)
+    return {
+        (what, number): what if count[what] == 1 else f"{what} (use number {number})"
+        for what, number in uses
+    }
+
+
+def _missing(standing: Mapping[int, AwaitedCollective], answers: Mapping[int, Answer]) -> list[int]:
+    """Those that take part in what others stand in, and do not stand in it."""
     known = {rank for wait in standing.values() for rank in wait.ranks}
     return [rank for rank in sorted(known or answers) if rank not in standing]
 
 
-def _clause(
-    use: _Use,
-    standing: Mapping[int, AwaitedCollective],
-    missing: Collection[int],
-    uses: Collection[_Use],
-    answers: Mapping[int, Answer],
-) -> str:
-    what, number = use
-    if sum(what == other for other, _ in uses) > 1:
-        what = f"{what} (use number {number})"
+def _clause(name: str, standing: Mapping[int, AwaitedCollective], whom: Mapping[int, str]) -> str:
+    """Those who stand in one collective, and what those do `whom` they wait for."""
     waited_s = max(wait.lasting_s for wait in standing.values())
     has = "have" if len(standing) > 1 else "has"
-    said = f"{_ranks(standing)} {has} waited {waited_s:.1f} s in {what}"
-    if not missing:
+    said = f"{_ranks(standing)} {has} waited {waited_s:.1f} s in {name}"
+    if not whom:
         return f"{said}, where all its ranks stand: look at the network between them"
-    by_text: dict[str, list[int]] = {}
-    for rank in missing:
-        by_text.setdefault(_relative(answers.get(rank)), []).append(rank)
-    whom = [f"{_ranks(them)}, which {text}" for text, them in by_text.items()]
-    return f"{said} for {listed(whom, ' and for ')}"
+    alike: dict[str, list[int]] = {}
+    for rank, text in whom.items():
+        alike.setdefault(text, []).append(rank)
+    named = [f"{_ranks(ranks)}, which {text}" for text, ranks in alike.items()]
+    return f"{said} for {listed(named, ' and for ')}"
 
 
-def _relative(answer: Answer | None) -> str:
+def _relative(answer: Answer | None, names: Mapping[_Use, str]) -> str:
     """What a rank that others wait for is doing; goes on "rank 1, which"."""
     if answer is None:
         return "was not asked, since it is of another group"
     if isinstance(answer, Silent):
         return answer.why
     if answer.waits:
-        return f"waits in {listed([wait.what for wait in answer.waits])}"
+        return f"waits in {listed([names[wait.what, wait.number] for wait in answer.waits])}"
     return f"is {answer.doing} (at {answer.place})"
 
 

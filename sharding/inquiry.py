@@ -31,7 +31,7 @@ from .store_thread import STORE_THREAD
 _LOOKS_PER_LIMIT = 25
 _LEAST_S, _STILL_S, _BUSY_S = 0.02, 1.0, 5.0
 _STILL_AFTER_S, _STILL_SHARE = 2.0, 0.1
-_PATIENCE_LOOKS = 3
+_PATIENCE_LOOKS = 4
 _ASKED, _REPORT = "asked", "report"
 
 

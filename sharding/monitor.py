@@ -31,7 +31,7 @@ from .store_thread import STORE_THREAD, store_of
 from .uses import Uses
 
 _logger = logging.getLogger("sidestream")
-ASK_SHARE, SUSPECT_SHARE = 0.6, 0.8
+ASK_SHARE, SUSPECT_SHARE = 0.5, 0.8
 """Of a group's time limit: the ranks are asked about what has waited for so long, then it is told.
 """
 _MOST_S = 10.0
