@@ -68,7 +68,8 @@ class Inquiry:
         self._is_wanted = threading.Event()
         self._has_report = threading.Event()
         # What the thread knows.
-        self._looked_s = self._heard_s = self._asked_s = 0.0
+        self._looked_s = time.monotonic()
+        self._heard_s = self._asked_s = 0.0
         self._heard = self._own = self._reported = 0
         self._lost = ""
         self._in_store_since_s: float | None = None
@@ -131,7 +132,7 @@ class Inquiry:
 
     def _talk(self, store: dist.Store) -> None:
         now_s = time.monotonic()
-        asked = store.add(_ASKED, 0)
+        asked = int(store.get(_ASKED)) if store.check([_ASKED]) else 0
         if asked > self._heard:
             self._heard, self._heard_s = asked, now_s
             self._say(store, asked)

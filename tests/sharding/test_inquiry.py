@@ -38,7 +38,7 @@ class Clock:
 
 
 class Ranks:
-    """Those of one group, each with its own connection to a store."""
+    """Those of one group, each with its own connection to a store: ranks 0, 10, 20 of the job."""
 
     def __init__(self, size: int, clock: Clock) -> None:
         self.store: dist.Store | None = dist.HashStore()
@@ -50,12 +50,12 @@ class Ranks:
         def account() -> Account:
             self.said[rank] += 1
             waits = () if rank == 2 else (AwaitedCollective("a gather", 5, 15.0),)
-            return account_of(rank, "in a forward", waits, ["an event"])
+            return account_of(10 * rank, "in a forward", waits, ["an event"])
 
         return Inquiry(
             lambda: self.store,
             rank,
-            range(size),
+            [10 * place for place in range(size)],
             account=account,
             moved_s=lambda: 0.0,
             limit_s=LIMIT_S,
@@ -99,7 +99,7 @@ def test_all_answer_and_all_read_the_report(clock: Clock) -> None:
     assert all(one.wait(0) for one in ranks.all)
     assert ranks.said == [2, 2, 2], "one question, though two ranks wanted to know"
     assert report().startswith(
-        "ranks 0, 1 have waited 15.0 s in a gather for rank 2, which is in a forward (at "
+        "ranks 0, 10 have waited 15.0 s in a gather for rank 20, which is in a forward (at "
     )
     for _ in range(3):
         ranks.look()
@@ -119,7 +119,7 @@ def test_who_does_not_answer_is_named_once_patience_is_over(clock: Clock) -> Non
         ranks.look(0, 1)
         assert report() == ""
     ranks.look(0, 1)
-    assert "for rank 2, which does not answer, and has said nothing so far" in report()
+    assert "for rank 20, which does not answer, and has said nothing so far" in report()
 
 
 def test_the_next_one_asks_where_the_first_has_stopped_meanwhile(clock: Clock) -> None:
