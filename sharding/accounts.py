@@ -107,17 +107,17 @@ def main_thread_place(most: int = 2) -> str:
     """Where the main thread of this process stands: file, line and function of its innermost frame,
     and of the `most` innermost ones outside of libraries that lead to it.
     """
+    # Lines, not frames: a frame keeps alive what its function has, and itself if it is this one.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return "its end"
-    callers: list[FrameType] = []
-    outer: FrameType | None = frame
-    while outer is not None and len(callers) < most:
-        if not _is_of_library(outer.f_code.co_filename):
-            callers.append(outer)
-        outer = outer.f_back
-    frames = callers if frame in callers else [frame, *callers]
-    return ", called at ".join(_line(one) for one in frames)
+    lines: list[str] = []
+    callers = 0
+    while frame is not None and callers < most:
+        is_caller = not _is_of_library(frame.f_code.co_filename)
+        if is_caller or not lines:
+            lines.append(_line(frame))
+        callers += is_caller
+        frame = frame.f_back
+    return ", called at ".join(lines) or "its end"
 
 
 def _is_of_library(file: str) -> bool:

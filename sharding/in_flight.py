@@ -123,13 +123,13 @@ class Reports:
     def __init__(self) -> None:
         self._latest = 0.0, ""
 
-    def keep(self, text: str) -> None:
-        """The ranks were asked, with this result."""
-        self._latest = time.monotonic(), text
+    def keep(self, asked_s: float, text: str) -> None:
+        """The ranks were asked then (`time.monotonic`), with this result."""
+        self._latest = asked_s, text
 
     def latest(self, since_s: float = 0.0) -> tuple[float, str]:
-        """When it was made, in seconds of `time.monotonic`, and its text, which is empty if there
-        is none from `since_s` on.
+        """When the ranks were asked, and the result, which is empty if they were not from `since_s`
+        on.
         """
         at_s, text = self._latest
         return (at_s, text) if at_s >= since_s else (at_s, "")

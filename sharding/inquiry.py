@@ -159,7 +159,7 @@ class Inquiry:
 
     def _keep(self, number: int, text: str) -> None:
         self._reported = number
-        REPORTS.keep(text)
+        REPORTS.keep(self._heard_s, text)
         self._is_wanted.clear()
         self._has_report.set()
 

@@ -172,7 +172,7 @@ class Monitor:
             inquiry.ask()
             if not inquiry.wait(ask_others_s):
                 waited = f"no answer has come within {ask_others_s:g} s"
-                REPORTS.keep(inquiry.obstacle() or waited)
+                REPORTS.keep(time.monotonic(), inquiry.obstacle() or waited)
         return explain_runtime(runtime)
 
     def _inquiry(self, group: dist.ProcessGroup) -> Inquiry | None:
@@ -251,7 +251,7 @@ def _note_obstacle(watched: Iterable[Watched], since_s: float) -> None:
     _, text = REPORTS.latest(since_s)
     obstacles = [one.inquiry.obstacle() for one in watched if one.inquiry is not None]
     if not text and any(obstacles):
-        REPORTS.keep(next(filter(None, obstacles)))
+        REPORTS.keep(time.monotonic(), next(filter(None, obstacles)))
 
 
 def _report(late: Sequence[Late], watched: Sequence[Watched]) -> str:

@@ -1,10 +1,12 @@
 """Ranks ask each other through a store: here those of one process, which look when told to."""
 
+import gc
 import re
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -230,3 +232,19 @@ def test_what_has_become_of_a_process_of_this_machine() -> None:
     assert why_silent(account) == f"has ended (process {process.pid} on {own.host.split()[0]})"
     elsewhere = Account(1, "another host", process.pid, "", "")
     assert why_silent(elsewhere).startswith("does not answer: it is stopped, gone or without")
+
+
+def test_the_place_keeps_nothing_alive() -> None:
+    class Held:
+        pass
+
+    def stands() -> weakref.ref[Held]:
+        held = Held()
+        main_thread_place()
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert stands()() is None
+    finally:
+        gc.enable()
