@@ -142,9 +142,9 @@ def _host() -> str:
 
 
 def why_silent(last: Account | None) -> str:
-    """Why a rank does not answer of which `last` was heard, as far as it can be seen from here."""
+    """Why a rank did not answer of which `last` was heard, as far as it can be seen from here."""
     if last is None:
-        return "does not answer, and has said nothing so far: it is stopped, gone or out of reach"
+        return "never answered: stopped, gone or out of reach"
     process = f"process {last.pid} on {last.host.split()[0]}"
     if last.host == _host():
         state = _process_state(last.pid)
@@ -152,7 +152,7 @@ def why_silent(last: Account | None) -> str:
             return f"has ended ({process})"
         if state in "Tt":
             return f"is stopped, as by SIGSTOP ({process})"
-    return f"does not answer: it is stopped, gone or without Python's lock ({process})"
+    return f"did not answer: stopped, gone or without Python's lock ({process})"
 
 
 def _process_state(pid: int) -> str:

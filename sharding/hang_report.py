@@ -89,14 +89,14 @@ def _clause(name: str, standing: Mapping[int, AwaitedCollective], whom: Mapping[
 
 
 def _relative(answer: Answer | None, names: Mapping[_Use, str]) -> str:
-    """What a rank that others wait for is doing; goes on "rank 1, which"."""
+    """What a rank that others wait for did; goes on "rank 1, which", and "ranks 1, 2, which"."""
     if answer is None:
-        return "was not asked, since it is of another group"
+        return "could not be asked: of another group"
     if isinstance(answer, Silent):
         return answer.why
     if answer.waits:
-        return f"waits in {listed([names[wait.what, wait.number] for wait in answer.waits])}"
-    return f"is {answer.doing} (at {answer.place})"
+        return f"stood in {listed([names[wait.what, wait.number] for wait in answer.waits])}"
+    return f"stood {answer.doing} (at {answer.place})"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -21,7 +21,7 @@ def first(*answers: Answer) -> str:
 
 
 X, N = wait("exchange of 'b2'"), wait("a norm", number=-1)
-AWAY = "is in the forward of 'b5' (at train.py:88 in main)"
+AWAY = "stood in the forward of 'b5' (at train.py:88 in main)"
 IN_USER_CODE = {"doing": "in the forward of 'b5'"}
 CASES = {
     "one is elsewhere": (
@@ -34,14 +34,14 @@ CASES = {
     ),
     "each in another collective": (
         [rank(0, X), rank(1, N)],
-        "rank 0 has waited 96.0 s in exchange of 'b2' for rank 1, which waits in a norm; "
-        "rank 1 has waited 96.0 s in a norm for rank 0, which waits in exchange of 'b2'",
+        "rank 0 has waited 96.0 s in exchange of 'b2' for rank 1, which stood in a norm; "
+        "rank 1 has waited 96.0 s in a norm for rank 0, which stood in exchange of 'b2'",
     ),
     "same name, another use": (
         [rank(0, X), rank(1, wait(X.what, number=8))],
-        "rank 0 has waited 96.0 s in exchange of 'b2' (use number 7) for rank 1, which waits in "
+        "rank 0 has waited 96.0 s in exchange of 'b2' (use number 7) for rank 1, which stood in "
         "exchange of 'b2' (use number 8); rank 1 has waited 96.0 s in exchange of 'b2' (use number "
-        "8) for rank 0, which waits in exchange of 'b2' (use number 7)",
+        "8) for rank 0, which stood in exchange of 'b2' (use number 7)",
     ),
     "silent": (
         [rank(0, X), Silent(1, "has ended (process 7 on host)")],
@@ -51,13 +51,12 @@ CASES = {
     "silent, and nobody waits": ([rank(0), Silent(1, "is gone")], "rank 1 is gone"),
     "a part of the ranks": (
         [rank(0, wait("a sum", ranks=(0, 2))), rank(1), rank(2), rank(3)],
-        "rank 0 has waited 96.0 s in a sum for rank 2, which is in a backward (at train.py:88 in "
+        "rank 0 has waited 96.0 s in a sum for rank 2, which stood in a backward (at train.py:88 in "
         "main)",
     ),
     "of a rank that was not asked": (
         [rank(0, wait("a sum", ranks=(0, 9))), rank(1)],
-        "rank 0 has waited 96.0 s in a sum for rank 9, which was not asked, since it is of another "
-        "group",
+        "rank 0 has waited 96.0 s in a sum for rank 9, which could not be asked: of another group",
     ),
     "all stand in it": (
         [rank(0, X), rank(1, X)],
@@ -82,3 +81,10 @@ def test_of_a_thousand_ranks_those_that_matter_are_shown() -> None:
     assert lines[-2].startswith("  rank 700: in the forward of 'b5'")
     assert lines[-1] == "  and 984 more ranks"
     assert len(lines) == 17
+
+
+def test_silent_ranks_of_another_machine_are_named_together() -> None:
+    silent = [Silent(number, "never answered: gone") for number in (1, 2, 3)]
+    assert first(rank(0, X), *silent) == (
+        "rank 0 has waited 96.0 s in exchange of 'b2' for ranks 1-3, which never answered: gone"
+    )

@@ -101,7 +101,7 @@ def test_all_answer_and_all_read_the_report(clock: Clock) -> None:
     assert all(one.wait(0) for one in ranks.all)
     assert ranks.said == [2, 2, 2], "one question, though two ranks wanted to know"
     assert report().startswith(
-        "ranks 0, 10 have waited 15.0 s in a gather for rank 20, which is in a forward (at "
+        "ranks 0, 10 have waited 15.0 s in a gather for rank 20, which stood in a forward (at "
     )
     for _ in range(3):
         ranks.look()
@@ -121,7 +121,7 @@ def test_who_does_not_answer_is_named_once_patience_is_over(clock: Clock) -> Non
         ranks.look(0, 1)
         assert report() == ""
     ranks.look(0, 1)
-    assert "for rank 20, which does not answer, and has said nothing so far" in report()
+    assert "for rank 20, which never answered: stopped" in report()
 
 
 def test_the_next_one_asks_where_the_first_has_stopped_meanwhile(clock: Clock) -> None:
@@ -134,7 +134,7 @@ def test_the_next_one_asks_where_the_first_has_stopped_meanwhile(clock: Clock) -
         ranks.look(1, 2)
     assert ranks.all[1].wait(0)
     # Its process is this one, which is not stopped.
-    assert "for rank 0, which does not answer: it is stopped, gone or without" in report()
+    assert "for rank 0, which did not answer: stopped, gone or without" in report()
 
 
 def test_a_rank_that_goes_on_looks_less_often(clock: Clock) -> None:
@@ -221,7 +221,7 @@ def test_what_has_become_of_a_process_of_this_machine() -> None:
     own = account_of(1, "", [], [])
     account = Account(1, own.host, process.pid, "", "")
     try:
-        assert why_silent(account).startswith("does not answer: it is stopped, gone or without")
+        assert why_silent(account).startswith("did not answer: stopped, gone or without")
         process.send_signal(19)
         deadline = time.monotonic() + 10
         while "is stopped, as by SIGSTOP" not in why_silent(account):
@@ -231,7 +231,7 @@ def test_what_has_become_of_a_process_of_this_machine() -> None:
     process.wait()
     assert why_silent(account) == f"has ended (process {process.pid} on {own.host.split()[0]})"
     elsewhere = Account(1, "another host", process.pid, "", "")
-    assert why_silent(elsewhere).startswith("does not answer: it is stopped, gone or without")
+    assert why_silent(elsewhere).startswith("did not answer: stopped, gone or without")
 
 
 def test_the_place_keeps_nothing_alive() -> None:

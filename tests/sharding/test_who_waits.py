@@ -90,10 +90,7 @@ def one_ends(rank: int, world_size: int) -> tuple[str, str] | None:
     dist.barrier()
     if rank == 2:
         return None
-    began_s = time.monotonic()
-    error, _ = told(lambda: step(1))
-    assert time.monotonic() - began_s < 0.9 * LIMIT_S, "that is no matter of the time limit"
-    return error, said
+    return told(lambda: step(1))[0], said
 
 
 CASES = {one_sleeps: 4, one_waits_elsewhere: 3, one_is_stopped: 3, one_ends: 3}
@@ -121,7 +118,7 @@ def check(stories: list[Told | None], sentence: str, alive: list[int]) -> list[s
 def test_a_rank_in_user_code_is_named_with_its_line(runs: Any) -> None:
     sentence = (
         r"ranks 0, 1, 3 have waited [12]\.\d s in gradient exchange of unit 'blocks\.2' for "
-        r"rank 2, which is outside forward and backward "
+        r"rank 2, which stood outside forward and backward "
         r"\(at sharding/test_who_waits\.py:\d+ in one_sleeps"
     )
     for error in check(runs[one_sleeps].result(), sentence, [0, 1, 3]):
@@ -131,8 +128,8 @@ def test_a_rank_in_user_code_is_named_with_its_line(runs: Any) -> None:
 
 def test_ranks_in_different_collectives_are_told_of_each_other(runs: Any) -> None:
     exchange = r"gradient exchange of unit 'blocks\.2'"
-    ours = rf"ranks 0, 1 have waited \d\.\d s in {exchange} for rank 2, which waits in a norm"
-    theirs = rf"rank 2 has waited \d\.\d s in a norm for ranks 0, 1, which waits? in {exchange}"
+    ours = rf"ranks 0, 1 have waited \d\.\d s in {exchange} for rank 2, which stood in a norm"
+    theirs = rf"rank 2 has waited \d\.\d s in a norm for ranks 0, 1, which stood in {exchange}"
     check(runs[one_waits_elsewhere].result(), f"{ours}; {theirs}", [0, 1, 2])
 
 
@@ -144,7 +141,9 @@ def test_a_stopped_rank_is_named_as_such(runs: Any) -> None:
 def test_a_rank_that_ended_is_named_at_once(runs: Any) -> None:
     (first, said), (second, _), _ = runs[one_ends].result()
     for error in (first, second):
-        assert "from rank 2 failed" in error
+        assert "Timed out" not in error, "that is no matter of the time limit"
         assert "While it waited" not in error, "nobody was asked during that wait"
+    # Who fails first ends too, and the other one may see that.
+    assert "from rank 2 failed" in first or "from rank 2 failed" in second
     assert "no rank waits" in said or "in barrier" in said
     assert re.search(r"rank 1: outside forward and backward; at .*test_who_waits\.py:\d+", said)
