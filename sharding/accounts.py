@@ -21,6 +21,8 @@ import torch
 
 _SAID, _SAID_CHARS = 4, 160
 """How many of each kind are said, and how long each may be."""
+_ENDINGS = dict.fromkeys("XZ", "has ended") | dict.fromkeys("Tt", "is stopped, as by SIGSTOP")
+"""By the letter that Linux has for the state of a process, X where there is none."""
 _STDLIB = f"{Path(threading.__file__).parent}{os.sep}"
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
@@ -141,22 +143,31 @@ def _host() -> str:
     return f"{socket.gethostname()} {namespace}".strip()
 
 
-def why_silent(last: Account | None) -> str:
+def seen_of(last: Account) -> str:
+    """What has become of the process that said `last`, if that can be seen from here; goes on
+    "rank 1 ...". Empty if not, or if it may answer.
+    """
+    state = _process_state(last.pid) if last.host == _host() else ""
+    became = _ENDINGS.get(state, "")
+    return f"{became} ({_process(last)})" if became else ""
+
+
+def why_silent(last: Account | None, waited_s: float) -> str:
     """Why a rank did not answer of which `last` was heard, as far as it can be seen from here."""
     if last is None:
-        return "never answered: stopped, gone or out of reach"
-    process = f"process {last.pid} on {last.host.split()[0]}"
-    if last.host == _host():
-        state = _process_state(last.pid)
-        if state in "XZ":
-            return f"has ended ({process})"
-        if state in "Tt":
-            return f"is stopped, as by SIGSTOP ({process})"
-    return f"did not answer: stopped, gone or without Python's lock ({process})"
+        return f"never answered, nor within {waited_s:.1f} s: stopped, gone or out of reach"
+    return seen_of(last) or (
+        f"did not answer within {waited_s:.1f} s: busy, stopped, gone or without Python's lock "
+        f"({_process(last)})"
+    )
+
+
+def _process(account: Account) -> str:
+    return f"process {account.pid} on {account.host.split()[0]}"
 
 
 def _process_state(pid: int) -> str:
-    """The letter that Linux has for the state of a process; X where there is none."""
+    """The letter of `_ENDINGS` or another one."""
     if not Path("/proc/self/stat").exists():
         return "?"
     try:

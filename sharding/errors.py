@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .in_flight import REPORTS, noting, waits_since_s
+from .in_flight import REPORTS, noting
 
 
 class CommunicationError(RuntimeError):
@@ -63,15 +63,14 @@ def communicating(what: str) -> Iterator[None]:
 
 def communication_error(what: str, error: Exception) -> CommunicationError:
     """What to raise in place of a backend's own `error` in `what`, in which this thread stands:
-    with what the ranks were found to do meanwhile, if they were asked.
+    with what the ranks are found to do, where they can be asked.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    since_s = waits_since_s()
-    _, found = ("", "") if since_s is None else REPORTS.latest(since_s)
+    found = REPORTS.of_failure()
     return CommunicationError(
         f"rank {rank}: {what} failed ({type(error).__name__}: {str(error).strip()}). A rank it "
         "waited for has probably died or fallen behind the timeout: look for the first error among "
-        "the other ranks" + (f". While it waited: {found}" if found else "")
+        "the other ranks" + (f". What the ranks do: {found}" if found else "")
     )
 
 

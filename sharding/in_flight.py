@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
@@ -21,6 +21,8 @@ import torch.distributed as dist
 T = TypeVar("T")
 # More than a stream takes before the host has to wait for it.
 _KEPT_WORKS = 1024
+_MOMENT_S = 5.0
+"""Failures follow each other: the ranks are asked once."""
 _Wait = tuple[str, float, dist.ProcessGroup | None, str, object]
 WAITS: dict[int, _Wait | None] = {}
 """By thread, what `Waiting` says of the operation it waits for; None where it waits no more."""
@@ -110,18 +112,16 @@ def host_waits() -> list[Waiting]:
     return [Waiting(thread, *wait) for thread, wait in innermost.items() if wait is not None]
 
 
-def waits_since_s() -> float | None:
-    """Since when this thread stands in a collective; None if it does not."""
-    thread = get_ident()
-    wait = WAITS.get(thread) or _AROUND.get(thread)
-    return None if wait is None else wait[1]
-
-
 class Reports:
-    """What ranks were last found to do and to wait for, in words."""
+    """What ranks were last found to do and to wait for, in words.
+
+    `ask`: has them asked now, and waits a moment; set by who can.
+    """
 
     def __init__(self) -> None:
         self._latest = 0.0, ""
+        self._failed_s = -_MOMENT_S
+        self.ask: Callable[[], None] = lambda: None
 
     def keep(self, asked_s: float, text: str) -> None:
         """The ranks were asked then (`time.monotonic`), with this result."""
@@ -133,6 +133,20 @@ class Reports:
         """
         at_s, text = self._latest
         return (at_s, text) if at_s >= since_s else (at_s, "")
+
+    def of_failure(self) -> str:
+        """That for a collective of this thread which has failed: made while it waited, or now, or
+        for another failure a moment ago; empty if there is none.
+        """
+        now_s = time.monotonic()
+        wait = WAITS.get(thread := get_ident()) or _AROUND.get(thread)
+        since_s = now_s if wait is None else wait[1]
+        if now_s - self._failed_s < _MOMENT_S:
+            since_s = min(since_s, self._failed_s)
+        elif not self.latest(since_s)[1]:
+            self._failed_s = now_s
+            self.ask()
+        return self.latest(since_s)[1]
 
 
 REPORTS = Reports()

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from .accounts import Account, decoded, why_silent
+from .accounts import Account, decoded, seen_of, why_silent
 from .hang_report import Answer, Silent, hang_report
 from .in_flight import REPORTS
 from .store_thread import STORE_THREAD
@@ -68,15 +68,19 @@ class Inquiry:
         self._is_wanted = threading.Event()
         self._has_report = threading.Event()
         # What the thread knows.
-        self._looked_s = time.monotonic()
-        self._heard_s = self._asked_s = 0.0
+        self._looked_s = self._wanted_s = self._heard_s = self._asked_s = 0.0
+        self._ends_s = self._patience_s
         self._heard = self._own = self._reported = 0
         self._lost = ""
         self._in_store_since_s: float | None = None
 
-    def ask(self) -> None:
-        """Have the ranks asked where they stand, unless somebody does so now. Waits for nothing."""
+    def ask(self, patience_s: float | None = None) -> None:
+        """Have the ranks asked where they stand, unless somebody does so now. Waits for nothing.
+        patience_s: how long they have to answer, by default some of their looks.
+        """
+        self._ends_s = self._patience_s if patience_s is None else patience_s
         if not self._is_wanted.is_set():
+            self._wanted_s = time.monotonic()
             self._has_report.clear()
             self._is_wanted.set()
             STORE_THREAD.wake()
@@ -159,20 +163,24 @@ class Inquiry:
 
     def _keep(self, number: int, text: str) -> None:
         self._reported = number
-        REPORTS.keep(self._heard_s, text)
+        REPORTS.keep(max(self._heard_s, self._wanted_s), text)
         self._is_wanted.clear()
         self._has_report.set()
 
     def _collect(self, store: dist.Store, now_s: float) -> None:
         """Report once all have answered, or do not."""
         said = [_said(store, place) for place in range(len(self._ranks))]
-        have_come = all(number >= self._own for number, _ in said)
-        if not have_come and now_s - self._asked_s < self._patience_s:
+        waited_s = now_s - self._asked_s
+        may_come = any(
+            number < self._own and (account is None or not seen_of(account))
+            for number, account in said
+        )
+        if may_come and waited_s < self._ends_s:
             return
         answers: dict[int, Answer] = {
             rank: account
             if account is not None and number >= self._own
-            else Silent(rank, why_silent(account))
+            else Silent(rank, why_silent(account, waited_s))
             for rank, (number, account) in zip(self._ranks, said, strict=True)
         }
         text, number, self._own = hang_report(answers), self._own, 0

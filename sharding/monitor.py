@@ -35,6 +35,7 @@ ASK_SHARE, SUSPECT_SHARE = 0.5, 0.8
 """Of a group's time limit: the ranks are asked about what has waited for so long, then it is told.
 """
 _MOST_S = 10.0
+_FAILURE_PATIENCE_S = 0.75  # an error must not wait long for those that may have gone
 # What torch's own dumps of its record begin with; the rank follows.
 _DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # NCCL's record, which builds without NCCL lack, and that of the other backends.
@@ -164,6 +165,17 @@ class Monitor:
             _note_obstacle(watched, now_s - max(one.what.lasting_s for one in new))
             _logger.warning("%s", _report(new, watched))
 
+    def ask_after_failure(self) -> None:
+        """Have the ranks asked by a thread in which a collective has failed, and wait a moment."""
+        watched, now_s = copy_of(self._watched.values()), time.monotonic()
+        inquiries = {id(one.inquiry): one.inquiry for one in watched if one.inquiry is not None}
+        reachable = [inquiry for inquiry in inquiries.values() if not inquiry.obstacle()]
+        for inquiry in reachable:
+            inquiry.ask(_FAILURE_PATIENCE_S)
+        for inquiry in reachable:
+            inquiry.wait(max(now_s + 2 * _FAILURE_PATIENCE_S - time.monotonic(), 0.0))
+        _note_obstacle(watched, now_s)
+
     def explain(self, runtime: Runtime, ask_others_s: float = 0.0) -> Explanation:
         """See `fully_shard.explain`."""
         one = self._watched.get(id(runtime))
@@ -214,6 +226,7 @@ class Monitor:
 
 MONITOR = Monitor()
 """That of this process."""
+REPORTS.ask = MONITOR.ask_after_failure
 
 
 def _interval_s(watched: Iterable[Watched]) -> float:

@@ -51,8 +51,8 @@ CASES = {
     "silent, and nobody waits": ([rank(0), Silent(1, "is gone")], "rank 1 is gone"),
     "a part of the ranks": (
         [rank(0, wait("a sum", ranks=(0, 2))), rank(1), rank(2), rank(3)],
-        "rank 0 has waited 96.0 s in a sum for rank 2, which stood in a backward (at train.py:88 in "
-        "main)",
+        "rank 0 has waited 96.0 s in a sum for rank 2, which stood in a backward (at train.py:88 "
+        "in main)",
     ),
     "of a rank that was not asked": (
         [rank(0, wait("a sum", ranks=(0, 9))), rank(1)],

@@ -20,6 +20,7 @@ from sidestream.sharding.accounts import (
     account_of,
     decoded,
     main_thread_place,
+    seen_of,
     why_silent,
 )
 from sidestream.sharding.in_flight import REPORTS
@@ -121,7 +122,7 @@ def test_who_does_not_answer_is_named_once_patience_is_over(clock: Clock) -> Non
         ranks.look(0, 1)
         assert report() == ""
     ranks.look(0, 1)
-    assert "for rank 20, which never answered: stopped" in report()
+    assert "for rank 20, which never answered, nor within 4.0 s: stopped" in report()
 
 
 def test_the_next_one_asks_where_the_first_has_stopped_meanwhile(clock: Clock) -> None:
@@ -134,7 +135,7 @@ def test_the_next_one_asks_where_the_first_has_stopped_meanwhile(clock: Clock) -
         ranks.look(1, 2)
     assert ranks.all[1].wait(0)
     # Its process is this one, which is not stopped.
-    assert "for rank 0, which did not answer: stopped, gone or without" in report()
+    assert "for rank 0, which did not answer within 4.0 s: busy, stopped" in report()
 
 
 def test_a_rank_that_goes_on_looks_less_often(clock: Clock) -> None:
@@ -221,17 +222,17 @@ def test_what_has_become_of_a_process_of_this_machine() -> None:
     own = account_of(1, "", [], [])
     account = Account(1, own.host, process.pid, "", "")
     try:
-        assert why_silent(account).startswith("did not answer: stopped, gone or without")
+        assert why_silent(account, 1.0).startswith("did not answer within 1.0 s: busy")
         process.send_signal(19)
         deadline = time.monotonic() + 10
-        while "is stopped, as by SIGSTOP" not in why_silent(account):
+        while "is stopped, as by SIGSTOP" not in seen_of(account):
             assert time.monotonic() < deadline
     finally:
         process.kill()
     process.wait()
-    assert why_silent(account) == f"has ended (process {process.pid} on {own.host.split()[0]})"
+    assert seen_of(account) == f"has ended (process {process.pid} on {own.host.split()[0]})"
     elsewhere = Account(1, "another host", process.pid, "", "")
-    assert why_silent(elsewhere).startswith("did not answer: stopped, gone or without")
+    assert why_silent(elsewhere, 1.0).startswith("did not answer within 1.0 s: busy")
 
 
 def test_the_place_keeps_nothing_alive() -> None:
