@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .in_flight import noting
+from .in_flight import REPORTS, noting
 
 
 class CommunicationError(RuntimeError):
@@ -51,23 +51,26 @@ def communicating(what: str) -> Iterator[None]:
     Raises:
         CommunicationError: a collective inside failed, for example because a peer died.
     """
-    try:
-        with noting(what):
+    with noting(what):
+        try:
             yield
-    except RuntimeError as error:
-        # A backend and a store raise these classes themselves; subclasses have other causes.
-        if type(error) not in _RAISED_BY_BACKENDS:
-            raise
-        raise communication_error(what, error) from error
+        except RuntimeError as error:
+            # A backend and a store raise these classes themselves; subclasses have other causes.
+            if type(error) not in _RAISED_BY_BACKENDS:
+                raise
+            raise communication_error(what, error) from error
 
 
 def communication_error(what: str, error: Exception) -> CommunicationError:
-    """What to raise in place of a backend's own `error` in `what`."""
+    """What to raise in place of a backend's own `error` in `what`, in which this thread stands:
+    with what the ranks are found to do, where they can be asked.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
+    found = REPORTS.of_failure()
     return CommunicationError(
         f"rank {rank}: {what} failed ({type(error).__name__}: {str(error).strip()}). A rank it "
         "waited for has probably died or fallen behind the timeout: look for the first error among "
-        "the other ranks"
+        "the other ranks" + (f". What the ranks do: {found}" if found else "")
     )
 
 

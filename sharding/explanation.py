@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from .in_flight import Waiting, host_waits
+from .accounts import ago
+from .in_flight import REPORTS, Waiting, host_waits
 from .messages import listed
 from .runtime import Runtime
+from .trace import Kind
 from .unit import Unit, UnitState
 
 
@@ -67,6 +69,8 @@ class Explanation:
     `doing`: where this rank's step is. `waits`: threads that stand in a collective. `in_flight`:
     what lanes were given and have not ended. `exchange_order`: the units' names in the order in
     which they are exchanged; the first `num_exchanged` were begun in the backward that runs.
+    `events`: what happened last, oldest first. `others`: what the ranks were last found to do and
+    to wait for, when one of them asked; empty if none did.
     """
 
     rank: int
@@ -77,6 +81,8 @@ class Explanation:
     units: tuple[UnitExplanation, ...]
     exchange_order: tuple[str, ...]
     num_exchanged: int
+    events: tuple[str, ...] = ()
+    others: str = ""
 
     def __str__(self) -> str:
         lines = [f"rank {self.rank} of {self.world_size}: {self.doing}"]
@@ -90,9 +96,24 @@ class Explanation:
         left = self.exchange_order[self.num_exchanged :]
         begun = f"begun: {listed(done)}; to come: " if done else "in order: "
         lines.append(f"exchanges, {begun}{listed(left) or 'none'}")
+        if self.events:
+            lines.append(f"last: {', '.join(self.events)}")
+        lines += self.others.splitlines()
         return "\n  ".join(lines)
 
 
+_EVENTS = {
+    Kind.GATHER: "gather of unit '{}' begun",
+    Kind.FINISH_GATHER: "gather of unit '{}' awaited",
+    Kind.FORWARD: "forward of unit '{}' begun",
+    Kind.BACKWARD: "gradients of unit '{}' complete",
+    Kind.RELEASE: "unit '{}' released",
+    Kind.EXCHANGE: "gradient exchange of unit '{}' begun",
+    Kind.ACCUMULATE: "gradients of unit '{}' accumulated",
+    Kind.FINISH_EXCHANGE: "gradients of unit '{}' sent",
+    Kind.STEP: "optimizer step begun",
+}
+_MOST_EVENTS = 6
 _AT_REST = UnitState.SHARDED.value
 
 
@@ -106,13 +127,29 @@ def explain_runtime(runtime: Runtime) -> Explanation:
     return Explanation(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         world_size=runtime.collectives.world_size,
-        doing=_doing(runtime),
+        doing=doing(runtime),
         waits=tuple(lasting(wait, now_s) for wait in host_waits()),
         in_flight=tuple(Lasting(work.what, now_s - work.since_s, ranks) for work in works),
         units=tuple(_unit(unit, runtime) for unit in runtime.units),
         exchange_order=tuple(runtime.units[index].spec.name for index in order),
         num_exchanged=0 if backward is None else backward.next_in_order,
+        events=tuple(ago(*event) for event in events_of(runtime)),
+        others=_last_report(),
     )
+
+
+def events_of(runtime: Runtime) -> list[tuple[str, float]]:
+    """What happened last, oldest first: in words, and when (`time.monotonic`)."""
+    names = [unit.spec.name for unit in runtime.units]
+    return [
+        (_EVENTS[kind].format(names[unit]), at_s)
+        for at_s, kind, unit in runtime.trace.latest(_MOST_EVENTS)
+    ]
+
+
+def _last_report() -> str:
+    at_s, text = REPORTS.latest()
+    return f"{ago('the ranks were asked', at_s)}: {text}" if text else ""
 
 
 def lasting(wait: Waiting, now_s: float) -> Lasting:
@@ -130,7 +167,8 @@ def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
         return ()
 
 
-def _doing(runtime: Runtime) -> str:
+def doing(runtime: Runtime) -> str:
+    """Where its step is."""
     backward = runtime._backward
     how = "" if runtime.sync else ", under no_sync"
     if backward is not None:

@@ -20,7 +20,7 @@ from .backward_inputs import follow_sharded_inputs
 from .build import build_runtime
 from .data_parallel_base import DataParallelBase
 from .expert_ranks import ModelRanks, check_experts, model_ranks
-from .explanation import Explanation, explain_runtime
+from .explanation import Explanation
 from .initialisation import plan_initialisation
 from .mesh_axes import require_mesh
 from .modules.cached_params import find_cached_params
@@ -333,16 +333,18 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         runtime.sync = before
 
 
-def explain(module: nn.Module) -> Explanation:
+def explain(module: nn.Module, *, ask_others_s: float = 0.0) -> Explanation:
     """What a sharded module is doing on this rank: the states of its units, what is in flight since
-    when, what it waits for, whose gradients have not come. `print` it.
+    when, what it waits for, whose gradients have not come, what happened last. `print` it.
 
-    For somebody who asks why nothing happens: no collective, and from any thread.
+    For somebody who asks why nothing happens: no collective, and from any thread. ask_others_s: if
+    not 0, have the other ranks' threads asked through the store and wait so long, in seconds, for
+    who waits for whom (5 to 15 s where ranks are busy); 0: what was last known, and no wait.
 
     Raises:
         ValueError: `module` is not the one passed to `fully_shard`.
     """
-    return explain_runtime(runtime_of(module))
+    return MONITOR.explain(runtime_of(module), ask_others_s)
 
 
 def reset_error_feedback(module: nn.Module) -> None:

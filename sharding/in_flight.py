@@ -21,6 +21,8 @@ import torch.distributed as dist
 T = TypeVar("T")
 # More than a stream takes before the host has to wait for it.
 _KEPT_WORKS = 1024
+_MOMENT_S = 5.0
+"""Failures follow each other: the ranks are asked once."""
 _Wait = tuple[str, float, dist.ProcessGroup | None, str, object]
 WAITS: dict[int, _Wait | None] = {}
 """By thread, what `Waiting` says of the operation it waits for; None where it waits no more."""
@@ -123,6 +125,47 @@ def host_waits() -> list[Waiting]:
     innermost = dict(copy_of(_AROUND.items()))
     innermost.update((thread, wait) for thread, wait in copy_of(WAITS.items()) if wait is not None)
     return [Waiting(thread, *wait) for thread, wait in innermost.items() if wait is not None]
+
+
+class Reports:
+    """What ranks were last found to do and to wait for, in words.
+
+    `ask`: has them asked now, and waits a moment; set by who can.
+    """
+
+    def __init__(self) -> None:
+        self._latest = 0.0, ""
+        self._failed_s = -_MOMENT_S
+        self.ask: Callable[[], None] = lambda: None
+
+    def keep(self, asked_s: float, text: str) -> None:
+        """The ranks were asked then (`time.monotonic`), with this result."""
+        self._latest = asked_s, text
+
+    def latest(self, since_s: float = 0.0) -> tuple[float, str]:
+        """When the ranks were asked, and the result, which is empty if they were not from `since_s`
+        on.
+        """
+        at_s, text = self._latest
+        return (at_s, text) if at_s >= since_s else (at_s, "")
+
+    def of_failure(self) -> str:
+        """That for a collective of this thread which has failed: made while it waited, or now, or
+        for another failure a moment ago; empty if there is none.
+        """
+        now_s = time.monotonic()
+        wait = WAITS.get(thread := get_ident()) or _AROUND.get(thread)
+        since_s = now_s if wait is None else wait[1]
+        if now_s - self._failed_s < _MOMENT_S:
+            since_s = min(since_s, self._failed_s)
+        elif not self.latest(since_s)[1]:
+            self._failed_s = now_s
+            self.ask()
+        return self.latest(since_s)[1]
+
+
+REPORTS = Reports()
+"""Those that this process has made or read."""
 
 
 def copy_of(values: Iterable[T]) -> list[T]:

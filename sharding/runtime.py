@@ -359,6 +359,7 @@ class Runtime:
         inside `gathered`.
         """
         check_not_gathered(self.units, "optimizer.step")
+        self.trace.add(Kind.STEP, -1)
         # An unfinished gather still reads what the optimizer writes.
         self.settle()
         self.check_reduced("optimizer.step")

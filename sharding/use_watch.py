@@ -11,7 +11,6 @@ somebody asks. Nothing is sent while nobody waits: the store is not asked before
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import hashlib
@@ -25,12 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from .communicators import host_group
 from .errors import DivergentUseError, communicating
 from .expert_ranks import ModelRanks
 from .in_flight import Waiting, host_waits
+from .store_thread import GRACE_S, STORE_THREAD, store_of
 from .uses import RankUses, deadlock, first_difference, standing
 
 _logger = logging.getLogger("sidestream")
@@ -38,8 +37,6 @@ PATIENCE_S = 2.0
 """A wait of that length is told to the other ranks."""
 WARN_S = 10.0
 """A wait of that length that nothing explains is told to the user."""
-_GRACE_S = 3.0  # for the other ranks to read the verdict from a store whose host may leave
-_LOOK_S = 0.25
 _SAID, _COMPARED = 32, 256  # of the last uses
 _SPARE_TAG = 0x51DF_0000  # of messages that nobody sends
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
@@ -49,6 +46,8 @@ _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
 
 class Watch:
     """Of one model on this rank."""
+
+    look_s = 0.25
 
     def __init__(self, ranks: ModelRanks, store: dist.Store) -> None:
         """A collective where messages have no tags. `store`: that of the group."""
@@ -75,7 +74,7 @@ class Watch:
         self._looked = threading.Event()
         explain = weakref.WeakMethod(self._explain)
         self._uses.explain = lambda: known() if (known := explain()) is not None else None
-        _THREAD.watch(self)
+        STORE_THREAD.watch(self)
 
     @property
     def gave_up(self) -> bool:
@@ -116,8 +115,8 @@ class Watch:
             # The thread asks, since a store whose host is stopped never answers.
             self._looked.clear()
             self._failed = True
-            _THREAD.wake()
-            self._looked.wait(_GRACE_S)
+            STORE_THREAD.wake()
+            self._looked.wait(GRACE_S)
         return None if self._verdict is None else _divergent(self._verdict)
 
     # ---- in the thread
@@ -214,7 +213,7 @@ class Watch:
         if self._rank == 0:
             # It may be the store's host: the others have to read it first.
             told = [f"told {rank}" for rank in range(self._world_size)]
-            deadline = time.monotonic() + _GRACE_S
+            deadline = time.monotonic() + GRACE_S
             while not self._store.check(told) and time.monotonic() < deadline:
                 time.sleep(0.05)
 
@@ -264,67 +263,10 @@ def _divergent(verdict: str) -> DivergentUseError:
     )
 
 
-class _Thread:
-    """Looks after the models of this process, as long as there are any."""
-
-    def __init__(self) -> None:
-        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._is_ending = False
-
-    def watch(self, watch: Watch) -> None:
-        """Look after `watch` until it goes."""
-        with self._changed:
-            self._watches.add(watch)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="sidestream-uses", daemon=True
-                )
-                self._thread.start()
-
-    def wake(self) -> None:
-        """Look now."""
-        with self._changed:
-            self._changed.notify()
-
-    def end(self) -> None:
-        """Join the thread: one that is inside a store would not survive the interpreter's end."""
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_GRACE_S)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait(_LOOK_S)
-                watches = list(self._watches)
-                if self._is_ending or not watches:
-                    self._thread = None
-                    return
-            while watches:
-                watch = watches.pop()
-                try:
-                    watch.look()
-                except RuntimeError as error:  # the store is gone, and with it whom to ask
-                    _logger.debug("the ranks' uses are not watched any more: %s", error)
-                    with self._changed:
-                        self._watches.discard(watch)
-                del watch  # a model may go meanwhile
-
-
-_THREAD = _Thread()
-atexit.register(_THREAD.end)
-
-
 def make_watch(ranks: ModelRanks, *, frees_parameters: bool) -> Watch | None:
     """A watch where ranks could wait for different units: at ZeRO-3 (a collective)."""
     group = ranks.together.groups.group
     if not frees_parameters or group is None or ranks.together.world_size == 1:
         return None
-    known = _world.pg_map.get(group)  # a stand-in has no store, and ranks of "fake" say nothing
-    if known is None or known[0] == "fake":
-        return None
-    return Watch(ranks, known[1])
+    store = store_of(group)
+    return None if store is None else Watch(ranks, store)

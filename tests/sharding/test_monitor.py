@@ -160,6 +160,28 @@ def test_what_streams_were_given_is_in_flight_until_its_event_has_come() -> None
     assert "in flight: nothing" in ended
 
 
+def test_a_rank_says_what_its_streams_wait_for_and_asks_no_young_event() -> None:
+    def find(runtime: Runtime) -> tuple[Any, Any]:
+        ours, group = Monitor(), Group()
+        logs = tuple(WorkLog(on_gpu=True) for _ in range(2))
+        events = [Event(), Event()]
+        for log, event in zip(logs, events, strict=True):
+            log.add(EnqueuedWork("gather of unit 'blocks.1'", time.monotonic(), event))
+        weak: Any = weakref.ref(group)
+        ours._watched[0] = Watched(weakref.ref(runtime), weak, logs)
+        young = ours._account(weak)
+        assert [event.num_asked for event in events] == [0, 0]
+        events[1].has_come = True
+        with mock.patch.object(monitor, "ASK_SHARE", 0.0):
+            return young, ours._account(weak)
+
+    young, old = run(Machine(), Job(zero=3), find=find)
+    assert young.waits == ()
+    assert [wait.what for wait in old.waits] == ["gather of unit 'blocks.1'"]
+    assert old.waits[0].number > 0, "ranks that agree on it stand in the same one"
+    assert any("unit" in event for event in old.events)
+
+
 def test_a_work_that_could_not_be_started_is_not_in_flight() -> None:
     model, _ = build(Job(zero=2))
     runtime = runtime_of(model)
