@@ -28,6 +28,8 @@ from .model import Block
 from .optimization import build_optimizer
 from .options import TrainOptions
 
+ASK_OTHERS_S = 10.0
+"""How long who asks what a rank does may wait for the answers of the others."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ONE_QUEUE = (
     "warning: CUDA_DEVICE_MAX_CONNECTIONS=1 is set, so all streams of a GPU share one queue, and "
@@ -97,7 +99,7 @@ def _sharded_by_us(options: TrainOptions, model: nn.Module, device: torch.device
             f"each rank: {cost.bytes_at_rest / MIB:.1f} MiB of parameters and gradients at rest, "
             f"{cost.sent_bytes_per_step / MIB:.1f} MiB sent a step",
         ),
-        explanation=partial(explain, module),
+        explanation=partial(explain, module, ask_others_s=ASK_OTHERS_S),
         sent_bytes_per_step=cost.sent_bytes_per_step,
     )
 
