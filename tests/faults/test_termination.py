@@ -25,7 +25,11 @@ STOPPED = r"stopped by SIGTERM after step (\d+) of (\d+), which is saved"
 def asked_at(place: str, rank: int, world_size: int, text: list[str], folder: Path) -> Outcome:
     fault = Fault(place, rank, 4, "SIGTERM", str(folder / "told"))
     options = [*job(), *text, "--checkpoint", str(folder / "saved")]
-    every = ["--checkpoint-every", "4"] if SEAMS[place].phase == SAVING else []
+    every = (
+        ["--checkpoint-every", "2", "--keep-checkpoints", "1"]
+        if SEAMS[place].phase == SAVING
+        else []
+    )
     return run([*options, *every], world_size, folder, fault)
 
 
@@ -143,8 +147,8 @@ def test_who_is_asked_again_ends_at_once(
     nproc: str, number: signal.Signals, text: list[str], tmp_path: Path
 ) -> None:
     # Steps so long that only the second signal can be what ends them.
-    arguments = ["--nproc", nproc, "--checkpoint", str(tmp_path / "saved"), "--accumulate", "1"]
-    with Command(text, tmp_path, *arguments, "--batch", "60000") as command:
+    arguments = ["--nproc", nproc, "--checkpoint", str(tmp_path / "saved"), "--accumulate", "10000"]
+    with Command(text, tmp_path, *arguments, "--batch", "120000") as command:
         command.wait_for("each rank")
         time.sleep(2)
         os.kill(command.process.pid, signal.SIGTERM)
