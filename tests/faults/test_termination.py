@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -72,13 +73,19 @@ def test_all_ranks_finish_the_step_and_save_it(
 
 
 class Command:
-    """`sidestream train` in a session of its own, for a long time unless `steps` says otherwise."""
+    """`sidestream train` in a session of its own, for a long time, as `launcher` starts it."""
 
-    def __init__(self, text: list[str], folder: Path, *arguments: str, steps: str = LONG) -> None:
-        options = [*job(), *text, *arguments, "--steps", steps]
+    def __init__(
+        self,
+        text: list[str],
+        folder: Path,
+        *arguments: str,
+        launcher: tuple[str, ...] = (),
+    ) -> None:
+        options = [*job(), *text, *arguments, "--steps", LONG]
         if "--checkpoint" in arguments:
             options += ["--checkpoint-every", "2", "--keep-checkpoints", "2"]
-        launching = [sys.executable, "-m", "sidestream", "train", *options]
+        launching = [sys.executable, *launcher, "-m", "sidestream", "train", *options]
         self.log = folder / f"log-{time.monotonic_ns()}"
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
@@ -137,6 +144,29 @@ def test_the_command_exits_with_0_after_a_checkpoint(
     assert len(told) == 1 and "RESULT" not in command.said, command.said
     step = int(told[0][0])
     assert complete_steps(tmp_path / "saved")[-1] == step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("who", SENDS)
+def test_ranks_of_torchrun_end_with_0_after_a_checkpoint(
+    who: str, text: list[str], tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agent = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    agent += ("--master-addr", "127.0.0.1", "--master-port", f"{port}")
+    saved = tmp_path / "saved"
+    with Command(text, tmp_path, "--checkpoint", str(saved), launcher=agent) as command:
+        command.wait_for("saved .*step-00000002")
+        SENDS[who](command.process.pid)
+        code = command.ended()
+    # An agent that is told to end says so itself, whatever its ranks do.
+    assert (code == 0) == (who == "rank"), command.said
+    told = re.findall(STOPPED, command.said)
+    assert len(told) == 1 and "RESULT" not in command.said, command.said
+    assert complete_steps(saved)[-1] == int(told[0][0])
 
 
 @pytest.mark.slow
