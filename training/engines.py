@@ -75,7 +75,7 @@ def _sharded_by_us(options: TrainOptions, model: nn.Module, device: torch.device
     )
     module, optimizer = fully_shard(
         model,
-        build_optimizer(model.parameters(), options.lr),
+        build_optimizer(model.parameters(), options.lr, options.weight_decay),
         fsdp_unit_modules=[Block],
         zero_dp_strategy=options.zero,
         mixed_precision_policy=policy,
@@ -115,7 +115,7 @@ def _sharded_by_fsdp2(options: TrainOptions, model: nn.Module, device: torch.dev
         mesh=replicas_of(options).arguments(device).get("device_mesh"),
         fsdp_unit_modules=[Block],
     )
-    optimizer = build_optimizer(module.parameters(), options.lr)
+    optimizer = build_optimizer(module.parameters(), options.lr, options.weight_decay)
     return Engine(
         module,
         optimizer,

@@ -8,7 +8,7 @@ import argparse
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -49,6 +49,12 @@ def option(default: Any, text: str, **what: Any) -> Any:
     return field(default=default, metadata={_KEY: Option(text=text, **what)})
 
 
+def count(default: int | None, text: str, *, group: str, metavar: str = "N", **what: Any) -> Any:
+    """A field that counts something, from 1 on where `what` says nothing else."""
+    bounds = {"least": 1, "most": MAX_COUNT} | what
+    return option(default, text, group=group, kind=int, metavar=metavar, **bounds)
+
+
 def flag(name: str) -> str:
     """Return the command-line spelling of an option's name."""
     return "--" + name.replace("_", "-")
@@ -61,12 +67,13 @@ def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
         yield one.name, one.default, one.metadata[_KEY]
 
 
-def add_arguments(parser: argparse.ArgumentParser, kind: type) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, kind: type, groups_in_order: Sequence[str] = ()
+) -> None:
     """Declare every option of `kind` on the parser, with the same defaults, under its group."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    every = [*groups_in_order, *(what.group for _, _, what in options_of(kind))]
+    groups = {group: parser.add_argument_group(group) for group in dict.fromkeys(every)}
     for name, default, what in options_of(kind):
-        if what.group not in groups:
-            groups[what.group] = parser.add_argument_group(what.group)
         shown = f" (default: {default})" if default not in (None, False) else ""
         groups[what.group].add_argument(
             flag(name), default=default, help=what.text + shown, **_keywords(what)

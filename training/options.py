@@ -11,11 +11,13 @@ from .option_fields import (
     MAX_COUNT,
     add_arguments,
     check_each,
+    count,
     flag,
     option,
     options_of,
     values_from,
 )
+from .schedules.options import RUN, SCHEDULES, ScheduleOptions
 
 COMPUTE_DTYPES = ("fp32", "bf16")
 GRAD_WIRES = ("fp32", "bf16", "fp16", "fp8", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
@@ -35,18 +37,13 @@ NOT_OF_TORCH_FSDP2 = MappingProxyType(
         "no_overlap": "it always overlaps",
     }
 )
-RUN, RANKS, FSDP2 = "the run", "ranks and sharding", "PyTorch's own sharding"
-OUTPUT, FAULTS = "checkpoints and results", "faults, for tests"
-
-
-def _count(default: int | None, text: str, group: str, metavar: str = "N", **what: object) -> int:
-    bounds = {"least": 1, "most": MAX_COUNT} | what
-    number: int = option(default, text, group=group, kind=int, metavar=metavar, **bounds)
-    return number
+RANKS, FSDP2 = "ranks and sharding", "PyTorch's own sharding"
+OUTPUT, MEASURES = "checkpoints and results", "measures"
+FAULTS = "faults, for tests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(ScheduleOptions):
     """One training run; `batch` counts the sequences of one optimizer step over all ranks and
     microbatches.
     """
@@ -61,22 +58,15 @@ class TrainOptions:
     model: str = option(
         "small", "size of the byte-level GPT", group=RUN, choices=tuple(MODEL_SIZES), defines=True
     )
-    steps: int = _count(200, "optimizer steps", RUN, defines=True)
-    batch: int = _count(
-        16, "sequences per step, over all ranks and microbatches", RUN, defines=True
-    )
-    seq_len: int = _count(128, "bytes per sequence", RUN, defines=True)
-    accumulate: int = _count(1, "microbatches per step", RUN, defines=True)
-    lr: float = option(
-        2e-3,
-        "peak learning rate of AdamW",
+    pack: bool = option(
+        False,
+        "batches of whole files and pieces of them, packed into rows of --seq-len bytes, in place "
+        "of windows at random places",
         group=RUN,
-        kind=float,
-        metavar="X",
-        above=0,
-        below=math.inf,
+        kind=bool,
         defines=True,
     )
+    accumulate: int = count(1, "microbatches per step", group=RUN, defines=True)
     clip: float = option(
         1.0,
         "largest gradient norm; 0 leaves gradients as they are",
@@ -104,16 +94,18 @@ class TrainOptions:
         below=1,
         defines=True,
     )
-    seed: int = _count(
-        0, "seed of weights, batches and dropout", RUN, least=0, most=MAX_SEED, defines=True
+    seed: int = count(
+        0, "seed of weights, batches and dropout", group=RUN, least=0, most=MAX_SEED, defines=True
     )
-    nproc: int | None = _count(
-        None, "ranks to start on this machine (default: one a GPU, else 1)", RANKS
+    nproc: int | None = count(
+        None, "ranks to start on this machine (default: one a GPU, else 1)", group=RANKS
     )
     device: str = option("auto", "where to compute", group=RANKS, choices=("auto", "cpu", "cuda"))
     zero: int = option(3, "ZeRO level", group=RANKS, kind=int, choices=(0, 1, 2, 3))
-    dp_outer: int = _count(
-        1, "replicas: so many groups of consecutive ranks, each of which shards the model", RANKS
+    dp_outer: int = count(
+        1,
+        "replicas: so many groups of consecutive ranks, each of which shards the model",
+        group=RANKS,
     )
     outer_strategy: str = option(
         "no_shard",
@@ -121,11 +113,11 @@ class TrainOptions:
         group=RANKS,
         choices=("no_shard", "optim"),
     )
-    ranks_per_node: int | None = _count(
+    ranks_per_node: int | None = count(
         None,
         "sum gradients inside groups of so many ranks first, then between these "
         "(default: the ranks of a machine, where there are several)",
-        RANKS,
+        group=RANKS,
     )
     compute: str = option(
         "fp32",
@@ -191,14 +183,18 @@ class TrainOptions:
         group=OUTPUT,
         metavar="NAME",
     )
-    checkpoint_every: int = _count(
-        0, "save after every N steps; 0: after the last one", OUTPUT, least=0, needs="checkpoint"
+    checkpoint_every: int = count(
+        0,
+        "save after every N steps; 0: after the last one",
+        group=OUTPUT,
+        least=0,
+        needs="checkpoint",
     )
-    keep_checkpoints: int | None = _count(
+    keep_checkpoints: int | None = count(
         None,
         "remove all but the last K complete checkpoints (default: keep all)",
-        OUTPUT,
-        "K",
+        group=OUTPUT,
+        metavar="K",
         needs="checkpoint",
     )
     resume: bool = option(
@@ -211,11 +207,42 @@ class TrainOptions:
     json: str | None = option(
         None, "also write the result to this file", group=OUTPUT, metavar="FILE", is_path=True
     )
-    kill_at_step: int | None = _count(
-        None, "SIGKILL the rank itself right after step K", FAULTS, "K"
+    metrics: str | None = option(
+        None,
+        "write the figures of each step to this file, a JSON object a line",
+        group=MEASURES,
+        metavar="FILE",
+        is_path=True,
     )
-    kill_rank: int | None = _count(
-        None, "only this rank (default: every rank)", FAULTS, "R", least=0, needs="kill_at_step"
+    tensorboard: str | None = option(
+        None,
+        "write the figures of each step for TensorBoard",
+        group=MEASURES,
+        metavar="DIR",
+        is_path=True,
+    )
+    timers: bool = option(
+        False,
+        "time the parts of a step on every rank, and tell which rank is late where",
+        group=MEASURES,
+        kind=bool,
+    )
+    energy: bool = option(
+        False,
+        "joules a step and a token, of GPUs by NVML and of CPUs by RAPL",
+        group=MEASURES,
+        kind=bool,
+    )
+    kill_at_step: int | None = count(
+        None, "SIGKILL the rank itself right after step K", group=FAULTS, metavar="K"
+    )
+    kill_rank: int | None = count(
+        None,
+        "only this rank (default: every rank)",
+        group=FAULTS,
+        metavar="R",
+        least=0,
+        needs="kill_at_step",
     )
 
     def __post_init__(self) -> None:
@@ -273,9 +300,9 @@ class TrainOptions:
     def defining(self) -> dict[str, str | int | float]:
         """The options that decide the numbers of the run, by name, but for those left out."""
         return {
-            name: value
+            name: int(value) if isinstance(value, bool) else value
             for name, value in asdict(self).items()
-            if name in DEFINING_OPTIONS and value is not None
+            if name in DEFINING_OPTIONS and value is not None and value is not False
         }
 
 
@@ -285,7 +312,7 @@ DEFINING_OPTIONS = frozenset(name for name, _, what in options_of(TrainOptions) 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare every option of `TrainOptions` on the parser, with the same defaults."""
-    add_arguments(parser, TrainOptions)
+    add_arguments(parser, TrainOptions, (RUN, SCHEDULES))
 
 
 def options_from(namespace: argparse.Namespace) -> TrainOptions:

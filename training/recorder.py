@@ -10,15 +10,21 @@ The host enqueues steps ahead of a GPU: who reads a loss at once drains the GPU 
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .measures import MetricsWriter, SeveralWriters
 from .measures.clocks import clock_of
 from .progress import Reporter
 from .result import peak_memory_mib
+
+NO_WRITER = SeveralWriters(())
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +44,14 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that was enqueued: its number, its figures on the host, its first and last moment."""
+    """A step that was enqueued: its number, its tokens, its figures on the host and those that were
+    known before, its first and last moment.
+    """
 
     number: int
+    tokens: int
     figures: Figures
+    known: Mapping[str, float]
     start: Any
     end: Any
 
@@ -51,16 +61,21 @@ class Recorder:
     the device has done it, and never makes the host wait but in `flush`.
     """
 
-    def __init__(self, reporter: Reporter, device: torch.device, tokens_per_step: int) -> None:
+    def __init__(
+        self, reporter: Reporter, device: torch.device, writer: MetricsWriter = NO_WRITER
+    ) -> None:
         self.reporter = reporter
+        self.tokens = 0
+        """Of the steps that were shown."""
         self.loss_first: float | None = None
         self.loss_last = math.nan
         self.first_nonfinite: int | None = None
         """The first step with a figure that is NaN or infinite."""
         self._device = device
         self._clock = clock_of(device)
-        self._tokens_per_step = tokens_per_step
+        self._writer = writer
         self._step_s: list[float] = []
+        self._tokens_per_s: list[float] = []
         self._pending: deque[_Step] = deque()
         self._started = self._clock.mark()
 
@@ -68,13 +83,23 @@ class Recorder:
         """Leave what happened since the last step out of the next one's time."""
         self._started = self._clock.mark()
 
-    def finish_step(self, number: int, figures: Figures) -> None:
-        """Record one step, which may still be on its way, and show those before it that are not."""
+    @property
+    def num_steps(self) -> int:
+        """How many steps were shown."""
+        return len(self._step_s)
+
+    def finish_step(
+        self, number: int, tokens: int, figures: Figures, known: Mapping[str, float] = NOTHING
+    ) -> None:
+        """Record one step, which may still be on its way, and show those before it that are not.
+
+        known: figures that need no device, by name, which are written with the others.
+        """
         on_host = Figures(figures.names, self._clock.on_host(figures.values))
         end = self._clock.mark()
         while self._pending and self._clock.has_passed(self._pending[0].end):
             self._show_next()
-        self._pending.append(_Step(number, on_host, self._started, end))
+        self._pending.append(_Step(number, tokens, on_host, known, self._started, end))
         self._started = end
 
     def flush(self) -> None:
@@ -82,10 +107,14 @@ class Recorder:
         while self._pending:
             self._clock.wait(self._pending[0].end)
             self._show_next()
+        self._writer.flush()
 
     def _show_next(self) -> None:
         step = self._pending.popleft()
-        self._step_s.append(self._clock.seconds(step.start, step.end))
+        step_s = self._clock.seconds(step.start, step.end)
+        self._step_s.append(step_s)
+        self._tokens_per_s.append(step.tokens / step_s)
+        self.tokens += step.tokens
         values = dict(zip(step.figures.names, step.figures.values.tolist(), strict=True))
         self.loss_last = values["loss"]
         if self.loss_first is None:
@@ -94,6 +123,9 @@ class Recorder:
             self.first_nonfinite = step.number
         peak_mib = peak_memory_mib(self._device)
         self.reporter.step(step.number, self.loss_last, self.tokens_per_s, peak_mib)
+        measured = {"step_ms": 1000 * step_s, "tokens_per_s": self._tokens_per_s[-1]}
+        for name, value in {**values, **step.known, **measured, "peak_mib": peak_mib}.items():
+            self._writer.add_scalar(name, value, step.number)
 
     @property
     def step_ms_median(self) -> float:
@@ -102,5 +134,5 @@ class Recorder:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of a step over the median time of a step."""
-        return 1000 * self._tokens_per_step / self.step_ms_median
+        """Tokens over time of the median step that was shown."""
+        return statistics.median(self._tokens_per_s)

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from .errors import OptionsError
-from .options import DEFAULTS
-from .schedules.options import add_schedule_arguments, batch_schedule_from, schedule_from
+from .option_fields import add_arguments, values_from
+from .schedules.options import ScheduleOptions, batch_schedule_of, schedule_of
 from .schedules.picture import require_picture, write_picture
 from .schedules.table import ScheduleRow, even_steps, rows_at, telling_steps
 from .schedules.text_plot import glyphs_for, plotted
@@ -30,21 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "schedule", help="show learning rate, weight decay and batch size over a run"
     )
-    group = parser.add_argument_group("the run, as `sidestream train` takes it")
-    for flag, kind, shown in (
-        ("lr", float, "peak learning rate"),
-        ("steps", int, "optimizer steps"),
-        ("batch", int, "sequences per step"),
-        ("seq_len", int, "tokens per sequence"),
-    ):
-        group.add_argument(
-            "--" + flag.replace("_", "-"),
-            type=kind,
-            default=DEFAULTS[flag],
-            metavar="X" if kind is float else "N",
-            help=f"{shown} (default: {DEFAULTS[flag]})",
-        )
-    add_schedule_arguments(group)
+    add_arguments(parser, ScheduleOptions)
     parser.add_argument(
         "--plot",
         nargs="?",
@@ -55,23 +40,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(namespace: argparse.Namespace) -> int:
     """Print the table, and draw what was asked for."""
-    values = vars(options)
-    for name in ("steps", "batch", "seq_len"):
-        if values[name] < 1:
-            raise OptionsError(
-                f"expected --{name.replace('_', '-')} >= 1, got {values[name]}; pass a larger "
-                "number"
-            )
-    if options.plot:
-        require_picture(options.plot, "--plot")
-    schedule, batches = schedule_from(values), batch_schedule_from(values)
+    options, plot = ScheduleOptions(**values_from(namespace, ScheduleOptions)), namespace.plot
+    if plot:
+        require_picture(plot, "--plot")
+    schedule, batches = schedule_of(options), batch_schedule_of(options)
     rows = rows_at(schedule, batches, telling_steps(schedule, batches, options.steps))
     Console().print(table_of(rows, shows_batches=options.batch_ramp is not None))
-    if options.plot is None:
+    if plot is None:
         return 0
-    if options.plot == IN_TERMINAL:
+    if plot == IN_TERMINAL:
         glyphs = glyphs_for(sys.stdout.encoding)
         characters = min(Console().width, MAX_WIDTH) - LABEL_WIDTH - 1
         points = max(characters, 1) * glyphs.dots_across
@@ -82,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"{'step 1':>{LABEL_WIDTH + 7}}{options.steps:>{characters - 6},}")
         return 0
     rows = rows_at(schedule, batches, even_steps(options.steps, PICTURE_POINTS))
-    write_picture(options.plot, [row.step for row in rows], curves_of(rows))
-    print(f"wrote {options.plot}")
+    write_picture(plot, [row.step for row in rows], curves_of(rows))
+    print(f"wrote {plot}")
     return 0
 
 

@@ -8,14 +8,12 @@ import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from reprlib import repr as short
 
 import torch
 
-from ..sharding import full_state_dict, load_checkpoint, save_checkpoint
-from . import checkpoints
+from ..sharding import full_state_dict
 from .data import MIB
-from .errors import CheckpointError, NonFiniteRunError, RunStopped
+from .errors import RunStopped
 from .launch.heartbeat import Whereabouts
 from .launch.ranks import (
     Place,
@@ -24,13 +22,15 @@ from .launch.ranks import (
     max_over_ranks,
     wait_for_all,
 )
+from .measured import measuring
+from .measures import Energy
 from .options import TrainOptions
 from .plan import Plan
 from .progress import Reporter, reporter_for
 from .recorder import Recorder
 from .result import RunResult, peak_memory_mib, reserved_memory_mib, sha256_of
 from .run import Run, build_run
-from .step_file import SavedRun
+from .saving import is_save_due, load_run, save_run
 from .steps import held_out_loss, train_step
 
 
@@ -58,19 +58,22 @@ def train(
         reporter_for(
             is_first=place.is_first, first_step=plan.first_step, last_step=options.steps
         ) as reporter,
+        measuring(plan, place, device) as measures,
     ):
-        run = build_run(plan, place, device)
+        run = build_run(plan, place, device, measures)
         whereabouts.explanation = run.engine.explanation
         _introduce(run, reporter, choice.reason)
-        recorder = Recorder(reporter, device, options.batch * options.seq_len)
+        recorder = Recorder(reporter, device, measures.writer)
         if plan.resume_from is not None:
             whereabouts.doing = f"loading step {plan.resume_from.step}"
-            _load(run, plan.resume_from, recorder)
+            load_run(run, plan.resume_from, recorder)
         with run.stopping.listening():
             last_step = _train_steps(run, recorder, whereabouts)
             whereabouts.doing = "summing up"
             recorder.flush()
-            result = _sum_up(run, recorder) if last_step == options.steps else None
+            energy = measures.energy_over_ranks()
+            _tell_measures(run, recorder, energy)
+            result = _sum_up(run, recorder, energy) if last_step == options.steps else None
             leave()
             wait_for_all("at the end of the run")
     if result is None:
@@ -83,11 +86,12 @@ def _train_steps(run: Run, recorder: Recorder, whereabouts: Whereabouts) -> int:
     options, stopping = run.plan.options, run.stopping
     for step in range(run.plan.first_step, options.steps + 1):
         whereabouts.doing = f"in step {step}"
-        recorder.finish_step(step, train_step(run, step))
+        train_step(run, step, recorder)
         has_to_stop = stopping.is_agreed()
-        if has_to_stop or _is_save_due(options, step):
+        if has_to_stop or is_save_due(options, step):
             whereabouts.doing = f"saving step {step}"
-            _save(run, step, recorder)
+            with run.measures.pause():
+                save_run(run, step, recorder)
             has_to_stop = stopping.is_agreed_now()
         _kill_if_due(run, step)
         if has_to_stop and step < options.steps:
@@ -108,7 +112,7 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
         f"model: {options.model}, {run.num_parameters:,} parameters; {_ranks(place.world_size)} "
         f"{_in_replicas(options)}on {run.device.type} ({device_reason}); {run.engine.described}"
     )
-    for remark in run.engine.remarks:
+    for remark in filter(None, (run.draws.described, *run.engine.remarks)):
         reporter.note(remark)
     saved = run.plan.resume_from
     if saved is not None:
@@ -120,57 +124,6 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
             )
 
 
-def _load(run: Run, saved: SavedRun, recorder: Recorder) -> None:
-    extra = load_checkpoint(saved.path, run.engine.module, run.engine.optimizer)
-    if extra != _extra_of(saved.step):
-        raise CheckpointError(
-            f"expected the state after step {saved.step} in {saved.path}, got a checkpoint that "
-            f"was saved with {short(extra)}; move it away to resume from an older one"
-        )
-    recorder.loss_first = saved.loss_first
-    recorder.restart_clock()
-
-
-def _extra_of(step: int) -> dict[str, int]:
-    return {"step": step}
-
-
-def _is_save_due(options: TrainOptions, step: int) -> bool:
-    if options.checkpoint is None:
-        return False
-    return step == options.steps or step % (options.checkpoint_every or options.steps) == 0
-
-
-def _save(run: Run, step: int, recorder: Recorder) -> None:
-    options = run.plan.options
-    recorder.flush()
-    assert recorder.loss_first is not None, "a step has been recorded"
-    assert options.checkpoint is not None, "a save is due"
-    _refuse_nonfinite(options, recorder)
-    path = checkpoints.checkpoint_path(options.checkpoint, step)
-    saved = SavedRun(path, step, run.place.world_size, recorder.loss_first, run.plan.defining)
-    checkpoints.save_run(
-        saved,
-        lambda folder: save_checkpoint(
-            folder, run.engine.module, run.engine.optimizer, extra=_extra_of(step)
-        ),
-        is_first=run.place.is_first,
-        keep=options.keep_checkpoints,
-    )
-    recorder.reporter.note(f"saved {path}")
-    recorder.restart_clock()
-
-
-def _refuse_nonfinite(options: TrainOptions, recorder: Recorder) -> None:
-    """FSDP2 looks at no gradient, and a loss may overflow where no gradient does."""
-    if recorder.first_nonfinite is not None and options.nonfinite_grads == "raise":
-        raise NonFiniteRunError(
-            f"expected finite losses and gradient norms, got one in step "
-            f"{recorder.first_nonfinite} that is not, so nothing is saved; resume from an older "
-            "checkpoint with a lower --lr, or pass --nonfinite-grads keep to save whatever comes"
-        )
-
-
 def _kill_if_due(run: Run, step: int) -> None:
     options = run.plan.options
     if step != options.kill_at_step or options.kill_rank not in (None, run.place.rank):
@@ -180,7 +133,24 @@ def _kill_if_due(run: Run, step: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _sum_up(run: Run, recorder: Recorder) -> RunResult:
+def _tell_measures(run: Run, recorder: Recorder, energy: Energy | None) -> None:
+    """Every rank calls this: times are those of all."""
+    note = recorder.reporter.note
+    if run.plan.options.timers:
+        timings = run.measures.timers.gather()
+        timings.write(run.measures.writer, run.plan.options.steps, recorder.num_steps)
+        for line in (*timings.lines(recorder.num_steps), *map(str, timings.stragglers())):
+            note(line)
+    if energy is not None:
+        per_step, per_token = energy.per(recorder.num_steps), energy.per(recorder.tokens)
+        note(
+            f"energy: {energy}"
+            if per_step is None
+            else f"energy: {energy}, {per_step:.4g} J a step, {per_token:.4g} J a token"
+        )
+
+
+def _sum_up(run: Run, recorder: Recorder, energy: Energy | None) -> RunResult:
     options = run.plan.options
     assert recorder.loss_first is not None, "at least one step was run"
     peak_mib = max_over_ranks(peak_memory_mib(run.device), "peak memory", run.device)
@@ -209,6 +179,8 @@ def _sum_up(run: Run, recorder: Recorder) -> RunResult:
         device=_device_name(run.device),
         wire_bytes_per_step=run.engine.sent_bytes_per_step,
         use_torch_fsdp2=options.use_torch_fsdp2,
+        joules_per_step=None if energy is None else energy.per(recorder.num_steps),
+        joules_per_token=None if energy is None else energy.per(recorder.tokens),
         torch=torch.__version__,
         triton=_triton_version(),
     )
