@@ -42,12 +42,7 @@ def resume(text: list[str], world_size: int, folder: Path) -> Outcome:
 @pytest.mark.parametrize(
     ("place", "world_size"),
     [
-        pytest.param(
-            place,
-            2 + number % 2,
-            id=place,
-            marks=[] if place in ("backward", "index begun") else [pytest.mark.slow],
-        )
+        pytest.param(place, 2 + number % 2, id=place, marks=[] if number == 0 else pytest.mark.slow)
         for number, place in enumerate(SEAMS)
     ],
 )

@@ -143,7 +143,7 @@ class _Watch:
         failed = self._wait_for_failure()
         if not failed:
             return 0
-        first = failed[0]
+        first, self.can_stop = failed[0], False
         verdict = self._verdict(failed)
         say(verdict)
         with contextlib.suppress(OSError):  # a full disk: then they hear nothing, and are ended
