@@ -38,6 +38,7 @@ SCRIPTS = (
     "bench/gpu_check.py",
     "bench/test_speed/test_kernels.py",
     "bench/test_speed/test_messages.py",
+    "bench/test_speed/test_timers.py",
 )
 
 

@@ -24,4 +24,10 @@ class NonFiniteRunError(ArithmeticError):
 
 
 class RunStopped(Exception):
-    """SIGTERM had the run end early, which is no failure: the last step that it made is saved."""
+    """The run ends early, as all ranks have agreed: SIGTERM came, or it is known what a rejected
+    result was due to, or it has to be computed on other hardware. `code`: of the process.
+    """
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,7 +1,7 @@
 """What a run measures of itself: regions of its steps, joules; and where its figures go."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,11 @@ class Measures:
         yield
         self.energy.resume()
 
+    def keep_up(self) -> None:
+        """To be called each step: a counter of energy that comes round has to be read in time."""
+        if self.energy is not None:
+            self.energy.keep_up()
+
     def energy_over_ranks(self) -> Energy | None:
         """What all ranks used in their steps; every rank calls this."""
         return None if self.energy is None else self.energy.lap_over_ranks()
@@ -57,19 +62,17 @@ def measuring(plan: Plan, place: Place, device: torch.device) -> Iterator[Measur
     """
     options = plan.options
     resumed_step = plan.first_step - 1 if options.resume else None
-    writers: list[MetricsWriter] = []
-    if options.metrics is not None and place.is_first:
-        writers.append(JsonLinesWriter(options.metrics, resumed_step=resumed_step))
-    if options.tensorboard is not None and place.is_first:
-        writers.append(TensorBoardWriter(options.tensorboard, resumed_step=resumed_step))
-    energy = EnergyMonitor(device, local_rank=place.local_rank) if options.energy else None
-    if energy is not None:
-        energy.setup()
-    timers = Timers(log_level=REGION_LEVEL if options.timers else 0, device=device)
-    measures = Measures(timers, energy, SeveralWriters(writers))
-    try:
-        yield measures
-    finally:
-        measures.writer.close()
+    with ExitStack() as opened:
+        writers: list[MetricsWriter] = []
+        if options.metrics is not None and place.is_first:
+            writers.append(JsonLinesWriter(options.metrics, resumed_step=resumed_step))
+        if options.tensorboard is not None and place.is_first:
+            writers.append(TensorBoardWriter(options.tensorboard, resumed_step=resumed_step))
+        writer = SeveralWriters(writers)
+        opened.callback(writer.close)
+        energy = EnergyMonitor(device, local_rank=place.local_rank) if options.energy else None
         if energy is not None:
-            energy.shutdown()
+            energy.setup()
+            opened.callback(energy.shutdown)
+        timers = Timers(log_level=REGION_LEVEL if options.timers else 0, device=device)
+        yield Measures(timers, energy, writer)

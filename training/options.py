@@ -39,7 +39,7 @@ NOT_OF_TORCH_FSDP2 = MappingProxyType(
 )
 RANKS, FSDP2 = "ranks and sharding", "PyTorch's own sharding"
 OUTPUT, MEASURES = "checkpoints and results", "measures"
-FAULTS = "faults, for tests"
+FAULTS = "faults"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +233,32 @@ class TrainOptions(ScheduleOptions):
         group=MEASURES,
         kind=bool,
     )
+    rerun: bool = option(
+        False,
+        "run a step again whose losses are rejected, and tell a fault of hardware that passes from "
+        "one that stays and from one of the program; exit codes 16, resume on other hardware, and "
+        "17",
+        group=FAULTS,
+        kind=bool,
+    )
+    inject_fault: str | None = option(
+        None,
+        "for tests, with --rerun: make losses wrong, once, on one piece of hardware, or everywhere",
+        group=FAULTS,
+        choices=("transient", "persistent", "bug"),
+    )
+    inject_fault_at: int | None = count(
+        None,
+        "step of that fault (default: half of --steps)",
+        group=FAULTS,
+        metavar="K",
+        needs="inject_fault",
+    )
+    inject_fault_rank: int = count(
+        0, "rank of that fault", group=FAULTS, metavar="R", least=0, needs="inject_fault"
+    )
     kill_at_step: int | None = count(
-        None, "SIGKILL the rank itself right after step K", group=FAULTS, metavar="K"
+        None, "for tests: SIGKILL the rank itself right after step K", group=FAULTS, metavar="K"
     )
     kill_rank: int | None = count(
         None,
@@ -296,6 +320,11 @@ class TrainOptions(ScheduleOptions):
                 f"expected no {flag(name)} beside --use-torch-fsdp2, got {getattr(self, name)}: "
                 f"{reason}; leave one of them out"
             )
+
+    @property
+    def attributes_faults(self) -> bool:
+        """Whether rejected results are looked into."""
+        return self.rerun or self.inject_fault is not None
 
     def defining(self) -> dict[str, str | int | float]:
         """The options that decide the numbers of the run, by name, but for those left out."""

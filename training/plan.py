@@ -31,14 +31,21 @@ class Plan:
     def batches(self, world_size: int) -> MicrobatchCalculator:
         """How the batch of each step is cut into microbatches, each of as many sequences as those
         of `options.batch` have.
+
+        Raises:
+            OptionsError: the ramp cannot be read, or none of its sizes can be cut so.
         """
         options = self.options
         whole = Share(options.batch, options.accumulate, 0, world_size)
-        return MicrobatchCalculator(
-            schedule=batch_schedule_of(options),
-            micro_batch_size=whole.sequences_per_microbatch,
-            data_parallel_size=world_size,
-        )
+        schedule = batch_schedule_of(options)
+        try:
+            return MicrobatchCalculator(
+                schedule=schedule,
+                micro_batch_size=whole.sequences_per_microbatch,
+                data_parallel_size=world_size,
+            )
+        except ValueError as error:
+            raise OptionsError(f"--batch-ramp: {error}") from error
 
     @property
     def defining(self) -> dict[str, str | int | float]:
@@ -54,6 +61,11 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
         do not fit the run.
     """
     schedule_of(options)
+    if options.inject_fault_rank >= world_size:
+        raise OptionsError(
+            f"expected --inject-fault-rank below {world_size}, got {options.inject_fault_rank}; "
+            "ranks count from 0"
+        )
     replicas_of(options).check(world_size)
     for path, name in ((options.json, "--json"), (options.metrics, "--metrics")):
         if path is not None:
@@ -62,6 +74,11 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
         require_writable_folder(options.tensorboard, "--tensorboard")
     plan = Plan(options, load_corpus(options.data, seq_len=options.seq_len), None)
     _require_batches(plan, world_size)
+    if options.attributes_faults and options.checkpoint is None:
+        raise OptionsError(
+            "expected --checkpoint DIR beside --rerun in ranks that another launcher starts, got "
+            "none; say where to keep a step that has to be run on other hardware"
+        )
     if options.checkpoint is None:
         return plan
     if not options.resume:

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
+from .attribution import machine_for
 from .batches import Draws, draws_of
 from .engines import Engine, engine_for
 from .launch.ranks import Place
 from .measured import Measures
 from .model import build_model, model_config
 from .plan import Plan
+from .rerun import RerunStateMachine
 from .schedules import MicrobatchCalculator, OptimizerParamScheduler
 from .schedules.options import schedule_of
 from .stopping import Stopping
@@ -29,6 +31,7 @@ class Run:
     measures: Measures
     num_parameters: int
     stopping: Stopping
+    machine: RerunStateMachine | None
 
 
 def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures) -> Run:
@@ -49,4 +52,5 @@ def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures
         measures,
         num_parameters,
         Stopping(place, device, can_save=options.checkpoint is not None),
+        machine_for(plan, engine),
     )

@@ -1,13 +1,15 @@
 """A run's checkpoints: what is saved after a step, and what a resume brings back.
 
-Batches, random numbers, learning rates and batch sizes follow from the number of the step, so that,
-the model and the optimizer's state are all there is to save.
+Batches, random numbers, learning rates and batch sizes follow from the number of the step. So what
+is saved is the model, the optimizer's state, and what is known of rejected results.
 """
 
+import math
 from reprlib import repr as short
 
 from ..sharding import load_checkpoint, save_checkpoint
 from . import checkpoints
+from .attribution import extra_of, resume
 from .errors import CheckpointError, NonFiniteRunError
 from .options import TrainOptions
 from .recorder import Recorder
@@ -22,12 +24,13 @@ def load_run(run: Run, saved: SavedRun, recorder: Recorder) -> None:
         CheckpointError: it is not of the step that it lies under.
     """
     extra = load_checkpoint(saved.path, run.engine.module, run.engine.optimizer)
-    if extra != _extra_of(saved.step):
+    if not isinstance(extra, dict) or {**extra, "rerun": None} != extra_of(saved.step, None):
         raise CheckpointError(
             f"expected the state after step {saved.step} in {saved.path}, got a checkpoint that "
             f"was saved with {short(extra)}; move it away to resume from an older one"
         )
-    recorder.loss_first = saved.loss_first
+    resume(run.machine, extra, same_ranks=saved.world_size == run.place.world_size)
+    recorder.loss_first = saved.loss_first if saved.step else None
     recorder.restart_clock()
 
 
@@ -39,32 +42,28 @@ def is_save_due(options: TrainOptions, step: int) -> bool:
 
 
 def save_run(run: Run, step: int, recorder: Recorder) -> None:
-    """Save the run after `step`; every rank calls this.
+    """Save the run after `step`, 0 before the first one; every rank calls this.
 
     Raises:
         NonFiniteRunError: a loss or a gradient norm was not finite.
     """
     options = run.plan.options
     recorder.flush()
-    assert recorder.loss_first is not None, "a step has been recorded"
     assert options.checkpoint is not None, "a save is due"
     _refuse_nonfinite(options, recorder)
     path = checkpoints.checkpoint_path(options.checkpoint, step)
-    saved = SavedRun(path, step, run.place.world_size, recorder.loss_first, run.plan.defining)
+    loss_first = math.nan if recorder.loss_first is None else recorder.loss_first
+    saved = SavedRun(path, step, run.place.world_size, loss_first, run.plan.defining)
     checkpoints.save_run(
         saved,
         lambda folder: save_checkpoint(
-            folder, run.engine.module, run.engine.optimizer, extra=_extra_of(step)
+            folder, run.engine.module, run.engine.optimizer, extra=extra_of(step, run.machine)
         ),
         is_first=run.place.is_first,
         keep=options.keep_checkpoints,
     )
     recorder.reporter.note(f"saved {path}")
     recorder.restart_clock()
-
-
-def _extra_of(step: int) -> dict[str, int]:
-    return {"step": step}
 
 
 def _refuse_nonfinite(options: TrainOptions, recorder: Recorder) -> None:

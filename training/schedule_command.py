@@ -58,7 +58,7 @@ def run(namespace: argparse.Namespace) -> int:
         for name, curve in curves_of(rows).items():
             print(f"\n{name}")
             print("\n".join(_labelled(curve, plotted(curve, height=HEIGHT, glyphs=glyphs))))
-            print(f"{'step 1':>{LABEL_WIDTH + 7}}{options.steps:>{characters - 6},}")
+            print(f"{'step 1':>{LABEL_WIDTH + 7}}{options.steps:>{max(characters - 6, 1)},}")
         return 0
     rows = rows_at(schedule, batches, even_steps(options.steps, PICTURE_POINTS))
     write_picture(plot, [row.step for row in rows], curves_of(rows))

@@ -35,7 +35,7 @@ Defining = Mapping[str, str | int | float]
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A complete checkpoint: where it is, after which step, and of which run.
+    """A complete checkpoint: where it is, after which step, 0 before the first, and of which run.
 
     `index_sha256` is what the file beside it says of its folder; empty until that is read.
     """
@@ -87,7 +87,7 @@ def read_step_file(path: Path) -> SavedRun:
         _require_keys(content)
         saved = SavedRun(
             path=path,
-            step=_whole(content, "step"),
+            step=_whole(content, "step", least=0),
             world_size=_whole(content, "world_size"),
             loss_first=_loss(content["loss_first"]),
             defining=_defining(content["defining"]),
@@ -158,9 +158,9 @@ def _require_keys(content: Mapping[str, Any]) -> None:
         raise ValueError(f"another {CHECKSUM} than its own: it was changed")
 
 
-def _whole(content: Mapping[str, Any], name: str) -> int:
+def _whole(content: Mapping[str, Any], name: str, least: int = 1) -> int:
     value = content[name]
-    if type(value) is not int or not 0 < value < 10**STEP_DIGITS:
+    if type(value) is not int or not least <= value < 10**STEP_DIGITS:
         raise ValueError(f"{name} {short(value)}")
     return value
 

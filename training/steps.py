@@ -12,16 +12,21 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from .attribution import run_validated
 from .batches import Microbatch, window_loss
 from .data import Share, held_out_batch, mix_seed
 from .launch.ranks import mean_over_ranks
 from .measured import REGION_LEVEL
 from .recorder import Figures, Recorder
+from .rerun import ExitDecision
 from .run import Run
 
+GO_ON = ExitDecision(checkpoint=False, exit=False, code=0)
 
-def train_step(run: Run, step: int, recorder: Recorder) -> None:
-    """Train step `step`, counted from 1, and record it; every rank calls this.
+
+def train_step(run: Run, step: int, recorder: Recorder) -> ExitDecision:
+    """Train step `step`, counted from 1, and record it; every rank calls this. Where it decides to
+    exit, a result was rejected, and parameters are as they were.
 
     Raises:
         NonFiniteGradientError: a gradient is NaN or infinite, and that ends the run.
@@ -42,15 +47,18 @@ def train_step(run: Run, step: int, recorder: Recorder) -> None:
                 run.draws.draw(share, step, number, run.device)
                 for number in range(share.accumulate)
             ]
-        loss = _forward_backward(run, microbatches)
+        losses = run_validated(run.machine, lambda: _forward_backward(run, microbatches))
+        decision = GO_ON if run.machine is None else run.machine.should_checkpoint_and_exit()
+        if decision.exit:
+            return decision
         with region("clip", REGION_LEVEL):
             norms = {"grad_norm": engine.clip(options.clip)} if options.clip > 0 else {}
         with region("optimizer", REGION_LEVEL):
             engine.optimizer.step()
-            engine.optimizer.zero_grad()
         with region("loss", REGION_LEVEL):
-            figures = Figures.of(loss=run.stopping.mean_over_ranks(loss, "loss"), **norms)
+            figures = Figures.of(loss=run.stopping.mean_over_ranks(losses.sum(), "loss"), **norms)
     recorder.finish_step(step, share.batch * options.seq_len, figures, _known(run, share))
+    return decision
 
 
 def held_out_loss(run: Run) -> float:
@@ -71,14 +79,17 @@ def _known(run: Run, share: Share) -> Mapping[str, float]:
 
 
 def _forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> Tensor:
-    """The mean loss of this rank's microbatches, whose gradients are exchanged with the last."""
+    """The losses of this rank's microbatches, FP32 [microbatches]; their gradients, and no others,
+    are exchanged with the last.
+    """
     region = run.measures.timers.region
-    total = torch.zeros((), device=run.device)
+    losses = []
+    run.engine.optimizer.zero_grad()
     for left, microbatch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
         with run.engine.no_sync() if left else nullcontext():
             with region("forward", REGION_LEVEL):
                 loss = microbatch.loss(run.engine.module)
             with region("backward", REGION_LEVEL):
                 loss.backward()
-        total += loss.detach()
-    return total
+        losses.append(loss.detach().float())
+    return torch.stack(losses)

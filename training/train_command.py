@@ -3,11 +3,17 @@
 import argparse
 import os
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
+import torch
 
 from ..sharding import CommunicationError
 from .errors import OptionsError, RunStopped, UsageError
@@ -26,6 +32,7 @@ from .launch.ranks import (
     follow_launcher,
     place_from,
 )
+from .launch.relaunching import relaunching, rotation_of
 from .options import TrainOptions, add_train_arguments, options_from
 
 if TYPE_CHECKING:
@@ -70,8 +77,8 @@ def _train(options: TrainOptions, arguments: list[str]) -> int:
             return _train_as_rank(options, place)
         with raising_signals():
             return _start_ranks(options, arguments)
-    except RunStopped:  # rank 0 has said so
-        return 0
+    except RunStopped as stopped:  # rank 0 has said why
+        return stopped.code
 
 
 def _start_ranks(options: TrainOptions, arguments: list[str]) -> int:
@@ -83,22 +90,55 @@ def _start_ranks(options: TrainOptions, arguments: list[str]) -> int:
         raise OptionsError(
             f"expected --kill-rank below {num_ranks}, got {options.kill_rank}; ranks count from 0"
         )
-    choose_device(options.device, num_ranks)
+    choice = choose_device(options.device, num_ranks)
+    if options.attributes_faults:
+        rotation = rotation_of(choice.kind, num_ranks, torch.cuda.device_count())
+        with _with_checkpoints(options, arguments) as (options, arguments):
+            plan_run(options, num_ranks)
+            return relaunching(
+                lambda environment, is_resumed: _launch(
+                    options, [*arguments, *["--resume"] * is_resumed], num_ranks, environment
+                ),
+                rotation,
+            )
     plan = plan_run(options, num_ranks)
-    if num_ranks == 1:
-        whereabouts = Whereabouts()
-        with answering(partial(whereabouts.told, 0)):
-            result = train(plan, Place(), whereabouts)
-        _hand_back(result, options)
-        return 0
-    command = [sys.executable, "-c", RANK_PROGRAM, *arguments]
+    if num_ranks > 1:
+        return _launch(options, arguments, num_ranks)
+    whereabouts = Whereabouts()
+    with answering(partial(whereabouts.told, 0)):
+        result = train(plan, Place(), whereabouts)
+    _hand_back(result, options)
+    return 0
+
+
+def _launch(
+    options: TrainOptions,
+    arguments: Sequence[str],
+    num_ranks: int,
+    environment: Mapping[str, str] | None = None,
+) -> int:
     limit_s = options.heartbeat_limit_s
     return launch(
-        command,
+        [sys.executable, "-c", RANK_PROGRAM, *arguments],
         num_ranks,
         silence=Silence(limit_s, limit_s) if limit_s else None,
         can_stop=options.checkpoint is not None,
+        environment=environment,
     )
+
+
+@contextmanager
+def _with_checkpoints(
+    options: TrainOptions, arguments: Sequence[str]
+) -> Iterator[tuple[TrainOptions, list[str]]]:
+    """Give options and arguments with a folder of checkpoints, from which ranks start anew: one for
+    the time of the block where none was named.
+    """
+    if options.checkpoint is not None:
+        yield options, list(arguments)
+        return
+    with tempfile.TemporaryDirectory(prefix="sidestream-rerun-") as folder:
+        yield replace(options, checkpoint=folder), [*arguments, "--checkpoint", folder]
 
 
 def _train_as_rank(options: TrainOptions, place: Place) -> int:

@@ -14,6 +14,7 @@ import torch
 from ..sharding import full_state_dict
 from .data import MIB
 from .errors import RunStopped
+from .launch.exit_codes import RESUME_TO_DISAMBIGUATE
 from .launch.heartbeat import Whereabouts
 from .launch.ranks import (
     Place,
@@ -28,6 +29,7 @@ from .options import TrainOptions
 from .plan import Plan
 from .progress import Reporter, reporter_for
 from .recorder import Recorder
+from .rerun import ExitDecision
 from .result import RunResult, peak_memory_mib, reserved_memory_mib, sha256_of
 from .run import Run, build_run
 from .saving import is_save_due, load_run, save_run
@@ -48,7 +50,8 @@ def train(
         OptionsError: the ranks have not enough GPUs.
         CheckpointError: what was loaded is not of the step that it lies under.
         NonFiniteGradientError, NonFiniteRunError: something is NaN or infinite, and that ends it.
-        RunStopped: SIGTERM came, in a run with checkpoints; the last step is saved.
+        RunStopped: SIGTERM came, in a run with checkpoints, and the last step is saved; or a
+            result was rejected.
     """
     options = plan.options
     whereabouts = whereabouts or Whereabouts()
@@ -68,25 +71,30 @@ def train(
             whereabouts.doing = f"loading step {plan.resume_from.step}"
             load_run(run, plan.resume_from, recorder)
         with run.stopping.listening():
-            last_step = _train_steps(run, recorder, whereabouts)
+            stopped = _train_steps(run, recorder, whereabouts)
             whereabouts.doing = "summing up"
             recorder.flush()
             energy = measures.energy_over_ranks()
             _tell_measures(run, recorder, energy)
-            result = _sum_up(run, recorder, energy) if last_step == options.steps else None
+            result = None if stopped else _sum_up(run, recorder, energy)
             leave()
             wait_for_all("at the end of the run")
-    if result is None:
-        raise RunStopped(f"stopped by SIGTERM after step {last_step}, which is saved")
+        if stopped:
+            reporter.note(str(stopped))
+            raise stopped
+    assert result is not None, "a run that was not stopped has one"
     return result
 
 
-def _train_steps(run: Run, recorder: Recorder, whereabouts: Whereabouts) -> int:
-    """Train and save; return the last step, which is saved too where the run has to stop early."""
+def _train_steps(run: Run, recorder: Recorder, whereabouts: Whereabouts) -> RunStopped | None:
+    """Train and save; return why the run has to stop before its last step, where it has to."""
     options, stopping = run.plan.options, run.stopping
     for step in range(run.plan.first_step, options.steps + 1):
         whereabouts.doing = f"in step {step}"
-        train_step(run, step, recorder)
+        decision = train_step(run, step, recorder)
+        run.measures.keep_up()
+        if decision.exit:
+            return _stop_on_rejection(run, step, decision, recorder, whereabouts)
         has_to_stop = stopping.is_agreed()
         if has_to_stop or is_save_due(options, step):
             whereabouts.doing = f"saving step {step}"
@@ -95,12 +103,25 @@ def _train_steps(run: Run, recorder: Recorder, whereabouts: Whereabouts) -> int:
             has_to_stop = stopping.is_agreed_now()
         _kill_if_due(run, step)
         if has_to_stop and step < options.steps:
-            recorder.reporter.note(
+            return RunStopped(
                 f"stopped by SIGTERM after step {step} of {options.steps}, which is saved; "
                 "--resume goes on from there"
             )
-            return step
-    return options.steps
+    return None
+
+
+def _stop_on_rejection(
+    run: Run, step: int, decision: ExitDecision, recorder: Recorder, whereabouts: Whereabouts
+) -> RunStopped:
+    """Save what there was before `step`, in which a result was rejected."""
+    if decision.checkpoint:
+        whereabouts.doing = f"saving step {step - 1}"
+        save_run(run, step - 1, recorder)
+    if decision.code == RESUME_TO_DISAMBIGUATE:
+        text = f"step {step} has to be run on other hardware, which --resume does"
+        return RunStopped(text, decision.code)
+    assert run.machine is not None and run.machine.verdict is not None, "it is known what it was"
+    return RunStopped(run.machine.verdict.line(), decision.code)
 
 
 def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:

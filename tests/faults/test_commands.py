@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.tests.faults.runs import STEPS, complete_steps, job, pids_of, run, saving
+from sidestream.tests.faults.runs import complete_steps, job, pids_of, run, saving
 from sidestream.tests.training.processes import one_thread_each
 from sidestream.training.step_file import folder_name
 

@@ -87,6 +87,19 @@ def test_folder_is_read_sorted_without_hidden_and_binary_files(tmp_path):
     assert corpus.num_files == 2
 
 
+def test_documents_end_where_files_do(tmp_path):
+    sizes = [30, 0, 50, 20, 10]
+    for name, size in enumerate(sizes):
+        (tmp_path / str(name)).write_bytes(b"x" * size)
+    # 110 bytes, of which two sequences of 4 + 1 are held out: the last file as a whole.
+    assert load_corpus(str(tmp_path), seq_len=4).document_ends.tolist() == [30, 30, 80, 100]
+    # Two of 8 + 1: the file before it in part.
+    assert load_corpus(str(tmp_path), seq_len=8).document_ends.tolist() == [30, 30, 80, 92]
+    limited = load_corpus(str(tmp_path), seq_len=4, max_bytes=60)
+    assert limited.document_ends.tolist() == [30, 30, 50]
+    assert limited.document_ends.dtype == torch.int64
+
+
 def test_no_more_than_the_limit_is_read(text_file):
     assert load_corpus(text_file, seq_len=SEQ_LEN, max_bytes=1000).num_bytes == 1000
 

@@ -33,7 +33,7 @@ def test_every_option_can_be_given():
         "--decay-steps 9 --wsd-decay-steps 3 --wsd-decay-style linear --weight-decay 0.2 "
         "--end-weight-decay 0.3 --weight-decay-steps 5 --weight-decay-style cosine "
         "--batch-ramp 0:4 --batch-ramp-unit tokens --metrics m --tensorboard t --timers --energy "
-        "--pack"
+        "--pack --rerun --inject-fault bug --inject-fault-at 3 --inject-fault-rank 1"
     )
     options = _parsed(*line.split())
     given = {field.name for field in fields(options)}

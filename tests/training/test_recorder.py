@@ -96,6 +96,7 @@ def recording_on(device, clock=StreamClock):
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         device.installed(),
         mock.patch.object(torch.cuda, "Event", lambda enable_timing: Event(device, enable_timing)),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(StreamClock, "on_host", on_host),
         mock.patch.object(recorder, "clock_of", lambda _: clock()),
         device,

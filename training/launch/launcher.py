@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .boards import FolderBoard
+from .exit_codes import AGREED
 from .heartbeat import BEAT_S, STARTING, Silence
 from .interruption import ENDING_SIGNALS, NotedSignals, noting_signals
 from .launch_folder import launch_folder
@@ -58,9 +59,10 @@ def launch(
     grace_s: float = GRACE_S,
     silence: Silence | None = None,
     can_stop: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Run `command` as `num_ranks` ranks and return the exit code: 0, or that of the first rank
-    that failed.
+    """Run `command` as `num_ranks` ranks, with `environment` beside the caller's, and return the
+    exit code: that of the first rank that failed, or what the ranks have agreed on, 0 mostly.
 
     A rank ended by signal s counts as 128 + s. With `silence`, ranks have to beat on the board of
     the folder, and one that does not for too long has failed. `can_stop`: ranks take SIGTERM as a
@@ -73,9 +75,11 @@ def launch(
     terminate_s = 0.0 if can_stop else TERMINATE_S
     with noting_signals() as signals, launch_folder() as folder:
         ranks: list[_Rank] = []
+        environ = {**os.environ, **(environment or {})}
         try:
             for index in range(num_ranks):
-                ranks.append(_start(command, index, num_ranks, folder))
+                place = rank_environment(environ, index, num_ranks, folder)
+                ranks.append(_start(command, index, place, folder))
                 signals.raise_noted()
             board = FolderBoard(folder)
             return _Watch(ranks, board, silence, signals, terminate_s, can_stop).run(grace_s)
@@ -120,9 +124,10 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _start(command: Sequence[str], rank: int, num_ranks: int, folder: Path) -> _Rank:
+def _start(
+    command: Sequence[str], rank: int, environment: Mapping[str, str], folder: Path
+) -> _Rank:
     log = folder / f"rank-{rank}.log" if rank else None
-    environment = rank_environment(os.environ, rank, num_ranks, folder)
     process = start(command, log=log, stdin=subprocess.PIPE, environment=environment)
     return _Rank(rank, process, log)
 
@@ -142,7 +147,7 @@ class _Watch:
         """Return the exit code of all."""
         failed = self._wait_for_failure()
         if not failed:
-            return 0
+            return max(rank.process.returncode for rank in self.ranks)
         first, self.can_stop = failed[0], False
         verdict = self._verdict(failed)
         say(verdict)
@@ -179,7 +184,8 @@ class _Watch:
         next_beat_s = time.monotonic()
         for left in watch(_processes(self.ranks)):
             self._heed_signals()
-            failed = [rank for rank in self.ranks if exit_code(rank.process)]
+            # All ranks end with a code that they agree on, one after the other.
+            failed = [rank for rank in self.ranks if exit_code(rank.process) not in (None, *AGREED)]
             if failed:
                 # A signal before an exit code: who was killed is the cause, who raised follows.
                 return [min(failed, key=lambda rank: rank.process.returncode > 0)]

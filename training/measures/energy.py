@@ -2,7 +2,8 @@
 
     monitor = EnergyMonitor(device, local_rank=place.local_rank)
     monitor.setup()
-    ...                                  # steps
+    ...                                  # steps, each of them with
+    monitor.keep_up()                    # which costs nothing but before a counter comes round
     lap = monitor.lap()                  # of this rank, nobody is asked
     print(lap, lap.per(num_tokens))      # "312.0 J", joules a token; or "unavailable: ...", None
     print(monitor.lap_over_ranks())      # of all ranks; each of them calls it
@@ -29,6 +30,7 @@ _ALLOWED = {
     "setup": ("new", "shut down"),
     "pause": ("running",),
     "resume": ("paused",),
+    "keep_up": ("running", "paused"),
     "lap": ("running", "paused"),
     "get_total": ("running", "paused", "shut down"),
     "shutdown": ("running", "paused"),
@@ -148,6 +150,17 @@ class EnergyMonitor:
         self._require("resume")
         self._begin()
 
+    def keep_up(self) -> None:
+        """Read the counter if it could otherwise come round unseen, as those of CPUs do within
+        minutes; a call is due more often than that, such as each step.
+
+        Raises:
+            RuntimeError: it is not set up.
+        """
+        self._require("keep_up")
+        if time.monotonic() - self._last_s > self._source.max_gap_s / 2:
+            self._count()
+
     def lap(self) -> Energy:
         """What this rank used since the last lap, without its pauses.
 
@@ -203,7 +216,7 @@ class EnergyMonitor:
         elif (since_s := self._last_s - first_s) > self._source.max_gap_s:
             self._fail(
                 f"{self._source.key} can begin anew within {self._source.max_gap_s:.0f} s and was "
-                f"not read for {since_s:.0f} s; make laps shorter"
+                f"not read for {since_s:.0f} s; call keep_up() each step"
             )
         for each in (self._lap, self._total):
             each.joules += self._last_j - first_j

@@ -20,6 +20,9 @@ from typing import Any, Protocol
 import torch
 
 POWERCAP = Path("/sys/class/powercap")
+# Of a package, twice what the largest ones are made for: with it no counter comes round unseen. One
+# that counts 65,533 J, as AMD's do, is read every 65 s then.
+MOST_WATTS = 1000
 
 
 class EnergyUnavailable(Exception):
@@ -73,14 +76,13 @@ class NvmlSource:
         except nvml.NVMLError as error:
             raise EnergyUnavailable(f"NVML does not start: {error}") from error
         try:
-            handle = self._find()
-            if nvml.nvmlDeviceIsMigDeviceHandle(handle):
+            name, handle = self._find()
+            if name.startswith("MIG-"):
                 # An instance has no counter of its own.
                 handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
                 self.remark = "of the whole GPU, of which the rank has a MIG instance"
             self._handle, self.key = handle, nvml.nvmlDeviceGetUUID(handle)
-            self.read_joules()
-        except (nvml.NVMLError, EnergyUnavailable) as error:
+        except nvml.NVMLError as error:
             nvml.nvmlShutdown()
             raise EnergyUnavailable(f"GPU {self._uuid}: {error}") from error
 
@@ -89,29 +91,22 @@ class NvmlSource:
         try:
             millijoules = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
         except self._nvml.NVMLError as error:
-            raise EnergyUnavailable(
-                f"GPU {self._uuid} has no counter of energy: {error}"
-            ) from error
+            raise EnergyUnavailable(f"GPU {self._uuid}: no counter of energy: {error}") from error
         return float(millijoules) / 1e3
 
     def close(self) -> None:
         """Leave NVML."""
         self._nvml.nvmlShutdown()
 
-    def _find(self) -> Any:
-        # CUDA says neither which of the two kinds a device is, nor the beginning of its UUID.
-        names = (
-            [self._uuid]
-            if self._uuid.startswith(("GPU-", "MIG-"))
-            else [f"GPU-{self._uuid}", f"MIG-{self._uuid}"]
-        )
-        failed: list[Exception] = []
-        for name in names:
-            try:
-                return self._nvml.nvmlDeviceGetHandleByUUID(name)
-            except self._nvml.NVMLError as error:
-                failed.append(error)
-        raise failed[0]
+    def _find(self) -> tuple[str, Any]:
+        """NVML's name of the device, and its handle. CUDA's has no beginning that tells a GPU from
+        a MIG instance.
+        """
+        bare = self._uuid.removeprefix("GPU-").removeprefix("MIG-")
+        try:
+            return f"GPU-{bare}", self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}")
+        except self._nvml.NVMLError:
+            return f"MIG-{bare}", self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}")
 
 
 @dataclass(slots=True)
@@ -142,7 +137,7 @@ class RaplSource:
             _Package(zone, _number(zone / "max_energy_range_uj"), _number(zone / "energy_uj"))
             for zone in zones
         ]
-        self.max_gap_s = min(_full_s(package) for package in self._packages)
+        self.max_gap_s = min(each.range_uj for each in self._packages) / 1e6 / MOST_WATTS
 
     def read_joules(self) -> float:
         """Since `open`, if no package began anew twice between two readings."""
@@ -187,15 +182,6 @@ def source_of(device: torch.device, *, local_rank: int, host_name: str) -> Energ
 def _is_package(zone: Path) -> bool:
     is_inside = zone.name.count(":") > 1
     return not is_inside and _text(zone / "name").startswith("package")
-
-
-def _full_s(package: _Package) -> float:
-    """In how many seconds the power limit of a package counts to its end, infinite where there is
-    no limit.
-    """
-    limit = package.zone / "constraint_0_power_limit_uw"
-    limit_uw = _number(limit) if limit.exists() else 0
-    return package.range_uj / limit_uw if limit_uw else math.inf
 
 
 def _number(path: Path) -> int:

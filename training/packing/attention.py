@@ -49,6 +49,28 @@ class AttentionCall:
     lengths_known: bool
     compiling: bool
 
+    @classmethod
+    def on(
+        cls,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        head_dim: int,
+        dropout_p: float = 0.0,
+        lengths_known: bool = True,
+    ) -> "AttentionCall":
+        """Return the call on `device` with the installed torch, from where this is called."""
+        on_gpu = device.type == "cuda"
+        return cls(
+            dtype=dtype,
+            head_dim=head_dim,
+            dropout_p=dropout_p,
+            capability=torch.cuda.get_device_capability(device) if on_gpu else None,
+            has_varlen=HAS_VARLEN,
+            lengths_known=lengths_known,
+            compiling=torch.compiler.is_compiling(),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
@@ -66,7 +88,10 @@ class AttentionChoice:
 def choose_attention(call: AttentionCall) -> AttentionChoice:
     """Return the first way of the table above that can do `call`.
 
-    print(choose_attention(AttentionCall(torch.float32, 64, 0.0, None, True, True, False)))
+        call = AttentionCall.on(torch.device("cpu"), dtype=torch.float32, head_dim=64)
+        print(choose_attention(call))
+
+    writes `documents (varlen: needs a GPU; flex: needs a GPU)`.
     """
     passed_over: list[tuple[str, str]] = []
     for way, obstacle in _OBSTACLES.items():
@@ -142,17 +167,12 @@ def _check_way(way: str, call: AttentionCall) -> None:
 
 
 def _call_of(query: Tensor, params: PackedSeqParams, dropout_p: float) -> AttentionCall:
-    on_gpu = query.device.type == "cuda"
-    compiling = torch.compiler.is_compiling()
-    return AttentionCall(
+    return AttentionCall.on(
+        query.device,
         dtype=query.dtype,
         head_dim=query.shape[-1],
         dropout_p=dropout_p,
-        capability=torch.cuda.get_device_capability(query.device) if on_gpu else None,
-        has_varlen=HAS_VARLEN,
-        # Compiled code would be made again for each list of lengths that it has read.
-        lengths_known=not compiling and params.lengths is not None,
-        compiling=compiling,
+        lengths_known=params.host_offsets is not None,
     )
 
 
@@ -260,8 +280,9 @@ def _documents(
     dropout_p: float,
     causal: bool,
 ) -> Tensor:
-    assert params.lengths is not None, "an obstacle otherwise"
-    groups = groupby(length for length in params.lengths if length)
+    lengths = params.lengths
+    assert lengths is not None, "an obstacle otherwise"
+    groups = groupby(length for length in lengths if length)
     runs = [(len(list(group)), length) for length, group in groups] or [(1, 0)]
     # One split: the backward of slices would write a whole row of zeros for each.
     sizes = [count * length for count, length in runs]

@@ -22,7 +22,7 @@ MAX_TOKENS = 2**31 - 1
 
 class Kept:
     """What was made once for a batch, by name: masks. All copies of one `PackedSeqParams` share
-    it, since `fully_shard` hands each unit a copy of what its forward is given.
+    it: `fully_shard`, ours and torch's, hands each unit a copy of what its forward is given.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,13 @@ class PackedSeqParams:
 
     cu_seqlens_q: int32 [documents + 1], starts at 0, does not decrease, ends at `total_tokens`.
     cu_seqlens_kv, max_seqlen_kv: the same as of the queries; may be left out.
-    max_seqlen_q: no document is longer. total_tokens: read from cu_seqlens_q where that is on the
-    CPU. seq_idx: int32 [1, total_tokens], the number of each token's document; made if left out.
-    lengths: those of the documents on the host; read from cu_seqlens_q where that is on the CPU.
+    max_seqlen_q: no document is longer. total_tokens: may be left out where the host knows the
+    offsets. seq_idx: int32 [1, total_tokens], the number of each token's document; made if left
+    out. host_offsets: cu_seqlens_q as the host knows it, on the CPU; the same where that is there.
+    kept: masks that were made for these documents, which copies share; leave it out.
 
-    Values on the CPU are checked at once. Those that are on a GPU alone are checked there, without
-    a wait: a false one ends the process by a device-side assertion.
+    Offsets that the host knows are checked at once. Those that a GPU alone knows are checked there,
+    without a wait: a false one ends the process by a device-side assertion.
 
     Raises:
         ValueError: the fields contradict one another or the above.
@@ -66,8 +67,8 @@ class PackedSeqParams:
     qkv_format: str = "thd"
     total_tokens: int | None = None
     seq_idx: Tensor | None = None
-    lengths: tuple[int, ...] | None = None
-    kept: Kept = field(default_factory=Kept, init=False, repr=False)
+    host_offsets: Tensor | None = None
+    kept: Kept = field(default_factory=Kept, repr=False)
 
     def __post_init__(self) -> None:
         """Check, and derive what was left out."""
@@ -75,13 +76,15 @@ class PackedSeqParams:
         self._set("cu_seqlens_kv", self.cu_seqlens_q)
         self._set("max_seqlen_kv", self.max_seqlen_q)
         if self.cu_seqlens_q.device.type == "cpu":
-            self._check_values(self.cu_seqlens_q.tolist())
+            self._set("host_offsets", self.cu_seqlens_q)
+        if self.host_offsets is not None:
+            self._check_values(self.host_offsets.tolist())
         elif self.total_tokens is None:
             raise ValueError(
                 f"expected total_tokens beside offsets on {self.cu_seqlens_q.device}, got None, "
                 "and reading them would wait for the device; pass the number of tokens of the row"
             )
-        elif self.lengths is None:
+        else:
             self._assert_on_device()
         if self.seq_idx is None:
             self._set("seq_idx", self._document_of_each_token())
@@ -109,6 +112,13 @@ class PackedSeqParams:
         )
 
     @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Tokens of each document, if the host knows them."""
+        if self.host_offsets is None:
+            return None
+        return tuple(end - start for start, end in pairwise(self.host_offsets.tolist()))
+
+    @property
     def position_ids(self) -> Tensor:
         """Place of each token in its document: int64 [1, total_tokens]."""
         assert self.seq_idx is not None, "made by __post_init__"
@@ -129,6 +139,7 @@ class PackedSeqParams:
             cu_seqlens_q=function(self.cu_seqlens_q),
             cu_seqlens_kv=None,
             seq_idx=function(self.seq_idx),
+            kept=Kept(),
         )
 
     def _set(self, name: str, value: object) -> None:
@@ -169,24 +180,20 @@ class PackedSeqParams:
             raise ValueError(
                 f"expected cu_seqlens_q to start at 0, got {offsets[0]}; put a 0 before the ends"
             )
-        lengths = tuple(end - start for start, end in pairwise(offsets))
-        for document, length in enumerate(lengths):
+        for document, (start, end) in enumerate(pairwise(offsets)):
+            length = end - start
             if not 0 <= length <= self.max_seqlen_q:
                 raise ValueError(
                     f"expected documents of 0 to max_seqlen_q = {self.max_seqlen_q} tokens, got "
                     f"{length} in document {document}; give cu_seqlens_q that do not decrease and "
                     "the length of the longest"
                 )
-        for name, given, found in (
-            ("lengths", self.lengths, lengths),
-            ("total_tokens", self.total_tokens, offsets[-1]),
-        ):
-            if given not in (None, found):
-                raise ValueError(
-                    f"expected {name} {found} after cu_seqlens_q, got {given}; make the padding a "
-                    "document of its own and leave the rest out"
-                )
-            self._set(name, found)
+        if self.total_tokens not in (None, offsets[-1]):
+            raise ValueError(
+                f"expected total_tokens {offsets[-1]}, where cu_seqlens_q ends, got "
+                f"{self.total_tokens}; make the padding a document of its own"
+            )
+        self._set("total_tokens", offsets[-1])
 
     def _assert_on_device(self) -> None:
         lengths = self.cu_seqlens_q.diff()

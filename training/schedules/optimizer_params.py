@@ -193,7 +193,8 @@ class OptimizerParamScheduler:
 
         Raises:
             ValueError: it is no such state, or differs from the constructor's arguments and no flag
-                says which of them count; nothing has changed then.
+                says which of them count; groups that differ, as for the constructor. Nothing has
+                changed then.
             TypeError: a field of another type.
         """
         state = {_FORMER_NAMES.get(name, name): value for name, value in state_dict.items()}
@@ -205,6 +206,8 @@ class OptimizerParamScheduler:
                 + (f"with {', '.join(unknown)}" if unknown else "without num_steps")
                 + "; pass what its state_dict() gave"
             )
+        # A loaded optimizer may have lost keys: torch takes its groups as they were saved.
+        _require_told_differences(self.optimizer.param_groups)
         num_steps = state.pop("num_steps")
         require_count("num_steps", num_steps, 0)
         differing = {name: value for name, value in state.items() if value != here[name]}

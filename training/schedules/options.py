@@ -81,10 +81,12 @@ class ScheduleOptions:
     init_lr: float = _rate(0.0, "learning rate that the warm-up begins at")
     min_lr: float | None = _rate(None, "learning rate at the end (default: a tenth of --lr)")
     warmup_steps: int | None = _steps(
-        "steps up to --lr (default: a tenth of --steps, at most 100)", least=0
+        "steps up to --lr (default: a tenth of --decay-steps, at most 100)", least=0
     )
     decay_steps: int | None = _steps("step that reaches --min-lr (default: --steps)")
-    wsd_decay_steps: int | None = _steps("steps of the tail of WSD (default: a tenth of --steps)")
+    wsd_decay_steps: int | None = _steps(
+        "steps of the tail of WSD (default: a tenth of --decay-steps)"
+    )
     wsd_decay_style: str | None = _style(
         None, "shape of the tail of WSD (default: exponential)", SHARES
     )

@@ -83,9 +83,9 @@ class ParamSchedule:
     def __post_init__(self) -> None:
         self._check_styles()
         for name in ("init_lr", "max_lr", "min_lr", "start_wd", "end_wd"):
-            require_number(
-                name, getattr(self, name), "a finite number >= 0", lambda x: 0 <= x < math.inf
-            )
+            value = getattr(self, name)
+            require_number(name, value, "a finite number >= 0", lambda x: 0 <= x < math.inf)
+            object.__setattr__(self, name, float(value))
         for low, high in (("init_lr", "max_lr"), ("min_lr", "max_lr"), ("start_wd", "end_wd")):
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(
@@ -107,9 +107,10 @@ class ParamSchedule:
             )
 
     def _check_horizons(self) -> None:
-        require_count("lr_warmup_steps", self.lr_warmup_steps, 0)
-        require_count("lr_decay_steps", self.lr_decay_steps)
-        require_count("wd_incr_steps", self.wd_incr_steps, 0)
+        least = {"lr_warmup_steps": 0, "lr_decay_steps": 1, "wd_incr_steps": 0}
+        for name in [*least, *["wsd_decay_steps"] * (self.wsd_decay_steps is not None)]:
+            require_count(name, getattr(self, name), least.get(name, 1))
+            object.__setattr__(self, name, int(getattr(self, name)))
         if self.lr_warmup_steps >= self.lr_decay_steps:
             raise ValueError(
                 f"expected lr_warmup_steps < lr_decay_steps, got {self.lr_warmup_steps} and "
@@ -121,7 +122,6 @@ class ParamSchedule:
                 f"{self.wsd_decay_steps} in {self.lr_decay_style!r}; give both or neither"
             )
         if self.wsd_decay_steps is not None:
-            require_count("wsd_decay_steps", self.wsd_decay_steps)
             most = self.lr_decay_steps - self.lr_warmup_steps
             if self.wsd_decay_steps > most:
                 raise ValueError(
@@ -138,9 +138,10 @@ class ParamSchedule:
         require_count("step", step, 0)
         with localcontext(Context(prec=DIGITS)):
             lr = (_rising_lr if step < self.lr_warmup_steps else LR_STYLES[self.lr_decay_style])(
-                self, step
+                self, int(step)
             )
-            return ScheduledParams(float(lr), float(WD_STYLES[self.wd_incr_style](self, step)))
+            weight_decay = WD_STYLES[self.wd_incr_style](self, int(step))
+            return ScheduledParams(float(lr), float(weight_decay))
 
 
 def _between(low: float, high: float, share: Decimal) -> Decimal:

@@ -57,7 +57,8 @@ def plotted(values: Sequence[float], *, height: int, glyphs: Glyphs = BRAILLE) -
     levels = [bottom - (round((value - lowest) / span * bottom) if span else 0) for value in values]
     cells = [[0] * -(-len(values) // across) for _ in range(height)]
     for x, (before, level) in enumerate(zip([levels[0], *levels], levels, strict=False)):
-        # From where the dot before stands: steep parts have no gaps.
-        for y in range(min(before, level), max(before, level) + 1):
+        # Steep parts have no gaps: from beside the dot before.
+        beside = before + (level > before) - (level < before)
+        for y in range(min(beside, level), max(beside, level) + 1):
             cells[y // down][x // across] |= glyphs.bits[y % down][x % across]
     return ["".join(glyphs.characters[bits] for bits in line) for line in cells]

@@ -124,6 +124,12 @@ def test_the_first_way_that_a_call_can_go(change, way):
     ]
 
 
+def test_a_call_on_this_machine():
+    call = AttentionCall.on(torch.device("cpu"), dtype=torch.float32, head_dim=64)
+    reasons = "varlen: needs a GPU; flex: needs a GPU"
+    assert str(choose_attention(call)) == f"documents ({reasons})"
+
+
 def test_a_choice_says_why():
     choice = choose_attention(dataclasses.replace(CALL, dropout_p=0.1))
     assert str(choice) == "documents (varlen: has no dropout; flex: has no dropout)"
@@ -184,6 +190,7 @@ def test_varlen_is_given_what_it_documents(forced, monkeypatch, causal):
     assert torch.equal(mixed, _by_hand(*inputs, LENGTHS, causal=causal))
 
 
+@pytest.mark.slow
 def test_varlen_is_compiled_into_one_graph(forced):
     pytest.importorskip("torch.nn.attention.varlen")
     forced("varlen")
@@ -202,13 +209,14 @@ def test_varlen_is_compiled_into_one_graph(forced):
     assert [node.meta["example_value"][0].shape for node in called] == [(27, HEADS, HEAD_DIM)]
 
 
+# What torch traces of its own for a block mask.
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
 def test_flex_attention_keeps_documents_apart(forced, causal):
     forced("flex")
     compiled = torch.compile(packed_attention, backend="aot_eager", fullgraph=True)
-    inputs = _inputs(dtype=torch.float32)
-    # Its backward needs a GPU.
-    with torch.no_grad():
-        mixed = compiled(*inputs, PackedSeqParams.from_lengths(LENGTHS), causal=causal)
-        expected = _by_hand(*inputs, LENGTHS, causal=causal)
+    inputs = _inputs(dtype=torch.float32).detach()  # its backward needs a GPU
+    mixed = compiled(*inputs, PackedSeqParams.from_lengths(LENGTHS), causal=causal)
+    expected = _by_hand(*inputs, LENGTHS, causal=causal)
     torch.testing.assert_close(mixed, expected, rtol=0, atol=100 * torch.finfo(torch.float32).eps)

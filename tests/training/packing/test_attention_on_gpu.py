@@ -6,7 +6,12 @@ import torch
 from sidestream.training.model import GPTConfig, build_model
 from sidestream.training.packing import PackedSeqParams, pack, pack_batch, packed_attention
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # What torch's compiler does of its own.
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
+]
 
 LENGTHS = [300, 128, 128, 1, 0, 77, 6]
 TOTAL, HEADS, HEAD_DIM = sum(LENGTHS), 4, 64
@@ -40,11 +45,11 @@ def test_every_way_is_within_rounding_of_the_definition(way, dtype, causal):
     params = PackedSeqParams.from_lengths(LENGTHS)
     expected = _attended(on_cpu, params, causal=causal, way="documents")
     got = _attended(on_gpu, params.to("cuda"), causal=causal, way=way)
-    # Scores, weights and the result are rounded to dtype once each, sums are in FP32.
-    eps = torch.finfo(dtype).eps
+    # Scores, weights and results are rounded to dtype, a few times each; exponentials and sums of
+    # up to 300 terms are in FP32.
+    bound = 8 * torch.finfo(dtype).eps + 32 * torch.finfo(torch.float32).eps
     for one, other in zip(got, expected, strict=True):
-        assert (one - other).norm() <= 8 * eps * other.norm()
-        assert (one - other).abs().max() <= 32 * eps * other.abs().max()
+        assert (one - other).norm() <= bound * other.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -63,7 +68,7 @@ def test_a_model_learns_what_it_learns_on_a_cpu(dtype, compiled):
     forward = torch.compile(model, fullgraph=True) if compiled else model
     loss = moved.loss(forward(moved.tokens, moved.params))
     loss.backward()
-    bound = 64 * torch.finfo(dtype).eps
+    bound = 8 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
     assert abs(loss.item() - expected.item()) <= bound * expected.item()
     for param, grad in zip(model.parameters(), grads, strict=True):
         assert (param.grad.cpu().float() - grad).norm() <= bound * grad.norm()

@@ -94,19 +94,6 @@ def test_the_standard_library_wastes_less_than_3_percent():
     assert f"{len(packed.plan.bins):,} rows of 512 tokens" in packed.described
 
 
-def test_documents_end_where_files_do(tmp_path):
-    sizes = [30, 0, 50, 20, 10]
-    for name, size in enumerate(sizes):
-        (tmp_path / str(name)).write_bytes(b"x" * size)
-    # 110 bytes, of which two sequences of 4 + 1 are held out: the last file as a whole.
-    assert load_corpus(str(tmp_path), seq_len=4).document_ends.tolist() == [30, 30, 80, 100]
-    # Two of 8 + 1: the file before it in part.
-    assert load_corpus(str(tmp_path), seq_len=8).document_ends.tolist() == [30, 30, 80, 92]
-    limited = load_corpus(str(tmp_path), seq_len=4, max_bytes=60)
-    assert limited.document_ends.tolist() == [30, 30, 50]
-    assert limited.document_ends.dtype == torch.int64
-
-
 @pytest.mark.parametrize("file_bytes", [[1, 0, 1], [0]], ids=["single_bytes", "empty"])
 def test_files_that_predict_nothing_are_refused(file_bytes):
     with pytest.raises(DataError, match="at least 2 bytes to pack, got none in a test"):

@@ -46,7 +46,7 @@ def _fewest_bins(lengths, budget):
     return fewest(tuple(sorted(filter(None, lengths), reverse=True)), 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(LENGTHS)
 def test_bins_are_those_of_the_definition(lengths):
     plan = pack(lengths, BUDGET)

@@ -1,0 +1,83 @@
+"""Fault attribution in `sidestream train`: what is validated, which faults are injected, and how a
+step ends whose results were rejected.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engines import Engine
+from .errors import CheckpointError
+from .plan import Plan
+from .rerun import RerunStateMachine, fault_here, has_open_question
+
+LARGE = 10.0
+"""A loss so many times the largest before is rejected."""
+
+
+def machine_for(plan: Plan, engine: Engine) -> RerunStateMachine | None:
+    """The machine of a run, None where it attributes no faults; every rank calls this."""
+    options = plan.options
+    if not options.attributes_faults:
+        return None
+    injector = None
+    if options.inject_fault is not None:
+        at = options.inject_fault_at or max(1, options.steps // 2)
+        injector = fault_here(options.inject_fault, at, options.inject_fault_rank)
+    return RerunStateMachine(
+        engine.module,
+        program=json.dumps(dict(plan.defining), sort_keys=True),
+        injector=injector,
+        first_step=plan.first_step,
+    )
+
+
+def run_validated(
+    machine: RerunStateMachine | None, forward_backward: Callable[[], Tensor]
+) -> Tensor:
+    """Return what `forward_backward` does, the losses of this rank's microbatches, which are
+    validated and run again where they are rejected; it clears gradients first.
+    """
+    if machine is None:
+        return forward_backward()
+    losses = torch.empty(0)
+    while machine.should_run_forward_backward():
+        losses = forward_backward()
+        machine.validate_result(
+            losses,
+            lambda values: machine.is_unexpectedly_large(values, LARGE, "losses").any(),
+            "losses of the rank's microbatches",
+        )
+    return losses
+
+
+def extra_of(step: int, machine: RerunStateMachine | None) -> dict[str, Any]:
+    """What a checkpoint holds beside the model and the optimizer; each rank's own."""
+    return {"step": step, "rerun": None if machine is None else machine.state_dict()}
+
+
+def resume(
+    machine: RerunStateMachine | None, extra: Mapping[str, Any], *, same_ranks: bool
+) -> None:
+    """Have `machine` go on where the one was that is saved in `extra`.
+
+    Raises:
+        CheckpointError: a step waits there to be run on other hardware, and cannot be.
+    """
+    state = extra["rerun"]
+    if state is None:
+        return
+    is_open = has_open_question(state)
+    if machine is None and is_open:
+        raise CheckpointError(
+            "expected --rerun for a checkpoint with a step that has to be run on other hardware, "
+            "got none; pass --rerun, or move the checkpoint away to resume from an older one"
+        )
+    if machine is not None and (is_open or same_ranks):
+        try:
+            machine.load_state_dict(state)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
