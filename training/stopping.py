@@ -1,10 +1,12 @@
 """SIGTERM ends a run after a step and its checkpoint, the same step on all ranks.
 
-SIGTERM reaches a rank      at any time: it is noted
-the rank's next loss        the note travels in the collective of its mean
-CPU: after that step        every rank reads the same number, saves the step and ends
-GPU: a step later           so that the host need not wait for the step that it has enqueued last
-after each save             the ranks ask one another at once: it may have taken long
+    SIGTERM reaches a rank      at any time: it is noted
+    the rank's next loss        the note travels in the collective of its mean
+    CPU: after that step        every rank reads the same number, saves the step and ends
+    GPU: a step later           the host need not wait for the step that it has enqueued last
+    after each save             the ranks ask one another at once: it may have taken long
+
+What a second SIGTERM does is said at `launch.interruption.noting_stop`.
 """
 
 from collections import deque

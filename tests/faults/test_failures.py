@@ -23,15 +23,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("act", "place"),
-    [
-        pytest.param(
-            *case, marks=[] if case == CASES[0] else [pytest.mark.slow], id=", ".join(case)
-        )
-        for case in CASES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("act", "place"), CASES, ids=map(", ".join, CASES))
 def test_what_ends_one_rank_is_told_and_saves_nothing_half(
     act: str, place: str, text: list[str], unbroken: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -34,9 +34,8 @@ def test_a_stopped_rank_is_named_within_half_a_minute(
     print(f"\nrank {rank} stopped, {place}: named, and the run over, after {stopped.error_s:.1f} s")
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(PLACES[0], marks=pytest.mark.slow), PLACES[1]], ids=PLACES
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_is_continued_in_time_changes_no_bit(
     place: str, text: list[str], unbroken: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -91,8 +91,9 @@ def noting_stop(*, among_others: bool) -> Iterator[StopRequest]:
                     save(step)
                     break
 
-    A second one is handled as before the block, but in a rank `among_others`: whoever started the
-    ranks and whoever told it may both tell them, so how often they hear it means nothing.
+    A second one is handled as before the block (two that come within one call of C count as one),
+    but in a rank `among_others`: whoever started the ranks and whoever told it may both tell them,
+    so how often they hear it means nothing.
     """
     request = StopRequest()
 

@@ -148,7 +148,7 @@ class _Watch:
         failed = self._wait_for_failure()
         if not failed:
             return max(rank.process.returncode for rank in self.ranks)
-        first = failed[0]
+        first, self.can_stop = failed[0], False
         verdict = self._verdict(failed)
         say(verdict)
         with contextlib.suppress(OSError):  # a full disk: then they hear nothing, and are ended

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from sidestream.tests.training.processes import runs
+from sidestream.training.launch.interruption import Interrupted
 from sidestream.training.launch.launcher import describe_exit, launch, rank_environment
 
 # Ranks of these tests are plain interpreters: what is tested is how they are started and ended,
@@ -111,6 +112,55 @@ def test_interrupt_ends_all_ranks(tmp_path):
         launch(_command(code), 2)
     thread.join()
     assert not any(runs(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+# Ranks that SIGTERM asks to stop: they tell how often it came, and end once they hear of it all.
+STOPPING = (
+    "import pathlib, time\n"
+    "heard = []\n"
+    "signal.signal(signal.SIGTERM, lambda *_: heard.append(1))\n"
+    "folder = pathlib.Path({folder!r})\n"
+    "(folder / str(rank)).touch()\n"
+    "while not heard: time.sleep(0.01)\n"
+    "{then}\n"
+    "(folder / ('heard' + str(rank))).write_text(str(len(heard)))"
+)
+
+
+def _signalled(folder, then, *numbers):
+    """Launch ranks that can stop, and send `numbers` to the launcher once they run."""
+    command = _command(STOPPING.format(folder=str(folder), then=then))
+
+    def tell():
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.02)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    try:
+        return launch(command, 2, can_stop=True)
+    finally:
+        thread.join()
+
+
+@pytest.mark.timeout(30)
+def test_ranks_that_can_stop_are_told_once_and_end_themselves(tmp_path, capfd):
+    assert _signalled(tmp_path, "time.sleep(0.2)", signal.SIGTERM) == 0
+    assert [(tmp_path / f"heard{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+    assert "ranks 0, 1 to end after a step and its checkpoint" in capfd.readouterr().err
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_launcher_that_is_told_again_ends_ranks_that_would_go_on(number, tmp_path):
+    started = time.monotonic()
+    with pytest.raises(Interrupted, match=number.name):
+        _signalled(tmp_path, "time.sleep(100)", signal.SIGTERM, number)
+    assert time.monotonic() - started < 10
+    assert not list(tmp_path.glob("heard*"))
 
 
 @pytest.mark.timeout(60)
