@@ -49,6 +49,22 @@ def resolve(path: object) -> Location:
     return _resolved(location, path)
 
 
+def resolve_path(path: object) -> Path:
+    """`resolve(path)` where only this machine's file systems will do.
+
+    Raises:
+        TypeError: it is no path.
+        ValueError: as `resolve`, or it is a URL.
+    """
+    location = resolve(path)
+    if isinstance(location, Url):
+        raise ValueError(
+            f"path: expected the path of a folder, got the URL {shown(location)}; save there and "
+            "copy the files, or use save_checkpoint, which takes URLs"
+        )
+    return location
+
+
 def _resolved(location: Path, path: str | os.PathLike[str]) -> Path:
     try:
         target = location.expanduser().resolve() if os.fspath(path) else Path("/")

@@ -86,8 +86,7 @@ def entries_of(folder: Path) -> dict[str, bool]:
     """What is directly in `folder`, and whether each is a folder; nothing where there is none."""
     if not os.path.isdir(folder):
         return {}
-    with os.scandir(folder) as found:
-        return {entry.name: entry.is_dir() for entry in found}
+    return {name: os.path.isdir(folder / name) for name in os.listdir(folder)}
 
 
 def remove_all(path: Path) -> None:

@@ -137,3 +137,14 @@ def remove_files(folder: Location, names: Iterable[str]) -> None:
         return
     for name in names:
         (folder / name).unlink(missing_ok=True)
+
+
+def is_file(location: Location) -> bool:
+    """Whether a file is at `location`; never for a path that there cannot be."""
+    return location.is_file() if isinstance(location, Url) else os.path.isfile(location)
+
+
+def make_folder(location: Location) -> None:
+    """Make the folder at `location` and those around it, where storage has such."""
+    if isinstance(location, Path):
+        location.mkdir(parents=True, exist_ok=True)

@@ -146,8 +146,8 @@ class UrlFile:
             raise FileNotFoundError(f"{url}: expected an object, got a folder")
         self.num_bytes = int(found["size"])
         # A tag of the content or the time of writing, whatever the driver tells of it.
-        marks = {key: str(value) for key, value in found.items() if key in _MARKS}
-        self.identity: tuple[int, ...] = (self.num_bytes, zlib.crc32(repr(sorted(marks.items())).encode()))
+        marks = sorted((key, str(value)) for key, value in found.items() if key in _MARKS)
+        self.identity: tuple[int, ...] = (self.num_bytes, zlib.crc32(repr(marks).encode()))
         self._block_at, self._block = 0, b""
 
     def read_at(self, memory: memoryview, position: int) -> memoryview:
