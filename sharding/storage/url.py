@@ -115,9 +115,16 @@ class Url:
 
     def remove_files(self, names: list[str]) -> None:
         """Remove the objects `names` directly below it; those that are not there are fine."""
-        if names:
-            with telling(self), contextlib.suppress(FileNotFoundError):
-                self.driver.rm([str(self / name) for name in names])
+        if not names:
+            return
+        with telling(self):
+            try:
+                self.driver.rm([str(self / name) for name in names])  # many in one request
+                return
+            except FileNotFoundError:
+                pass  # some drivers then remove none
+        for name in names:
+            (self / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the object, and all below; nothing there is fine."""
