@@ -38,16 +38,20 @@ class Server:
     @contextmanager
     def refusing_everybody(self) -> Iterator[None]:
         """Meanwhile it knows no one's credentials."""
-        self._ask_users_after(b"0")
+        self._tell("reset-auth", b"0")
         try:
             yield
         finally:
-            self._ask_users_after(b"inf")
+            self._tell("reset-auth", b"inf")
 
-    def _ask_users_after(self, requests: bytes) -> None:
-        url = self.environment["AWS_ENDPOINT_URL"] + "/moto-api/reset-auth"
+    def forget_all(self) -> None:
+        """What servers of this process were told before: moto keeps one store."""
+        self._tell("reset", b"")
+
+    def _tell(self, what: str, content: bytes) -> None:
+        url = f"{self.environment['AWS_ENDPOINT_URL']}/moto-api/{what}"
         headers = {"Content-Type": "application/octet-stream"}
-        request = urllib.request.Request(url, requests, headers)
+        request = urllib.request.Request(url, content, headers)
         urllib.request.urlopen(request, timeout=10).close()
 
 
@@ -70,6 +74,7 @@ def serving() -> Iterator[Server]:
     try:
         with mock.patch.dict(os.environ, environment):
             server = Server(environment)
+            server.forget_all()
             type(server.files).clear_instance_cache()  # those of another server
             server.files.call_s3("create_bucket", Bucket=BUCKET)
             yield server

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from .drivers import driver_of, telling
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
-_BLOCK_BYTES = 1 << 18  # of what lies between tensors: read once for many small readings
+_BLOCK_BYTES = 1 << 16  # of what lies between tensors: read once for many small readings
 _RANGE_BYTES = 8 << 20
 _RANGES_AT_ONCE = 8
 
