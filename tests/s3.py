@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
+from ..sharding.storage.drivers import forget_drivers
 from .ranks import preload
 
 preload("s3fs")
@@ -76,6 +77,7 @@ def serving() -> Iterator[Server]:
             server = Server(environment)
             server.forget_all()
             type(server.files).clear_instance_cache()  # those of another server
+            forget_drivers()
             server.files.call_s3("create_bucket", Bucket=BUCKET)
             yield server
     finally:

@@ -38,7 +38,7 @@ def load_checkpoint(
     strict: bool = True,
     reset_error_feedback: bool = False,
 ) -> Any:
-    """Load the checkpoint at `path` into `module` and `optimizer`.
+    """Load the checkpoint at `path`, or at a URL, into `module` and `optimizer`.
 
     A collective over the ranks that `module` is sharded over, or all of the job for a plain one
     and for one of PyTorch's own `fully_shard`, whose optimizer is over its sharded parameters.

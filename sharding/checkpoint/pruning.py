@@ -18,8 +18,8 @@ from .url_folder import REMOVING_FILE, order_of, remove_checkpoint
 def remove_old_checkpoints(folder: str | os.PathLike[str], *, keep: int) -> list[Location]:
     """Remove all but the last `keep` checkpoints in `folder`; returns which.
 
-    They are folders directly in `folder` that `save_checkpoint` wrote, in the order in which they
-    were written. Links, hidden folders and all else stay. An asynchronous save of this process is
+    They are folders directly in `folder`, a path or a URL, that `save_checkpoint` wrote, in the
+    order in which they were written. Links, hidden folders and all else stay. An asynchronous save of this process is
     waited for. One rank calls it, after a save; where several do, the first to come removes.
 
     Raises:

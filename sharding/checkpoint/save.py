@@ -71,7 +71,7 @@ def save_checkpoint(
     *,
     asynchronous: bool = False,
 ) -> Future[None] | None:
-    """Write `module`, `optimizer` and `extra` to the folder `path`, or to a URL: s3://bucket/name.
+    """Write `module`, `optimizer` and `extra` to the folder `path`, which may be a URL.
 
     A collective over the ranks that `module` is sharded over, or all of the job for a plain one
     and for one of PyTorch's own `fully_shard`, whose optimizer is over its sharded parameters.
@@ -80,7 +80,7 @@ def save_checkpoint(
     complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Of what
     every rank holds whole, such as buffers, the first one's values are saved. Where gradients'
     wires feed errors back, each rank writes its own, as many elements as the model has. Ranks share
-    one file system. Models on different ranks, such as pipeline stages, have paths of their own,
+    one file system, or write to one URL, such as s3://bucket/step-10 (docs/storage.md). Models on different ranks, such as pipeline stages, have paths of their own,
     which may be sub-folders of one folder. `~` in `path` is the user's home.
 
     With `asynchronous` it returns a future when all that can be refused was refused and a copy of
@@ -97,7 +97,7 @@ def save_checkpoint(
             rank's disk is full; raised on every rank.
         TypeError: `extra`, or state of the module or the optimizer, holds other objects, which
             could not be read back safely; an argument of the wrong type.
-        ValueError: `optimizer` holds other parameters than `module`'s; ranks pass
+        ValueError: no driver is installed for a URL; `optimizer` holds other parameters than `module`'s; ranks pass
             different checkpoints' names, or not all an optimizer; a model on other ranks of this
             job is saved to `path`; parts of `module` are sharded over different ranks.
         RuntimeError: ranks wrote to different file systems or folders; parameters were added after

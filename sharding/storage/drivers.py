@@ -1,11 +1,12 @@
 """The driver of a URL's protocol, which is a package of its own: found by fsspec, or named.
 
-Imported when the first URL is used, never by `import sidestream`. fsspec keeps one instance a
-thread and process, with its connections; a child that was forked makes its own.
+Imported when the first URL is used, never by `import sidestream`. A driver keeps its connections; a
+child that was forked makes its own.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,8 +50,23 @@ def driver_of(protocol: str) -> Any:
             f"expected a driver for {protocol}:// URLs, got none: fsspec knows no such protocol; "
             f"{way_out}"
         ) from error
+    # Those that are asynchronous have a thread of their own, by which all others may use them.
+    return _shared(driver, os.getpid()) if driver.async_impl else _made(driver)
+
+
+@functools.cache
+def _shared(driver: Any, process: int) -> Any:
+    return _made(driver, skip_instance_cache=True)
+
+
+def _made(driver: Any, **options: Any) -> Any:
     # A listing that was kept would hide what other ranks and machines have written since.
-    return driver(use_listings_cache=False)
+    return driver(use_listings_cache=False, **options)
+
+
+def forget_drivers() -> None:
+    """Have the next URL find new connections, by the environment as it is then."""
+    _shared.cache_clear()
 
 
 def _install(package: str) -> str:
@@ -66,8 +82,10 @@ def telling(url: object) -> Iterator[None]:
     """
     try:
         yield
-    except (FileNotFoundError, PermissionError) as error:
-        raise type(error)(_told(url, error)) from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(_told(url, error)) from error
+    except PermissionError as error:
+        raise PermissionError(_told(url, error)) from error
     except Exception as error:
         raise OSError(_told(url, error)) from error
 

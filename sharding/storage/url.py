@@ -115,14 +115,10 @@ class Url:
 
     def remove_files(self, names: list[str]) -> None:
         """Remove the objects `names` directly below it; those that are not there are fine."""
-        if not names:
-            return
-        with telling(self):
-            try:
+        with contextlib.suppress(Exception):  # not all drivers can, or remove all of them
+            if names:
                 self.driver.rm([str(self / name) for name in names])  # many in one request
-                return
-            except FileNotFoundError:
-                pass  # some drivers then remove none
+            return
         for name in names:
             (self / name).unlink(missing_ok=True)
 
