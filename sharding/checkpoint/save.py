@@ -80,8 +80,9 @@ def save_checkpoint(
     complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Of what
     every rank holds whole, such as buffers, the first one's values are saved. Where gradients'
     wires feed errors back, each rank writes its own, as many elements as the model has. Ranks share
-    one file system, or write to one URL, such as s3://bucket/step-10 (docs/storage.md). Models on different ranks, such as pipeline stages, have paths of their own,
-    which may be sub-folders of one folder. `~` in `path` is the user's home.
+    one file system, or what is at the URL, such as s3://bucket/step-10 (docs/storage.md). Models on
+    different ranks, such as pipeline stages, have paths of their own, which may be sub-folders of
+    one folder. `~` in `path` is the user's home.
 
     With `asynchronous` it returns a future when all that can be refused was refused and a copy of
     what this rank writes was made in the CPU's memory: a step meanwhile changes nothing. A thread
@@ -97,9 +98,10 @@ def save_checkpoint(
             rank's disk is full; raised on every rank.
         TypeError: `extra`, or state of the module or the optimizer, holds other objects, which
             could not be read back safely; an argument of the wrong type.
-        ValueError: no driver is installed for a URL; `optimizer` holds other parameters than `module`'s; ranks pass
+        ValueError: `optimizer` holds other parameters than `module`'s; ranks pass
             different checkpoints' names, or not all an optimizer; a model on other ranks of this
-            job is saved to `path`; parts of `module` are sharded over different ranks.
+            job is saved to `path`; parts of `module` are sharded over different ranks; a URL for
+            which no driver is installed.
         RuntimeError: ranks wrote to different file systems or folders; parameters were added after
             `fully_shard`, or taken out or renamed where there is an optimizer; another rank was
             interrupted; the asynchronous save before failed and nobody asked. Whatever is raised,

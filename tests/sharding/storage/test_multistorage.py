@@ -32,5 +32,5 @@ def test_a_profile_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(FileNotFoundError, match="expected a checkpoint at msc://here/run/a"):
         ss.load_checkpoint("msc://here/run/a", loaded)
     ss.load_checkpoint("msc://here/run/b", loaded)
-    with pytest.raises(OSError, match="msc://there/a.*Profile"):
+    with pytest.raises(OSError, match=r"msc://there/a.*Profile"):
         ss.save_checkpoint("msc://there/a", saved)
