@@ -20,7 +20,8 @@ def remove_old_checkpoints(folder: str | os.PathLike[str], *, keep: int) -> list
 
     They are folders directly in `folder`, a path or a URL, that `save_checkpoint` wrote, in the
     order in which they were written. Links, hidden folders and all else stay. An asynchronous save
-    of this process is waited for. One rank calls it, after a save; where several do, the first to come removes.
+    of this process is waited for. One rank calls it, after a save; where several do, the first to
+    come removes.
 
     Raises:
         TypeError, ValueError: `folder` is no path, or `keep` no whole number from 1 on.

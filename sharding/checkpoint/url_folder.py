@@ -83,7 +83,7 @@ class UrlTarget:
 
     def _require_room(self) -> None:
         target = self.location
-        around = (folder for folder in target.parents if (folder / MANIFEST_FILE).is_file())
+        around = (folder for folder in target.parents if _has_manifest(folder))
         if (found := next(around, None)) is not None:
             raise FileExistsError(
                 f"path: expected a place outside other checkpoints, got {shown(target)} inside "
@@ -118,6 +118,13 @@ class UrlTarget:
         data = [name for name in entries_of(self.location) if _DATA.fullmatch(name)]
         with contextlib.suppress(OSError):  # the next save tries again
             remove_files(self.location, [name for name in data if name not in named])
+
+
+def _has_manifest(folder: Url) -> bool:
+    try:
+        return (folder / MANIFEST_FILE).is_file()
+    except PermissionError:
+        return False  # one who may write below it alone need not be allowed to look there
 
 
 def order_of(names: list[str]) -> str:

@@ -114,7 +114,7 @@ def test_a_server_that_refuses_is_told(s3):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_command(s3, text_file):
     options = [
         "--device",
@@ -132,7 +132,7 @@ def test_the_command(s3, text_file):
     command += ["--checkpoint", f"s3://{BUCKET}/command", "--checkpoint-every", "2"]
 
     def run(*arguments):
-        return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200)
 
     assert run("--steps", "4", "--kill-at-step", "3").returncode != 0
     resumed = run("--steps", "4", "--resume")
