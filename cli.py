@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "training.train_command",
         "doctor": "training.doctor",
+        "schedule": "training.schedule_command",
         "inspect": "bench.commands.inspect",
         "bench": "bench.commands",
         "autotune": "bench.commands.autotune",

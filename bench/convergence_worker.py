@@ -27,8 +27,9 @@ from ..sharding.fully_shard import runtime_of
 from ..training.data import MIB, Corpus, Share, draw_batch, held_out_batch, load_corpus
 from ..training.launch.ranks import mean_over_ranks
 from ..training.model import VOCAB_SIZE, Block, GPTConfig, build_model
-from ..training.optimization import build_optimizer, learning_rate
+from ..training.optimization import build_optimizer
 from ..training.result import sha256_of
+from ..training.schedules.options import ScheduleOptions, schedule_of
 from .convergence_wires import WIRES
 
 MAX_TEXT_BYTES = 8 * MIB
@@ -192,6 +193,7 @@ class _Training:
         )
         assert optimizer is not None, "fully_shard returns the optimizer it was given"
         self._optimizer = optimizer
+        self._schedule = schedule_of(ScheduleOptions(steps=settings.steps, lr=size.learning_rate))
         self._traffic = runtime_of(self._module).collectives.traffic
         self._sent: Counter[str] = Counter()  # in a step, the most of each kind
         self._new_losses: list[Tensor] = []
@@ -200,11 +202,10 @@ class _Training:
 
     def step(self, step: int) -> None:
         """Train one step, counted from 1."""
-        settings, size = self._settings, self._size
+        size = self._size
         before = Counter(self._traffic.sent_bytes)
-        rate = learning_rate(step, total_steps=settings.steps, peak=size.learning_rate)
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self._schedule.at(step).lr
         tokens = draw_batch(
             self._corpus,
             self._share,

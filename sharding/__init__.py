@@ -20,6 +20,7 @@ from .fully_shard import (
     skipped_steps,
 )
 from .fused_gradients import main_grad
+from .kept_step import KeptStep, keep_step
 from .message_wire import MessageWire
 from .nccl_allocator import nccl_mem_pool
 from .optim.adamw import AdamW
@@ -43,6 +44,7 @@ __all__ = [
     "DistributedDataParallelConfig",
     "DivergentUseError",
     "Experimental",
+    "KeptStep",
     "MessageWire",
     "MixedPrecisionPolicy",
     "ModelParallelConfig",
@@ -64,6 +66,7 @@ __all__ = [
     "gathered",
     "initialize_model_parallel",
     "is_sharded",
+    "keep_step",
     "load_checkpoint",
     "load_safetensors",
     "main_grad",

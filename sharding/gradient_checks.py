@@ -95,7 +95,7 @@ class GradientChecks:
         if RAISES in self._wanted and bad.any():
             own = self._names_where(noted.own[0] >= INFINITY_BITS)
             summed = self._names_where(bad)
-            raise nonfinite_error(runtime, summed, own, "exchange", noted.number)
+            raise nonfinite_error(runtime, summed, own, f"exchange {noted.number}", noted.number)
         if WARNS in self._wanted:
             self._compare(noted.number, largest.view(torch.float32), runtime.collectives.rank)
 

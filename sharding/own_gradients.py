@@ -41,6 +41,10 @@ class OwnGradients:
         """
         return self._largest.clone()
 
+    def put_back(self, largest: Tensor) -> None:
+        """The gradients are those again of which `largest()` was this."""
+        self._largest.copy_(largest)
+
     def forget(self, indices: Collection[int]) -> None:
         """The gradients of the tensors with these indices are gone."""
         if places := [place for place, index in enumerate(self._order) if index in indices]:

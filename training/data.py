@@ -35,13 +35,18 @@ MASK_64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes to train on and bytes held out, as 1-D uint8 tensors, and where they came from."""
+    """Bytes to train on and bytes held out, as 1-D uint8 tensors, and where they came from.
+
+    document_ends: int64, where each file ends in `train`; a file that is held out in part ends with
+    it, one that is held out as a whole has no end there.
+    """
 
     train: Tensor
     held_out: Tensor
     num_files: int
     source: str
     sha256: str
+    document_ends: Tensor
 
     @property
     def num_bytes(self) -> int:
@@ -70,9 +75,14 @@ class Share:
                 f"{max(1, round(self.batch / parts)) * parts}"
             )
 
+    @property
+    def sequences_per_microbatch(self) -> int:
+        """Of one rank."""
+        return self.batch // (self.accumulate * self.world_size)
+
     def rows(self, microbatch: int) -> slice:
         """Rows of the step's draw that this rank uses in `microbatch`."""
-        size = self.batch // (self.accumulate * self.world_size)
+        size = self.sequences_per_microbatch
         start = (microbatch * self.world_size + self.rank) * size
         return slice(start, start + size)
 
@@ -87,10 +97,10 @@ def load_corpus(path: str | None, *, seq_len: int, max_bytes: int = MAX_CORPUS_B
         DataError: nothing there, nothing readable, no text, or less than four sequences of it.
     """
     data = bytearray()
-    num_files = 0
+    ends = []
     for file in _text_files(path):
         data += _read(file, max_bytes - len(data))
-        num_files += 1
+        ends.append(len(data))
         if len(data) >= max_bytes:
             break
     source = path if path is not None else f"the Python standard library ({_stdlib_folder()})"
@@ -98,13 +108,14 @@ def load_corpus(path: str | None, *, seq_len: int, max_bytes: int = MAX_CORPUS_B
     if len(data) < 4 * window:
         raise DataError(
             f"expected at least {4 * window} bytes of text (4 sequences of {seq_len} + 1), got "
-            f"{len(data)} from {num_files} text files in {source}; pass --data with more text or "
+            f"{len(data)} from {len(ends)} text files in {source}; pass --data with more text or "
             "a shorter --seq-len"
         )
     digest = hashlib.sha256(data).hexdigest()
     tokens = torch.frombuffer(data, dtype=torch.uint8)
     cut = len(data) - max(2 * window, int(len(data) * HELD_OUT_SHARE))
-    return Corpus(tokens[:cut], tokens[cut:], num_files, source, digest)
+    train_ends = torch.tensor([*(end for end in ends if end < cut), cut])
+    return Corpus(tokens[:cut], tokens[cut:], len(ends), source, digest, train_ends)
 
 
 def draw_batch(

@@ -4,13 +4,13 @@ Checkpoints of both are read by both: `save_checkpoint` and `load_checkpoint` ta
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..sharding import (
     MixedPrecisionPolicy,
@@ -39,7 +39,8 @@ ONE_QUEUE = (
 class Engine:
     """A sharded model with its optimizer, and what is asked of it in different ways.
 
-    no_sync: around all microbatches of a step but the last. clip: to a largest gradient norm.
+    no_sync: around all microbatches of a step but the last. clip: to a largest gradient norm;
+    returns the norm before.
     described: how it shards, in a few words; remarks: lines for the user. explanation: what it is
     doing, for who asks. sent_bytes_per_step: of a rank; None: not known.
     """
@@ -47,7 +48,7 @@ class Engine:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     no_sync: Callable[[], AbstractContextManager[None]]
-    clip: Callable[[float], object]
+    clip: Callable[[float], Tensor]
     described: str
     remarks: tuple[str, ...]
     explanation: Callable[[], object] | None
@@ -70,10 +71,11 @@ def _sharded_by_us(options: TrainOptions, model: nn.Module, device: torch.device
         param_dtype=None if options.compute == "fp32" else DTYPES[options.compute],
         grad_wire=options.grad_wire,
         param_wire=options.param_wire,
+        nonfinite_grads=options.nonfinite_grads,
     )
     module, optimizer = fully_shard(
         model,
-        build_optimizer(model.parameters(), options.lr),
+        build_optimizer(model.parameters(), options.lr, options.weight_decay),
         fsdp_unit_modules=[Block],
         zero_dp_strategy=options.zero,
         mixed_precision_policy=policy,
@@ -113,15 +115,22 @@ def _sharded_by_fsdp2(options: TrainOptions, model: nn.Module, device: torch.dev
         mesh=replicas_of(options).arguments(device).get("device_mesh"),
         fsdp_unit_modules=[Block],
     )
-    optimizer = build_optimizer(module.parameters(), options.lr)
+    optimizer = build_optimizer(module.parameters(), options.lr, options.weight_decay)
     return Engine(
         module,
         optimizer,
         no_sync=module.no_sync,
-        clip=partial(nn.utils.clip_grad_norm_, list(module.parameters())),
+        clip=partial(_clip_dtensors, list(module.parameters())),
         described=f"PyTorch's FSDP2, {options.compute} compute, fp32 gradients and "
         f"{options.compute} weights on the wire",
         remarks=(ONE_QUEUE,) if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" else (),
         explanation=None,
         sent_bytes_per_step=None,
     )
+
+
+def _clip_dtensors(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,4 +1,4 @@
-"""The errors that the command line shows as one line, without a traceback."""
+"""The errors of a run; those of usage are one line on the command line, without a traceback."""
 
 
 class UsageError(ValueError):
@@ -17,3 +17,11 @@ class DataError(UsageError):
 
 class CheckpointError(UsageError):
     """There is no checkpoint to resume from, or it belongs to another run."""
+
+
+class NonFiniteRunError(ArithmeticError):
+    """A loss or a gradient norm is NaN or infinite, so the run is not saved."""
+
+
+class RunStopped(Exception):
+    """SIGTERM had the run end early, which is no failure: the last step that it made is saved."""

@@ -3,6 +3,9 @@
     tokens [batch, length] -> embedding + position -> Block x num_layers -> LayerNorm -> head ->
     logits [batch, length, 256]
 
+or, packed, one row of documents that see nothing of one another: tokens [1, total] -> logits [1,
+total, 256].
+
 `Block` is the communication unit that training hands to `fully_shard`; everything outside the
 blocks is the root unit.
 """
@@ -13,6 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .packing import PackedSeqParams, packed_attention
 
 VOCAB_SIZE = 256
 INIT_STD = 0.02
@@ -69,21 +74,27 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(width, 4 * width)
         self.mlp_out = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [batch, length, width] to the same shape; position i sees positions <= i only."""
-        x = x + self._drop(self.attention_out(self._attend(self.attention_norm(x))))
+    def forward(self, x: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
+        """Map [batch, length, width] to the same shape; position i sees positions <= i only, in a
+        `packed` row, [1, total_tokens, width], those of its own document.
+        """
+        x = x + self._drop(self.attention_out(self._attend(self.attention_norm(x), packed)))
         hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
         return x + self._drop(self.mlp_out(hidden))
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, packed: PackedSeqParams | None) -> Tensor:
         batch, length, width = x.shape
         heads = self.query_key_value(x).view(
             batch, length, 3, self.num_heads, width // self.num_heads
         )
+        dropout = self.dropout if self.training else 0.0
+        if packed is not None:
+            query, key, value = heads[0].unbind(1)  # each [total_tokens, heads, width / heads]
+            mixed = packed_attention(query, key, value, packed, dropout_p=dropout)
+            return mixed.reshape(batch, length, width)
         query, key, value = heads.permute(
             2, 0, 3, 1, 4
         )  # each [batch, heads, length, width / heads]
-        dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, length, width)
 
@@ -103,23 +114,32 @@ class GPT(nn.Module):
         self.final_norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCAB_SIZE, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
         """Map int64 tokens [batch, length] to logits [batch, length, 256] for the byte after each
-        position.
+        position; in a `packed` row, [1, total_tokens], positions start anew with each document.
 
         Raises:
-            ValueError: the sequences are longer than `config.context`.
+            ValueError: the sequences or documents are longer than `config.context`, or the tokens
+            are not those of `packed`.
         """
-        length = tokens.shape[1]
-        if length > self.config.context:
+        longest = tokens.shape[1] if packed is None else packed.max_seqlen_q
+        if longest > self.config.context:
             raise ValueError(
-                f"expected at most {self.config.context} tokens, got {length}; build the model "
+                f"expected at most {self.config.context} tokens, got {longest}; build the model "
                 "with a longer context"
             )
-        positions = torch.arange(length, device=tokens.device)
+        if packed is None:
+            positions = torch.arange(longest, device=tokens.device)
+        elif tokens.shape == (1, packed.total_tokens):
+            positions = packed.position_ids
+        else:
+            raise ValueError(
+                f"expected packed tokens [1, {packed.total_tokens}], got {list(tokens.shape)}; "
+                "pass the params of this row"
+            )
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, packed)
         return self.head(self.final_norm(x))
 
 

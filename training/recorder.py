@@ -1,122 +1,81 @@
-"""Records the losses and times of a run's steps and passes them on to whoever shows them.
+"""Records the figures and times of a run's steps and passes them on to whoever shows them.
 
-    clock          a step ends when              its loss
-    HostClock      the host has called it (CPU)  is read when the next step has ended
-    StreamClock    the GPU has run it            is copied to pinned memory, read after an event
+    clock          a step ends when              its figures
+    HostClock      the host has called it (CPU)  are read when the next step has ended
+    StreamClock    the GPU has run it            are copied to pinned memory, read after an event
 
 The host enqueues steps ahead of a GPU: who reads a loss at once drains the GPU each step.
 """
 
 import math
 import statistics
-import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .measures import MetricsWriter, SeveralWriters
+from .measures.clocks import clock_of
 from .progress import Reporter
 from .result import peak_memory_mib
 
-
-class Clock(Protocol):
-    """Marks moments in what a device is given to do; a mark is its own clock's."""
-
-    def mark(self) -> Any:
-        """The moment after all that was enqueued so far."""
-
-    def has_passed(self, mark: Any) -> bool:
-        """Whether `mark` is over; does not wait."""
-
-    def wait(self, mark: Any) -> None:
-        """Return once `mark` is over."""
-
-    def seconds(self, first: Any, last: Any) -> float:
-        """Seconds between two marks that are over."""
-
-    def on_host(self, value: Tensor) -> Tensor:
-        """A scalar's copy on the host, readable once a later mark is over."""
+NO_WRITER = SeveralWriters(())
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
-class HostClock:
-    """Of a CPU, where what was called has been done."""
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a step is told by: names, and as many FP32 values in a 1-D tensor on the device, which
+    nobody waits for.
+    """
 
-    def mark(self) -> float:
-        """Seconds of the host's clock."""
-        return time.perf_counter()
+    names: tuple[str, ...]
+    values: Tensor
 
-    def has_passed(self, mark: float) -> bool:
-        """It always has."""
-        return True
-
-    def wait(self, mark: float) -> None:
-        """Nothing to wait for."""
-
-    def seconds(self, first: float, last: float) -> float:
-        """Seconds between two marks."""
-        return last - first
-
-    def on_host(self, value: Tensor) -> Tensor:
-        """The scalar itself."""
-        return value
-
-
-class StreamClock:
-    """Of a GPU's current stream."""
-
-    def mark(self) -> torch.cuda.Event:
-        """An event in the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def has_passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the stream has come by the event."""
-        return mark.query()
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        """Block the host until the stream comes by the event."""
-        mark.synchronize()
-
-    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        """The GPU's seconds between two events."""
-        return first.elapsed_time(last) / 1000
-
-    def on_host(self, value: Tensor) -> Tensor:
-        """A copy in memory that torch pins, since it does not block."""
-        return value.to("cpu", non_blocking=True, copy=True)
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock of steps on `device`."""
-    return StreamClock() if device.type == "cuda" else HostClock()
+    @classmethod
+    def of(cls, **figures: Tensor) -> "Figures":
+        """Scalars of any dtype by name; "loss" is one of them."""
+        return cls(tuple(figures), torch.stack([value.float() for value in figures.values()]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that was enqueued: its number, its loss on the host, its first and last moment."""
+    """A step that was enqueued: its number, its tokens, its figures on the host and those that were
+    known before, its first and last moment.
+    """
 
     number: int
-    loss: Tensor
+    tokens: int
+    figures: Figures
+    known: Mapping[str, float]
     start: Any
     end: Any
 
 
 class Recorder:
-    """Losses and times of the steps so far. Shows a step after a later one was recorded and once
+    """Figures and times of the steps so far. Shows a step after a later one was recorded and once
     the device has done it, and never makes the host wait but in `flush`.
     """
 
-    def __init__(self, reporter: Reporter, device: torch.device, tokens_per_step: int) -> None:
+    def __init__(
+        self, reporter: Reporter, device: torch.device, writer: MetricsWriter = NO_WRITER
+    ) -> None:
         self.reporter = reporter
+        self.tokens = 0
+        """Of the steps that were shown."""
         self.loss_first: float | None = None
         self.loss_last = math.nan
+        self.first_nonfinite: int | None = None
+        """The first step with a figure that is NaN or infinite."""
         self._device = device
         self._clock = clock_of(device)
-        self._tokens_per_step = tokens_per_step
+        self._writer = writer
         self._step_s: list[float] = []
+        self._tokens_per_s: list[float] = []
         self._pending: deque[_Step] = deque()
         self._started = self._clock.mark()
 
@@ -124,13 +83,23 @@ class Recorder:
         """Leave what happened since the last step out of the next one's time."""
         self._started = self._clock.mark()
 
-    def finish_step(self, number: int, loss: Tensor) -> None:
-        """Record one step, which may still be on its way, and show those before it that are not."""
-        on_host = self._clock.on_host(loss)
+    @property
+    def num_steps(self) -> int:
+        """How many steps were shown."""
+        return len(self._step_s)
+
+    def finish_step(
+        self, number: int, tokens: int, figures: Figures, known: Mapping[str, float] = NOTHING
+    ) -> None:
+        """Record one step, which may still be on its way, and show those before it that are not.
+
+        known: figures that need no device, by name, which are written with the others.
+        """
+        on_host = Figures(figures.names, self._clock.on_host(figures.values))
         end = self._clock.mark()
         while self._pending and self._clock.has_passed(self._pending[0].end):
             self._show_next()
-        self._pending.append(_Step(number, on_host, self._started, end))
+        self._pending.append(_Step(number, tokens, on_host, known, self._started, end))
         self._started = end
 
     def flush(self) -> None:
@@ -138,15 +107,25 @@ class Recorder:
         while self._pending:
             self._clock.wait(self._pending[0].end)
             self._show_next()
+        self._writer.flush()
 
     def _show_next(self) -> None:
         step = self._pending.popleft()
-        self._step_s.append(self._clock.seconds(step.start, step.end))
-        self.loss_last = float(step.loss.item())
+        step_s = self._clock.seconds(step.start, step.end)
+        self._step_s.append(step_s)
+        self._tokens_per_s.append(step.tokens / step_s)
+        self.tokens += step.tokens
+        values = dict(zip(step.figures.names, step.figures.values.tolist(), strict=True))
+        self.loss_last = values["loss"]
         if self.loss_first is None:
             self.loss_first = self.loss_last
+        if self.first_nonfinite is None and not all(map(math.isfinite, values.values())):
+            self.first_nonfinite = step.number
         peak_mib = peak_memory_mib(self._device)
         self.reporter.step(step.number, self.loss_last, self.tokens_per_s, peak_mib)
+        measured = {"step_ms": 1000 * step_s, "tokens_per_s": self._tokens_per_s[-1]}
+        for name, value in {**values, **step.known, **measured, "peak_mib": peak_mib}.items():
+            self._writer.add_scalar(name, value, step.number)
 
     @property
     def step_ms_median(self) -> float:
@@ -155,5 +134,5 @@ class Recorder:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of a step over the median time of a step."""
-        return 1000 * self._tokens_per_step / self.step_ms_median
+        """Tokens over time of the median step that was shown."""
+        return statistics.median(self._tokens_per_s)

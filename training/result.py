@@ -27,7 +27,8 @@ class RunResult:
     resumed run. Times cover the steps of this process: `tokens_per_s` is the tokens of a step over
     the median step. `peak_mib` is the largest of the ranks': memory allocated on the GPU, else
     resident memory. `reserved_mib`, on a GPU, is what the allocator took for it: memory that one
-    stream has freed is not another's.
+    stream has freed is not another's. Joules are those of all ranks; None: not asked for, or not
+    known.
     """
 
     loss_first: float
@@ -53,6 +54,8 @@ class RunResult:
     torch: str
     triton: str
     use_torch_fsdp2: bool = False
+    joules_per_step: float | None = None
+    joules_per_token: float | None = None
 
     def line(self) -> str:
         """The last line of a run's standard output."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..sharding import CommunicationError
-from .errors import OptionsError, UsageError
+from .errors import OptionsError, RunStopped, UsageError
 from .launch.asking import answering
 from .launch.boards import Board, FolderBoard, board_of_store
 from .launch.heartbeat import Heart, Silence, Whereabouts
@@ -65,14 +65,18 @@ def run(options: argparse.Namespace) -> int:
 def _train(options: TrainOptions, arguments: list[str]) -> int:
     """Train as one rank where a launcher started us or one rank is enough; else start the ranks."""
     place = place_from(os.environ)
-    if place is not None:
-        return _train_as_rank(options, place)
-    with raising_signals():
-        return _start_ranks(options, arguments)
+    try:
+        if place is not None:
+            return _train_as_rank(options, place)
+        with raising_signals():
+            return _start_ranks(options, arguments)
+    except RunStopped:  # rank 0 has said so
+        return 0
 
 
 def _start_ranks(options: TrainOptions, arguments: list[str]) -> int:
-    from .trainer import plan_run, train
+    from .plan import plan_run
+    from .trainer import train
 
     num_ranks = options.nproc or default_num_ranks(options.device)
     if options.kill_rank is not None and options.kill_rank >= num_ranks:
@@ -89,7 +93,12 @@ def _start_ranks(options: TrainOptions, arguments: list[str]) -> int:
         return 0
     command = [sys.executable, "-c", RANK_PROGRAM, *arguments]
     limit_s = options.heartbeat_limit_s
-    return launch(command, num_ranks, silence=Silence(limit_s, limit_s) if limit_s else None)
+    return launch(
+        command,
+        num_ranks,
+        silence=Silence(limit_s, limit_s) if limit_s else None,
+        can_stop=options.checkpoint is not None,
+    )
 
 
 def _train_as_rank(options: TrainOptions, place: Place) -> int:
@@ -112,13 +121,16 @@ def _train_as_rank(options: TrainOptions, place: Place) -> int:
         )
     if options.heartbeat_limit_s:
         heart.start()
-    from .trainer import plan_run, train
+    from .plan import plan_run
+    from .trainer import train
 
     try:
         plan = plan_run(options, place.world_size)
         with answering(partial(whereabouts.told, place.rank)):
             result = train(plan, place, whereabouts, heart.leave)
-    except Exception as error:
+    except RunStopped:
+        raise
+    except (Exception, SystemExit) as error:
         if isinstance(error, UsageError):
             heart.give_up(str(error))
             raise
@@ -157,7 +169,7 @@ def _heart_of(options: TrainOptions, place: Place, whereabouts: Whereabouts) -> 
 
 
 def _end_failed_rank(
-    place: Place, whereabouts: Whereabouts, heart: Heart, error: Exception
+    place: Place, whereabouts: Whereabouts, heart: Heart, error: BaseException
 ) -> NoReturn:
     """Tell the error and end the process at once: an orderly end would wait for threads that wait
     for dead peers.

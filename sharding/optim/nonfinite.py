@@ -125,7 +125,7 @@ def _error(runtime: Runtime, runs: Runs, step: int) -> NonFiniteGradientError:
     summed = [name for unit, run in runs for name in _names_summed(unit, run)]
     own = [name for unit, run in runs for name in _names_own(unit, run)]
     fix = _OTHERWISE[runtime.options.nonfinite_grads]
-    return nonfinite_error(runtime, summed, own, "step", step, fix)
+    return nonfinite_error(runtime, summed, own, f"step after {step} others", step, fix)
 
 
 def nonfinite_error(
@@ -137,14 +137,14 @@ def nonfinite_error(
     fix: str = "",
 ) -> NonFiniteGradientError:
     """What all ranks know about parameters whose sum, as far as this rank answers for it, or own
-    gradient was not finite in `what` (a collective).
+    gradient was not finite in `what`, which `number` counts (a collective).
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = runtime.collectives.gather_objects(_Found(rank, tuple(summed), tuple(own)))
     bad = {name for one in found for name in one.summed}
     names = [name for unit in runtime.units for name in unit.spec.names if name in bad]
     ranks = {name: tuple(one.rank for one in found if name in one.own) for name in names}
-    text = f"{what} {number}: expected finite gradients, got NaN or infinity in {_described(ranks)}"
+    text = f"{what}: expected finite gradients, got NaN or infinity in {_described(ranks)}"
     return NonFiniteGradientError(text + fix, ranks, number)
 
 

@@ -35,7 +35,8 @@ from sidestream.tests.bench.convergence_ranks import trained, trained_to_ruin
 from sidestream.tests.ranks import preload, run_on_ranks
 from sidestream.training.data import Share, draw_batch
 from sidestream.training.model import build_model
-from sidestream.training.optimization import build_optimizer, learning_rate
+from sidestream.training.optimization import build_optimizer
+from sidestream.training.schedules.options import ScheduleOptions, schedule_of
 
 preload(convergence_ranks.__name__)
 STEPS = 6
@@ -74,10 +75,11 @@ def plain_losses(text: str, seed: int) -> list[float]:
     size = SIZES["tiny"]
     corpus, model = load_text(text, "tiny"), build_model(size.model, seed)
     optimizer = build_optimizer(model.parameters(), size.learning_rate)
+    schedule = schedule_of(ScheduleOptions(steps=STEPS, lr=size.learning_rate))
     losses = []
     for step in range(1, STEPS + 1):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, total_steps=STEPS, peak=size.learning_rate)
+            group["lr"] = schedule.at(step).lr
         tokens = draw_batch(
             corpus,
             Share(2 * size.rows, 1, 0, 1),

@@ -5,7 +5,7 @@ import pytest
 from sidestream.training.errors import OptionsError
 from sidestream.training.options import TrainOptions
 from sidestream.training.paths import require_writable_file, require_writable_folder
-from sidestream.training.trainer import plan_run
+from sidestream.training.plan import plan_run
 
 
 @pytest.mark.parametrize(

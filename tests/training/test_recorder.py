@@ -8,10 +8,15 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sidestream.tests.sharding.fake_streams import Late
-from sidestream.training import engines, recorder, trainer
+from sidestream.training import engines, recorder
 from sidestream.training.launch.ranks import Place
+from sidestream.training.measured import measuring
+from sidestream.training.measures import HostClock, StreamClock
 from sidestream.training.options import TrainOptions
-from sidestream.training.recorder import HostClock, Recorder, StreamClock
+from sidestream.training.plan import plan_run
+from sidestream.training.recorder import Figures, Recorder
+from sidestream.training.run import build_run
+from sidestream.training.steps import train_step
 
 CPU = torch.device("cpu")
 
@@ -68,13 +73,6 @@ class Device(Late):
         with _disable_current_modes(), torch._C._AutoDispatchBelowADInplaceOrView():
             self._run(self.current, count)
 
-    def launch(self, func, args, kwargs):
-        # What was copied to the host is read without the device.
-        is_read = func._schema.name == "aten::_local_scalar_dense"
-        if is_read and args[0].data_ptr() in self.on_host:
-            return func(*args, **kwargs)
-        return super().launch(func, args, kwargs)
-
 
 @contextlib.contextmanager
 def recording_on(device, clock=StreamClock):
@@ -86,7 +84,16 @@ def recording_on(device, clock=StreamClock):
         device.on_host[copy.data_ptr()] = copy
         return copy
 
+    def read(values):
+        # No operator, so the device does not see it.
+        if values.data_ptr() not in device.on_host:
+            device.synchronize()
+        return tolist(values)
+
+    tolist = torch.Tensor.tolist
     with (
+        mock.patch.object(torch.Tensor, "tolist", read),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         device.installed(),
         mock.patch.object(torch.cuda, "Event", lambda enable_timing: Event(device, enable_timing)),
         mock.patch.object(StreamClock, "on_host", on_host),
@@ -96,17 +103,17 @@ def recording_on(device, clock=StreamClock):
         yield
 
 
-def sgd(parameters, lr):
+def sgd(parameters, lr, weight_decay):
     """AdamW's counters of steps are on the host, which this machine cannot tell from a GPU's."""
-    return torch.optim.SGD(parameters, lr, momentum=0.9)
+    return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=weight_decay)
 
 
 def record(device, steps, run=lambda step: None):
     """Steps of three operators whose losses are their numbers; `run` is called after each."""
     reporter = Shown()
-    kept = Recorder(reporter, CPU, tokens_per_step=6)
+    kept = Recorder(reporter, CPU)
     for step in range(1, steps + 1):
-        kept.finish_step(step, torch.ones(()).mul(2).mul(step / 2))
+        kept.finish_step(step, 6, Figures(("loss",), torch.ones(1).mul(2).mul(step / 2)))
         run(step)
     return kept, reporter
 
@@ -143,24 +150,28 @@ def test_times_are_the_devices():
         for _ in range(100):
             torch.ones(9).mul(3)
         kept.restart_clock()
-        kept.finish_step(2, torch.ones(()))
+        kept.finish_step(2, 6, Figures(("loss",), torch.ones(1)))
         kept.flush()
     # Operators of a second each: three and one; those before the clock was restarted are left out.
     assert kept.step_ms_median == 2000.0
-    assert [speed for _, _, speed in reporter.steps] == [2.0, 3.0]
+    assert [speed for _, _, speed in reporter.steps] == [2.0, 4.0]
 
 
 def test_no_host_read_in_a_whole_step_of_training(text_file):
     sizes = {"model": "tiny", "seq_len": 16, "batch": 4, "accumulate": 2}
-    options = TrainOptions(data=text_file, zero=2, steps=3, **sizes)
-    plan = trainer.plan_run(options, 1)
+    options = TrainOptions(data=text_file, zero=2, steps=3, nonfinite_grads="keep", **sizes)
+    plan = plan_run(options, 1)
     device = Device()
-    with recording_on(device), mock.patch.object(engines, "build_optimizer", sgd):
-        run = trainer._build(plan, Place(), CPU)
+    with (
+        recording_on(device),
+        mock.patch.object(engines, "build_optimizer", sgd),
+        contextlib.ExitStack() as opened,
+    ):
+        run = build_run(plan, Place(), CPU, opened.enter_context(measuring(plan, Place(), CPU)))
         device.host_waits = 0
-        kept = Recorder(Shown(), CPU, tokens_per_step=64)
+        kept = Recorder(Shown(), CPU)
         for step in (1, 2, 3):
-            kept.finish_step(step, trainer._train_step(run, step))
+            train_step(run, step, kept)
         assert device.host_waits == 0
         kept.flush()
     assert math.isfinite(kept.loss_last)
@@ -184,7 +195,7 @@ def test_on_a_cpu_each_step_is_shown_with_the_next():
 
 
 def test_nothing_is_known_before_the_first_step():
-    kept = Recorder(Shown(), CPU, tokens_per_step=1)
+    kept = Recorder(Shown(), CPU)
     kept.flush()
     assert kept.loss_first is None
     assert math.isnan(kept.loss_last)

@@ -7,6 +7,7 @@ from sidestream.training import trainer
 from sidestream.training.errors import OptionsError
 from sidestream.training.launch.ranks import Place, Replicas
 from sidestream.training.options import TrainOptions
+from sidestream.training.plan import plan_run
 
 TINY = {"device": "cpu", "model": "tiny", "seq_len": 16, "batch": 8, "steps": 3}
 
@@ -36,14 +37,14 @@ def test_what_ranks_can_be_is_taken(replicas):
 
 def test_it_is_refused_before_any_rank_starts(text_file):
     with pytest.raises(OptionsError, match="--dp-outer that divides 4 ranks, got 3"):
-        trainer.plan_run(TrainOptions(**TINY, data=text_file, dp_outer=3), 4)
+        plan_run(TrainOptions(**TINY, data=text_file, dp_outer=3), 4)
 
 
 def _train(rank, world_size, runs):
     results = []
     for count, (options, meeting) in enumerate(runs):
         place = Place(rank, world_size, rank, world_size, f"file://{meeting}-{count}")
-        results.append(trainer.train(trainer.plan_run(options, world_size), place).params_sha256)
+        results.append(trainer.train(plan_run(options, world_size), place).params_sha256)
     return results
 
 

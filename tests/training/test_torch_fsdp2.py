@@ -8,6 +8,7 @@ from sidestream.tests.ranks import RanksFailed, preload, run_on_ranks
 from sidestream.training import engines, trainer
 from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
+from sidestream.training.plan import plan_run
 
 preload("torch.distributed.fsdp", "sidestream.training.trainer")
 
@@ -19,7 +20,7 @@ def _train(rank, world_size, runs, meeting):
     results = []
     for number, options in enumerate(runs):
         place = Place(rank, world_size, rank, world_size, f"file://{meeting}-{number}")
-        results.append(trainer.train(trainer.plan_run(options, world_size), place))
+        results.append(trainer.train(plan_run(options, world_size), place))
     return results
 
 
@@ -66,7 +67,7 @@ def test_losses_are_ours_and_a_killed_run_resumes_in_the_same_bits_or_by_ours(te
 def _alone(rank, world_size, options, log):
     """Without a launcher, as `--nproc 1` is; what it says goes to `log`."""
     with open(log, "w") as file, redirect_stdout(file), redirect_stderr(file):
-        return trainer.train(trainer.plan_run(options, 1), Place())
+        return trainer.train(plan_run(options, 1), Place())
 
 
 @pytest.mark.parametrize(("value", "warns"), [("1", True), ("8", False)], ids=["1", "8"])

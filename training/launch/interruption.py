@@ -1,11 +1,12 @@
 """SIGINT and SIGTERM: noted while a launcher watches, raised in a run of one rank, at once the end
-of a rank among others.
+of a rank among others; and SIGTERM as a request to end after the step that goes on.
 """
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -20,23 +21,37 @@ class Interrupted(KeyboardInterrupt):
 
 
 class NotedSignals:
-    """Notes the first signal that asks to end, for whoever polls: no cleaning up is cut short."""
+    """Notes the signals that ask to end, for whoever polls: no cleaning up is cut short."""
 
     def __init__(self) -> None:
-        self._noted: int | None = None
+        self._noted: list[int] = []
 
     def note(self, signal_number: int, frame: FrameType | None) -> None:
         """Be the handler of a signal."""
-        self._noted = self._noted or signal_number
+        self._noted.append(signal_number)
+
+    def take_first(self, signal_number: int) -> bool:
+        """Whether the first that was noted is this one, which is then noted no more."""
+        is_first = self._noted[:1] == [signal_number]
+        if is_first:
+            del self._noted[0]
+        return is_first
 
     def raise_noted(self) -> None:
-        """Raise what was noted.
+        """Raise the first that was noted.
 
         Raises:
             Interrupted: a signal came.
         """
-        if self._noted is not None:
-            raise Interrupted(self._noted)
+        if self._noted:
+            raise Interrupted(self._noted[0])
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Whether SIGTERM has asked this process to end after the step that goes on."""
+
+    is_made: bool = False
 
 
 @contextmanager
@@ -65,6 +80,32 @@ def raising_signals(*, once: bool = False) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def noting_stop(*, among_others: bool) -> Iterator[StopRequest]:
+    """Note SIGTERM inside the block, for a loop that looks between its steps.
+
+        with noting_stop(among_others=False) as stop:
+            for step in range(first_step, last_step + 1):
+                train_step(step)
+                if stop.is_made:
+                    save(step)
+                    break
+
+    A second one is handled as before the block, but in a rank `among_others`: whoever started the
+    ranks and whoever told it may both tell them, so how often they hear it means nothing.
+    """
+    request = StopRequest()
+
+    def note(signal_number: int, frame: FrameType | None) -> None:
+        request.is_made = True
+        if not among_others:
+            signal.signal(signal_number, before)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with _handled_by(note, [signal.SIGTERM]):
+        yield request
+
+
 def end_on_signals() -> None:
     """Have SIGINT and SIGTERM end this process wherever it stands, waiting for other ranks too."""
     for number in ENDING_SIGNALS:
@@ -74,10 +115,12 @@ def end_on_signals() -> None:
 
 
 @contextmanager
-def _handled_by(handler: "signal._HANDLER") -> Iterator[None]:
+def _handled_by(
+    handler: "signal._HANDLER", numbers: Sequence[signal.Signals] = ENDING_SIGNALS
+) -> Iterator[None]:
     # In another thread there are no signals; and whoever started us with one ignored wants that.
     is_main = threading.current_thread() is threading.main_thread()
-    previous = {number: signal.getsignal(number) for number in ENDING_SIGNALS if is_main}
+    previous = {number: signal.getsignal(number) for number in numbers if is_main}
     taken = [number for number, before in previous.items() if before not in (signal.SIG_IGN, None)]
     for number in taken:
         signal.signal(number, handler)

@@ -6,11 +6,14 @@ when one fails.
 
 One rank fails, or is not heard of any more: the others are told by the board and have `GRACE_S` to
 say what they were waiting for, then they are ended, each by its own pid. The launcher is told to
-end: all ranks are ended. The launcher dies: every rank reads the end of its pipe and ends itself.
+end: all ranks are ended; ranks that can stop after a step are first told so by one SIGTERM, if that
+is what came, and they end themselves. The launcher dies: every rank reads the end of its pipe and
+ends itself.
 """
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .boards import FolderBoard
+from .exit_codes import AGREED
 from .heartbeat import BEAT_S, STARTING, Silence
 from .interruption import ENDING_SIGNALS, NotedSignals, noting_signals
 from .launch_folder import launch_folder
@@ -54,25 +58,33 @@ def launch(
     *,
     grace_s: float = GRACE_S,
     silence: Silence | None = None,
+    can_stop: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Run `command` as `num_ranks` ranks and return the exit code: 0, or that of the first rank
-    that failed.
+    """Run `command` as `num_ranks` ranks, with `environment` beside the caller's, and return the
+    exit code: that of the first rank that failed, or what the ranks have agreed on, 0 mostly.
 
     A rank ended by signal s counts as 128 + s. With `silence`, ranks have to beat on the board of
-    the folder, and one that does not for too long has failed.
+    the folder, and one that does not for too long has failed. `can_stop`: ranks take SIGTERM as a
+    request to stop after their step, so the first one is passed on to them, and they are never
+    ended by it.
 
     Raises:
         Interrupted: SIGINT or SIGTERM; every rank has been ended.
     """
+    terminate_s = 0.0 if can_stop else TERMINATE_S
     with noting_signals() as signals, launch_folder() as folder:
         ranks: list[_Rank] = []
+        environ = {**os.environ, **(environment or {})}
         try:
             for index in range(num_ranks):
-                ranks.append(_start(command, index, num_ranks, folder))
+                place = rank_environment(environ, index, num_ranks, folder)
+                ranks.append(_start(command, index, place, folder))
                 signals.raise_noted()
-            return _Watch(ranks, FolderBoard(folder), silence, signals).run(grace_s)
+            board = FolderBoard(folder)
+            return _Watch(ranks, board, silence, signals, terminate_s, can_stop).run(grace_s)
         finally:
-            end(_processes(ranks), terminate_s=TERMINATE_S)
+            end(_processes(ranks), terminate_s=terminate_s)
             for rank in ranks:
                 if rank.process.stdin is not None:
                     rank.process.stdin.close()
@@ -112,9 +124,10 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _start(command: Sequence[str], rank: int, num_ranks: int, folder: Path) -> _Rank:
+def _start(
+    command: Sequence[str], rank: int, environment: Mapping[str, str], folder: Path
+) -> _Rank:
     log = folder / f"rank-{rank}.log" if rank else None
-    environment = rank_environment(os.environ, rank, num_ranks, folder)
     process = start(command, log=log, stdin=subprocess.PIPE, environment=environment)
     return _Rank(rank, process, log)
 
@@ -127,12 +140,14 @@ class _Watch:
     board: FolderBoard
     silence: Silence | None
     signals: NotedSignals
+    terminate_s: float
+    can_stop: bool
 
     def run(self, grace_s: float) -> int:
         """Return the exit code of all."""
         failed = self._wait_for_failure()
         if not failed:
-            return 0
+            return max(rank.process.returncode for rank in self.ranks)
         first = failed[0]
         verdict = self._verdict(failed)
         say(verdict)
@@ -144,7 +159,7 @@ class _Watch:
         places = {rank.rank: self._place(rank) for rank in running}
         for rank in failed:
             rank.process.kill()  # stopped: it would not hear SIGTERM
-        end(_processes([*failed, *running]), terminate_s=TERMINATE_S)
+        end(_processes([*failed, *running]), terminate_s=self.terminate_s)
         for rank in self.ranks:
             code, tail = rank.process.returncode, rank.tail()
             if rank in running and grace_s:
@@ -168,8 +183,9 @@ class _Watch:
         """
         next_beat_s = time.monotonic()
         for left in watch(_processes(self.ranks)):
-            self.signals.raise_noted()
-            failed = [rank for rank in self.ranks if exit_code(rank.process)]
+            self._heed_signals()
+            # All ranks end with a code that they agree on, one after the other.
+            failed = [rank for rank in self.ranks if exit_code(rank.process) not in (None, *AGREED)]
             if failed:
                 # A signal before an exit code: who was killed is the cause, who raised follows.
                 return [min(failed, key=lambda rank: rank.process.returncode > 0)]
@@ -185,8 +201,25 @@ class _Watch:
         if grace_s and (running := _running(others)):
             say(f"waiting up to {grace_s:g} s for {_names(running)} to end with an error")
             for _ in watch(_processes(running), grace_s):
-                self.signals.raise_noted()
+                self._heed_signals()
         return _running(others)
+
+    def _heed_signals(self) -> None:
+        """Pass the first SIGTERM on to ranks that can stop.
+
+        Raises:
+            Interrupted: SIGINT, or SIGTERM where they cannot, or once more.
+        """
+        if self.can_stop and self.signals.take_first(signal.SIGTERM):
+            self.can_stop = False
+            running = _running(self.ranks)
+            say(
+                f"SIGTERM: {_names(running)} to end after a step and its checkpoint; SIGINT, or "
+                "SIGTERM again, ends all at once"
+            )
+            for rank in running:
+                rank.process.terminate()
+        self.signals.raise_noted()
 
     def _silent(self, running: Sequence[_Rank]) -> list[_Rank]:
         if self.silence is None:

@@ -126,8 +126,8 @@ def poisoned(
                 training.backward(1, added if rank == bad else 0.0)
                 if training is raising:
                     text = (
-                        "step 1: expected finite gradients, got NaN or infinity in '1.weight' on "
-                        f"rank {bad}; "
+                        "step after 1 others: expected finite gradients, got NaN or infinity in "
+                        f"'1.weight' on rank {bad}; "
                     )
                     with pytest.raises(ss.NonFiniteGradientError, match=re.escape(text)) as caught:
                         training.optimizer.step()
@@ -379,7 +379,7 @@ def test_a_warning_tells_of_it(caplog: pytest.LogCaptureFixture) -> None:
     training.backward(0, math.nan)
     training.optimizer.step()
     (record,) = caplog.records
-    assert "left out: step 0: expected finite gradients" in record.message
+    assert "left out: step after 0 others: expected finite gradients" in record.message
     assert "'skip'" not in record.message
 
 

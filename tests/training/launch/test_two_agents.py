@@ -19,6 +19,7 @@ from sidestream.training import trainer
 from sidestream.training.checkpoints import newest_checkpoint
 from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
+from sidestream.training.plan import plan_run
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,7 +37,7 @@ MESHES = {
 
 def _train(rank, world_size, options, meeting):
     place = Place(rank, world_size, rank % 2, 2, f"file://{meeting}")
-    return trainer.train(trainer.plan_run(options, world_size), place).params_sha256
+    return trainer.train(plan_run(options, world_size), place).params_sha256
 
 
 class Agents:

@@ -1,0 +1,40 @@
+"""Fault attribution: whether a step's wrong results come from a passing fault of hardware, from
+hardware that stays faulty, or from the program.
+
+    from sidestream.training.rerun import RerunDataIterator, RerunStateMachine
+
+    machine = RerunStateMachine(model)
+    data = RerunDataIterator(loader)
+    while machine.should_run_forward_backward(data):
+        optimizer.zero_grad()
+        loss = model(next(data)).mean()
+        machine.validate_result(loss, torch.isnan, "loss")
+        loss.backward()
+    decision = machine.should_checkpoint_and_exit()
+
+`transitions.py` has what follows from what as a table.
+"""
+
+from .data_iterator import RerunDataIterator
+from .evidence import Verdict
+from .hardware import hardware_name
+from .injection import InjectedFault, RerunErrorInjector, fault_here
+from .machine import ExitDecision, RejectedResultError, RerunStateMachine
+from .quick_stats import QuickStats
+from .state import has_open_question
+from .transitions import VerdictKind
+
+__all__ = [
+    "ExitDecision",
+    "InjectedFault",
+    "QuickStats",
+    "RejectedResultError",
+    "RerunDataIterator",
+    "RerunErrorInjector",
+    "RerunStateMachine",
+    "Verdict",
+    "VerdictKind",
+    "fault_here",
+    "hardware_name",
+    "has_open_question",
+]

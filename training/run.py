@@ -1,0 +1,52 @@
+"""The parts of a run on one rank, built from its plan."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .batches import Draws, draws_of
+from .engines import Engine, engine_for
+from .launch.ranks import Place
+from .measured import Measures
+from .model import build_model, model_config
+from .plan import Plan
+from .schedules import MicrobatchCalculator, OptimizerParamScheduler
+from .schedules.options import schedule_of
+from .stopping import Stopping
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of a run on one rank."""
+
+    plan: Plan
+    place: Place
+    device: torch.device
+    engine: Engine
+    scheduler: OptimizerParamScheduler
+    batches: MicrobatchCalculator
+    draws: Draws
+    measures: Measures
+    num_parameters: int
+    stopping: Stopping
+
+
+def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures) -> Run:
+    """Make the model and shard it; every rank calls this."""
+    options = plan.options
+    config = model_config(options.model, context=options.seq_len, dropout=options.dropout)
+    model = build_model(config, options.seed).to(device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine = engine_for(options, model, device)
+    return Run(
+        plan,
+        place,
+        device,
+        engine,
+        OptimizerParamScheduler.of(engine.optimizer, schedule_of(options)),
+        plan.batches(place.world_size),
+        draws_of(options, plan.corpus),
+        measures,
+        num_parameters,
+        Stopping(place, device, can_save=options.checkpoint is not None),
+    )

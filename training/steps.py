@@ -1,0 +1,84 @@
+"""One step of a run, and the loss on what is held out.
+
+    step k:  rates, batch size -> microbatches x (forward, backward) -> clip -> AdamW -> figures
+
+Step k draws its batch and its random numbers from (seed, k), so a resumed run needs the step, not
+a generator's state.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from .batches import Microbatch, window_loss
+from .data import Share, held_out_batch, mix_seed
+from .launch.ranks import mean_over_ranks
+from .measured import REGION_LEVEL
+from .recorder import Figures, Recorder
+from .run import Run
+
+
+def train_step(run: Run, step: int, recorder: Recorder) -> None:
+    """Train step `step`, counted from 1, and record it; every rank calls this.
+
+    Raises:
+        NonFiniteGradientError: a gradient is NaN or infinite, and that ends the run.
+    """
+    options, engine, region = run.plan.options, run.engine, run.measures.timers.region
+    sizes = run.batches.at(run.batches.consumed_before(step))
+    share = Share(
+        sizes.running_global_batch_size,
+        sizes.num_microbatches,
+        run.place.rank,
+        run.place.world_size,
+    )
+    torch.manual_seed(mix_seed(options.seed, step, run.place.rank))
+    run.scheduler.step(step - run.scheduler.num_steps)
+    with region("step", REGION_LEVEL):
+        with region("batch", REGION_LEVEL):
+            microbatches = [
+                run.draws.draw(share, step, number, run.device)
+                for number in range(share.accumulate)
+            ]
+        loss = _forward_backward(run, microbatches)
+        with region("clip", REGION_LEVEL):
+            norms = {"grad_norm": engine.clip(options.clip)} if options.clip > 0 else {}
+        with region("optimizer", REGION_LEVEL):
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        with region("loss", REGION_LEVEL):
+            figures = Figures.of(loss=run.stopping.mean_over_ranks(loss, "loss"), **norms)
+    recorder.finish_step(step, share.batch * options.seq_len, figures, _known(run, share))
+
+
+def held_out_loss(run: Run) -> float:
+    """The mean loss over what is held out; every rank calls this and gets the same."""
+    options, place = run.plan.options, run.place
+    share = Share(options.batch, options.accumulate, place.rank, place.world_size)
+    tokens = held_out_batch(run.plan.corpus, share, seq_len=options.seq_len).to(run.device)
+    run.engine.module.eval()
+    with torch.no_grad():
+        loss = window_loss(run.engine.module, tokens)
+    run.engine.module.train()
+    return float(mean_over_ranks(loss, "held-out loss").item())
+
+
+def _known(run: Run, share: Share) -> Mapping[str, float]:
+    schedule = run.scheduler.schedule.at(run.scheduler.num_steps)
+    return {"lr": schedule.lr, "weight_decay": schedule.weight_decay, "batch": share.batch}
+
+
+def _forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> Tensor:
+    """The mean loss of this rank's microbatches, whose gradients are exchanged with the last."""
+    region = run.measures.timers.region
+    total = torch.zeros((), device=run.device)
+    for left, microbatch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
+        with run.engine.no_sync() if left else nullcontext():
+            with region("forward", REGION_LEVEL):
+                loss = microbatch.loss(run.engine.module)
+            with region("backward", REGION_LEVEL):
+                loss.backward()
+        total += loss.detach()
+    return total
