@@ -17,6 +17,7 @@ from sidestream.training.errors import CheckpointError, DataError, OptionsError
 from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
 from sidestream.training.paths import require_writable_folder
+from sidestream.training.plan import plan_run
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -38,7 +39,7 @@ def s3(text_file):
 
 def _train(rank, world_size, options, meeting):
     place = Place(rank, world_size, rank, world_size, f"file://{meeting}")
-    result = trainer.train(trainer.plan_run(options, world_size), place)
+    result = trainer.train(plan_run(options, world_size), place)
     return result.params_sha256, result.first_step
 
 
@@ -57,7 +58,7 @@ def test_a_killed_run_goes_on_from_its_bucket(s3, text_file, tmp_path):
         run_on_ranks(_train, 2, killed, str(tmp_path / "k"), backend=None)
     assert newest_checkpoint(RUN).step == 3
     with pytest.raises(CheckpointError, match=f"no checkpoints in {RUN} yet, got one of step 3"):
-        trainer.plan_run(TrainOptions(**there), 2)
+        plan_run(TrainOptions(**there), 2)
     resumed = TrainOptions(**there, resume=True)
     assert run_on_ranks(_train, 2, resumed, str(tmp_path / "r"), backend=None)[0] == (expected, 4)
     left = {name.split("/")[0] for name in s3.names("run")}
