@@ -3,15 +3,22 @@
 DIR/step-00000020/       written by `save_checkpoint`, all of it or nothing
 DIR/step-00000020.json   written last, see `step_file`; a checkpoint without it is not complete and
                          is never read
+
+DIR is a path or a URL; at a URL nothing but the order in which objects are written is relied on.
 """
 
 import contextlib
-import os
 import re
-import shutil
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
+from ..sharding.storage import (
+    Location,
+    entries_of,
+    is_file,
+    location_of,
+    make_folder,
+    remove_all,
+)
 from .errors import CheckpointError
 from .launch.ranks import wait_for_all
 from .step_file import (
@@ -38,9 +45,9 @@ def newest_checkpoint(folder: str) -> SavedRun | None:
     """Return the complete checkpoint with the highest step, None where there is none.
 
     Raises:
-        CheckpointError: the file beside it cannot be read as ours.
+        CheckpointError: the file beside it cannot be read as ours, or the folder not at all.
     """
-    complete = _complete(folder)
+    complete = _complete(_readable(folder))
     return read_step_file(complete[-1]) if complete else None
 
 
@@ -87,7 +94,7 @@ def refuse_to_mix(folder: str) -> None:
     Raises:
         CheckpointError: there is a complete checkpoint, or `folder` is a file.
     """
-    if os.path.isfile(folder):
+    if is_file(_readable(folder)):
         raise CheckpointError(
             f"expected a folder for --checkpoint, got the file {folder}; give another path"
         )
@@ -100,14 +107,14 @@ def refuse_to_mix(folder: str) -> None:
 
 
 def save_run(
-    saved: SavedRun, save: Callable[[Path], None], *, is_first: bool, keep: int | None = None
+    saved: SavedRun, save: Callable[[Location], None], *, is_first: bool, keep: int | None = None
 ) -> None:
     """Save one checkpoint; every rank calls this. `save` writes the folder it is given.
 
     With `keep`, all complete checkpoints but the last `keep` are removed once this one is complete.
     """
     if is_first:
-        saved.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(saved.path.parent)
         _remove_leftovers(saved.path.parent)
         # A checkpoint that is replaced is not complete until its new file is there.
         step_file_of(saved.path).unlink(missing_ok=True)
@@ -116,13 +123,13 @@ def save_run(
     if is_first:
         write_step_file(saved)
         if keep is not None:
-            _remove_older(str(saved.path.parent), keep)
+            _remove_older(saved.path.parent, keep)
     wait_for_all(f"after saving {saved.path.name}")
 
 
-def checkpoint_path(folder: str, step: int) -> Path:
+def checkpoint_path(folder: str, step: int) -> Location:
     """Return where the checkpoint of a step lies."""
-    return Path(folder) / folder_name(step)
+    return location_of(folder) / folder_name(step)
 
 
 def _shown(value: object) -> str:
@@ -130,44 +137,51 @@ def _shown(value: object) -> str:
     return " ".join(str(value)[:MAX_SHOWN_CHARACTERS].split())
 
 
-def _complete(folder: str) -> list[Path]:
+def _readable(folder: str) -> Location:
+    """The location of `folder`, whose storage answers."""
+    try:
+        location = location_of(folder)
+        entries_of(location)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"expected a folder for --checkpoint that can be read, got {folder}: {error}; give "
+            "another one"
+        ) from error
+    return location
+
+
+def _complete(folder: Location) -> list[Location]:
     """The complete checkpoints in `folder`, in the order of their steps."""
-    steps = _steps(folder)
-    return [path for path in steps if os.path.lexists(step_file_of(path))]
+    found = entries_of(folder)
+    return [path for path in _steps(folder, found) if step_file_of(path).name in found]
 
 
-def _steps(folder: str) -> list[Path]:
-    if not os.path.isdir(folder):
-        return []
-    found = [path for path in Path(folder).iterdir() if _STEP.fullmatch(path.name)]
-    return sorted(path for path in found if path.is_dir())
+def _steps(folder: Location, found: Mapping[str, bool]) -> list[Location]:
+    names = (name for name, is_folder in found.items() if is_folder and _STEP.fullmatch(name))
+    return [folder / name for name in sorted(names)]
 
 
-def _remove_older(folder: str, keep: int) -> None:
+def _remove_older(folder: Location, keep: int) -> None:
     """Remove all but the last `keep` complete checkpoints, and older ones that a kill left half."""
-    complete = _complete(folder)
-    kept = complete[-keep:]
-    for path in _steps(folder):
-        if path not in kept and path < kept[-1]:
+    kept = [path.name for path in _complete(folder)[-keep:]]
+    for path in _steps(folder, entries_of(folder)):
+        if path.name not in kept and path.name < kept[-1]:
             # What cannot be removed is no reason to end a training, and the next save tries again.
             with contextlib.suppress(OSError):
                 # First: without it nobody reads a folder that a kill leaves half removed.
                 step_file_of(path).unlink(missing_ok=True)
-                shutil.rmtree(path)
+                remove_all(path)
 
 
-def _remove_leftovers(folder: Path) -> None:
+def _remove_leftovers(folder: Location) -> None:
     """Remove what saves that were killed have begun; this run saves nothing else at this time."""
-    for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name) or _is_replaced(path):
+    for name in entries_of(folder):
+        if _LEFTOVER.fullmatch(name) or _is_replaced(folder / name):
             with contextlib.suppress(OSError):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+                remove_all(folder / name)
 
 
-def _is_replaced(path: Path) -> bool:
+def _is_replaced(path: Location) -> bool:
     """Whether `path` is what a checkpoint was before another one took its name, which is there."""
     match = _REPLACED.fullmatch(path.name)
     # Where the new one is not there, this is what there is of that step.

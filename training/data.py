@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..sharding.storage import Location, Url, entries_of, is_url, location_of, read_first
 from .errors import DataError, OptionsError
 
 MIB = 1 << 20
@@ -87,8 +88,8 @@ class Share:
 
 
 def load_corpus(path: str | None, *, seq_len: int, max_bytes: int = MAX_CORPUS_BYTES) -> Corpus:
-    """Read a file, or a folder's text files in sorted order; None reads the Python standard
-    library's own sources.
+    """Read a file, or a folder's text files in sorted order, by path or URL; None reads the Python
+    standard library's own sources.
 
     At most `max_bytes` are read. The last 5 %, or two sequences where that is more, are held out.
 
@@ -171,10 +172,16 @@ def _stdlib_folder() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _text_files(path: str | None) -> Iterator[Path]:
+def _text_files(path: str | None) -> Iterator[Location]:
     if path is None:
         yield from _walk(_stdlib_folder(), suffix=".py", skipped=STDLIB_SKIPPED_FOLDERS)
         return
+    if is_url(path):
+        location = _located(path)
+        if isinstance(location, Url):
+            yield from _objects(location)
+            return
+        path = str(location)
     # Not the methods of Path, which raise where a path is too long.
     if os.path.isfile(path):
         yield Path(path)
@@ -183,6 +190,36 @@ def _text_files(path: str | None) -> Iterator[Path]:
     else:
         what = "something that is neither" if os.path.exists(path) else "nothing there"
         raise DataError(f"expected a file or a folder at --data {path}, got {what}; check the path")
+
+
+def _located(url: str) -> Location:
+    try:
+        return location_of(url)
+    except ValueError as error:
+        raise DataError(f"--data: {error}") from error
+
+
+def _objects(url: Url) -> Iterator[Location]:
+    """Yield the object at `url`, or the text below it."""
+    try:
+        found = [url] if url.is_file() else list(filter(_looks_like_text, _below(url)))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"expected text at --data {url}, got {error}; check the URL and its credentials"
+        ) from error
+    if not found:
+        raise DataError(f"expected text at --data {url}, got nothing there; check the URL")
+    yield from found
+
+
+def _below(folder: Url) -> Iterator[Url]:
+    """Yield all below `folder` in the order of `_walk`, hidden names left out."""
+    found = {name: is_folder for name, is_folder in entries_of(folder).items() if name[0] != "."}
+    for name in sorted(found, key=lambda name: (found[name], name)):
+        if found[name]:
+            yield from _below(folder / name)
+        else:
+            yield folder / name
 
 
 def _walk(root: Path, *, suffix: str = "", skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -210,15 +247,14 @@ def _walk(root: Path, *, suffix: str = "", skipped: frozenset[str] = frozenset()
                 yield file
 
 
-def _looks_like_text(file: Path) -> bool:
+def _looks_like_text(file: Location) -> bool:
     return b"\0" not in _read(file, SNIFF_BYTES)
 
 
-def _read(file: Path, max_bytes: int) -> bytes:
+def _read(file: Location, max_bytes: int) -> bytes:
     try:
-        with file.open("rb") as stream:
-            return stream.read(max_bytes)
-    except OSError as error:
+        return read_first(file, max_bytes)
+    except (OSError, ValueError) as error:
         raise DataError(
             f"expected a readable file, got {error}; check the permissions below --data"
         ) from error

@@ -1,9 +1,11 @@
 """Whether a run can write where it is told to, found before it starts and not when it is over."""
 
 import os
+import secrets
 import tempfile
 from pathlib import Path
 
+from ..sharding.storage import Location, is_url, location_of, make_folder, write_whole
 from .errors import OptionsError
 
 
@@ -28,17 +30,28 @@ def require_writable_file(path: str, option: str) -> None:
 
 
 def require_writable_folder(path: str, option: str) -> None:
-    """Refuse a folder in which no file can be made; makes the folder.
+    """Refuse a folder in which no file can be made; makes the folder. Of a URL, that cannot be
+    written below.
 
     Raises:
         OptionsError: it cannot be made, or this user must not write there.
     """
     try:
+        if is_url(path):
+            _write_and_remove(location_of(path))
+            return
         os.makedirs(path, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return
     except (OSError, ValueError) as error:
         raise _not_writable(path, option, error) from error
+
+
+def _write_and_remove(folder: Location) -> None:
+    make_folder(folder)
+    probe = folder / f".sidestream-{secrets.token_hex(8)}"  # ranks may look at the same time
+    write_whole(probe, b"sidestream")
+    probe.unlink()
 
 
 def _not_writable(path: str, option: str, error: Exception) -> OptionsError:

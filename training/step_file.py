@@ -11,14 +11,13 @@ device, other JSON, is refused in one sentence, and nothing waits for it.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from ..sharding.untrusted import open_regular, parse_object, sync_folder
+from ..sharding.storage import Location, read_first, write_whole
+from ..sharding.untrusted import parse_object
 from .errors import CheckpointError
 
 FORMAT_VERSION = 2
@@ -40,7 +39,7 @@ class SavedRun:
     `index_sha256` is what the file beside it says of its folder; empty until that is read.
     """
 
-    path: Path
+    path: Location
     step: int
     world_size: int
     loss_first: float
@@ -48,7 +47,7 @@ class SavedRun:
     index_sha256: str = field(default="", compare=False)
 
 
-def step_file_of(path: Path) -> Path:
+def step_file_of(path: Location) -> Location:
     """The file beside the checkpoint at `path`."""
     return path.with_name(f"{path.name}.json")
 
@@ -64,18 +63,11 @@ def write_step_file(saved: SavedRun) -> None:
         "defining": dict(saved.defining),
         "index_sha256": sum_of_index(saved.path),
     }
-    final = step_file_of(saved.path)
-    partial = final.with_name(f".{final.name}.partial")
-    partial.unlink(missing_ok=True)  # of a killed run, or a link that somebody has put there
-    with partial.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(sealed(content), indent=2, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, final)
-    sync_folder(final.parent)
+    text = json.dumps(sealed(content), indent=2, allow_nan=False) + "\n"
+    write_whole(step_file_of(saved.path), text.encode("utf-8"))
 
 
-def read_step_file(path: Path) -> SavedRun:
+def read_step_file(path: Location) -> SavedRun:
     """Read the file beside the checkpoint at `path`; what it says of the folder is not compared.
 
     Raises:
@@ -117,15 +109,14 @@ def require_same_index(saved: SavedRun) -> None:
         raise _other_index(saved.path, f"{INDEX_FILE} with another checksum")
 
 
-def sum_of_index(path: Path) -> str:
+def sum_of_index(path: Location) -> str:
     """SHA-256 of the file in `path` that describes all its other files.
 
     Raises:
         OSError: there is none, or it cannot be read.
         ValueError: it is no regular file.
     """
-    with open_regular(path / INDEX_FILE) as stream:
-        return hashlib.sha256(stream.read(MAX_INDEX_BYTES) or b"").hexdigest()
+    return hashlib.sha256(read_first(path / INDEX_FILE, MAX_INDEX_BYTES)).hexdigest()
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,9 +131,8 @@ def folder_name(step: int) -> str:
     return f"step-{step:0{STEP_DIGITS}d}"
 
 
-def _content_of(file: Path) -> bytes:
-    with open_regular(file) as stream:
-        content: bytes = stream.read(MAX_STEP_FILE_BYTES + 1)
+def _content_of(file: Location) -> bytes:
+    content = read_first(file, MAX_STEP_FILE_BYTES + 1)
     if len(content) > MAX_STEP_FILE_BYTES:
         raise ValueError(f"more than {MAX_STEP_FILE_BYTES} bytes")
     return content
@@ -187,7 +177,7 @@ def _sum(value: object) -> str:
     return value
 
 
-def _other_index(path: Path, text: str) -> CheckpointError:
+def _other_index(path: Location, text: str) -> CheckpointError:
     return CheckpointError(
         f"expected the checkpoint {path} as it was saved, got another one ({text}); move "
         f"{step_file_of(path)} away to resume from an older one"

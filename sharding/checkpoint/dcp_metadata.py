@@ -11,11 +11,11 @@ import hashlib
 import io
 import pickle
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from ..storage import Location
 from .files import read_whole
 from .stored import (
     DTYPES,
@@ -149,7 +149,7 @@ class _Unpickler(_PYTHON_UNPICKLER):
     dispatch[pickle.SETITEM[0]] = _set_item
 
 
-def read_dcp_metadata(folder: Path) -> Stored:
+def read_dcp_metadata(folder: Location) -> Stored:
     """Read and check the metadata in `folder`.
 
     Raises:
@@ -171,7 +171,7 @@ def read_dcp_metadata(folder: Path) -> Stored:
         ) from error
 
 
-def _stored(folder: Path, metadata: Mapping[str, Any], fingerprint: str) -> Stored:
+def _stored(folder: Location, metadata: Mapping[str, Any], fingerprint: str) -> Stored:
     places = _places(metadata["storage_data"])
     tensors: dict[Key, StoredTensor] = {}
     values: dict[Key, Place] = {}

@@ -12,9 +12,9 @@ import threading
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..storage import Location, create_file
 from .files import open_regular
 from .stored import SEGMENT_BYTES, BadCheckpoint, Digest, Ints
 
@@ -22,25 +22,33 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _LARGE_BYTES = 1 << 20  # below, a thread costs more than it saves
-_PIECE_BYTES = 1 << 18  # stays in the cache between its reading and its sum
 _MAX_THREADS = 8
 
 
-class DigestedFile(io.FileIO):
+class DigestedFile(io.RawIOBase):
     """A new file, written from the first byte to the last; `digest` tells what was written so far,
     `error` why it took no more.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: Location) -> None:
         """Make it.
 
         Raises:
-            FileExistsError: there is one, or a link, which is not followed.
+            FileExistsError: there is one, or a link, which is not followed. (A URL's is replaced.)
         """
+        super().__init__()
         self.error: BaseException | None = None
-        super().__init__(path, "x")
+        self._file = create_file(path)
         self._num_bytes = 0
         self._crc32s: Ints = ()
+
+    def writable(self) -> bool:
+        """It is written."""
+        return True
+
+    def tell(self) -> int:
+        """How many bytes were written."""
+        return self._num_bytes
 
     def write(self, content: ReadableBuffer) -> int:
         """Append `content`, or the first part of it; returns how many bytes."""
@@ -52,7 +60,7 @@ class DigestedFile(io.FileIO):
 
     def _write(self, view: memoryview) -> int:
         if len(view) < _LARGE_BYTES:
-            written = super().write(view)
+            written = self._file.write(view)
             self._crc32s = self._with(view[:written])
         else:
             crc32s: list[Ints] = []
@@ -60,7 +68,7 @@ class DigestedFile(io.FileIO):
             summing = threading.Thread(target=lambda: crc32s.append(self._with(view)))
             summing.start()
             try:
-                written = super().write(view)
+                written = self._file.write(view)
             finally:
                 summing.join()  # `content` is only there during this call
             self._crc32s = crc32s[0] if written == len(view) else self._with(view[:written])
@@ -78,37 +86,46 @@ class DigestedFile(io.FileIO):
             place, content = place + len(piece), content[len(piece) :]
         return tuple(crc32s)
 
+    def abandon(self) -> None:
+        """Before `close`: what was written need not be kept."""
+        self._file.abandon()
+
     def close(self) -> None:
-        """Bring the file to disk, then close it."""
+        """Have it be kept, on disk or in its storage."""
         if not self.closed:
-            os.fsync(self.fileno())
-        super().close()
+            try:
+                self._file.close()
+            finally:
+                super().close()
 
     def digest(self) -> Digest:
         """Size and checksum of what was written."""
         return Digest(self._num_bytes, self._crc32s)
 
 
-def statuses_of(folder: Path, sizes: Mapping[str, int], *, exact: bool) -> list[os.stat_result]:
-    """The status of each file of `folder` that `sizes` names, which has as many bytes, or, unless
+def identities_of(
+    folder: Location, sizes: Mapping[str, int], *, exact: bool
+) -> tuple[tuple[int, ...], ...]:
+    """The identity of each file of `folder` that `sizes` names, which has as many bytes, or, unless
     `exact`, at least as many.
 
     Raises:
         BadCheckpoint: one is missing or has another size.
         OSError: one cannot be opened.
     """
-    statuses = []
+    identities = []
     for name, size in sorted(sizes.items()):
         with open_regular(folder / name) as file:
-            status = os.fstat(file.fileno())
-        if status.st_size < size or (exact and status.st_size > size):
+            identities.append(file.identity)
+        if file.num_bytes < size or (exact and file.num_bytes > size):
             expected = f"{size} bytes" if exact else f"at least {size} bytes"
-            raise BadCheckpoint(f"expected {name} of {expected}, got {status.st_size}")
-        statuses.append(status)
-    return statuses
+            raise BadCheckpoint(f"expected {name} of {expected}, got {file.num_bytes}")
+    return tuple(identities)
 
 
-def require_sums(folder: Path, expected: Mapping[str, Digest], rank: int, world_size: int) -> None:
+def require_sums(
+    folder: Location, expected: Mapping[str, Digest], rank: int, world_size: int
+) -> None:
     """Compare this rank's share of the sums of files of `folder`, whose sizes are right.
 
     Raises:
@@ -131,11 +148,16 @@ def require_sums(folder: Path, expected: Mapping[str, Digest], rank: int, world_
                 )
 
 
-def _crc32_of(path: Path, segment: int) -> int:
-    piece, crc32, rest = bytearray(_PIECE_BYTES), 0, SEGMENT_BYTES
+def _crc32_of(path: Location, segment: int) -> int:
+    crc32, position = 0, segment * SEGMENT_BYTES
     with open_regular(path) as file:
-        file.seek(segment * SEGMENT_BYTES)
-        while rest and (count := file.readinto(memoryview(piece)[:rest])):
-            crc32 = zlib.crc32(memoryview(piece)[:count], crc32)
-            rest -= count
+        end = min(position + SEGMENT_BYTES, file.num_bytes)
+        piece = bytearray(min(file.piece_bytes, end - position))
+        while position < end:
+            wanted = memoryview(piece)[: end - position]
+            rest = file.read_at(wanted, position)
+            if len(rest) == len(wanted):
+                break
+            found = wanted[: len(wanted) - len(rest)]
+            crc32, position = zlib.crc32(found, crc32), position + len(found)
     return crc32

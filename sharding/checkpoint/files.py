@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import errno
-import io
-import os
-from pathlib import Path
 
-from .. import untrusted
+from ..storage import File, Location, open_file
 from .stored import BadCheckpoint
 
 _MAX_INDEX_BYTES = 1 << 30
 
 
-def open_regular(path: Path) -> io.FileIO:
-    """Open `path`, or the file that it links to, for reading.
+def open_regular(path: Location) -> File:
+    """Open the file at `path` for reading.
 
     Raises:
         BadCheckpoint: there is no such file, or it is a folder, a pipe, a device or the like.
         OSError: it cannot be opened.
     """
     try:
-        return untrusted.open_regular(path)
+        return open_file(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BadCheckpoint(f"expected a file {path.name}, got none") from error
     except OSError as error:
@@ -32,7 +29,7 @@ def open_regular(path: Path) -> io.FileIO:
         raise BadCheckpoint(str(error)) from error
 
 
-def read_whole(path: Path) -> bytes:
+def read_whole(path: Location) -> bytes:
     """The content of `path`, an index.
 
     Raises:
@@ -40,9 +37,10 @@ def read_whole(path: Path) -> bytes:
         OSError: it cannot be read.
     """
     with open_regular(path) as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        if num_bytes > _MAX_INDEX_BYTES:
+        if file.num_bytes > _MAX_INDEX_BYTES:
             raise BadCheckpoint(
-                f"expected {path.name} of at most {_MAX_INDEX_BYTES} bytes, got {num_bytes}"
+                f"expected {path.name} of at most {_MAX_INDEX_BYTES} bytes, got {file.num_bytes}"
             )
-        return file.read() or b""  # None: what only looks like a file has nothing to say now
+        content = bytearray(file.num_bytes)
+        rest = file.read_at(memoryview(content), 0)
+        return bytes(content[: len(content) - len(rest)])

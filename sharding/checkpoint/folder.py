@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ..arguments import kind_of
 from ..messages import listed
+from ..storage import Location, Url, entries_of, location_of
 from ..untrusted import shown, sync_folder
 from .manifest import MANIFEST_FILE
 from .opening import indices_of
@@ -27,17 +28,46 @@ from .opening import indices_of
 _OWN = re.compile(r"__\d+_\d+\.distcp|\.metadata|sidestream\.json")
 
 
-def resolve(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of the checkpoint that the user calls `path`; `~` is the user's home.
+def resolve(path: object) -> Location:
+    """The absolute path of the checkpoint that the user calls `path`, `~` being the user's home, or
+    its URL.
 
     Raises:
         TypeError: it is no path.
-        ValueError: it cannot be one, or is that of a folder without a name.
+        ValueError: it cannot be one, or is that of a folder without a name, or a URL for which
+            there is no driver.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path: expected text or a pathlib.Path, got {kind_of(path)}")
     try:
-        target = Path(path).expanduser().resolve() if os.fspath(path) else Path("/")
+        location = location_of(path)
+        if isinstance(location, Url):
+            assert location.driver is not None, "or it has raised"
+            return location
+    except ValueError as error:
+        raise ValueError(f"path: {error}") from error
+    return _resolved(location, path)
+
+
+def resolve_path(path: object) -> Path:
+    """`resolve(path)` where only this machine's file systems will do.
+
+    Raises:
+        TypeError: it is no path.
+        ValueError: as `resolve`, or it is a URL.
+    """
+    location = resolve(path)
+    if isinstance(location, Url):
+        raise ValueError(
+            f"path: expected the path of a folder, got the URL {shown(location)}; save there and "
+            "copy the files, or use save_checkpoint, which takes URLs"
+        )
+    return location
+
+
+def _resolved(location: Path, path: str | os.PathLike[str]) -> Path:
+    try:
+        target = location.expanduser().resolve() if os.fspath(path) else Path("/")
     except (ValueError, RuntimeError, OSError) as error:  # a zero byte, no home, links in a circle
         raise ValueError(f"path: expected the path of a folder, got {path!r}: {error}") from error
     if not target.name:
@@ -45,14 +75,17 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def resolve_for_writing(path: str | os.PathLike[str]) -> Path:
+def resolve_for_writing(path: object) -> Location:
     """`resolve(path)`, where that replaces nothing but a checkpoint through a link.
 
     Raises:
         FileExistsError: it is a link to something else.
         ValueError: its name is kept for what is being written.
     """
-    target, given = resolve(path), Path(path).expanduser()
+    target = resolve(path)
+    if isinstance(target, Url):
+        return target
+    given = Path(str(path)).expanduser()
     if target.name.startswith(".") and target.suffix in (".partial", ".replaced"):
         raise ValueError(
             f"path: expected a name that is not made from another checkpoint's, got "
@@ -71,19 +104,19 @@ def partial_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-def find(target: Path) -> Path:
+def find(target: Location) -> Location:
     """The folder to read for the checkpoint at `target`.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    if (folder := _found(target)) is not None:
+    if isinstance(target, Path) and (folder := _found(target)) is not None:
         return folder
     if indices_of(target):
         return target  # whoever opens it will say what is wrong with it
-    found = (
-        "a folder without one" if target.is_dir() else "a file" if target.exists() else "nothing"
-    )
+    found = "a folder without one" if entries_of(target) else "nothing"
+    if isinstance(target, Path) and target.exists():
+        found = "a folder without one" if target.is_dir() else "a file"
     raise FileNotFoundError(
         f"path: expected a checkpoint at {shown(target)}, got {found}; give the folder that "
         "save_checkpoint wrote"

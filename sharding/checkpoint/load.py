@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from ..arguments import require_flag
 from ..modules.uncompiled import plain_name, uncompiled
 from ..optim.state import load_scalars, named_state, prepare_state
+from ..storage import Location
 from ..untrusted import one_line, shown
 from . import folder as checkpoint_folder
 from .agreement import Alike
@@ -38,7 +38,7 @@ def load_checkpoint(
     strict: bool = True,
     reset_error_feedback: bool = False,
 ) -> Any:
-    """Load the checkpoint at `path` into `module` and `optimizer`.
+    """Load the checkpoint at `path`, or at a URL, into `module` and `optimizer`.
 
     A collective over the ranks that `module` is sharded over, or all of the job for a plain one
     and for one of PyTorch's own `fully_shard`, whose optimizer is over its sharded parameters.
@@ -113,7 +113,7 @@ def load_checkpoint(
 
 
 @contextmanager
-def _refusing(folder: Path) -> Iterator[None]:
+def _refusing(folder: Location) -> Iterator[None]:
     """Say which checkpoint it is that is bad."""
     try:
         yield
@@ -129,7 +129,7 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _half_loaded(folder: Path) -> Iterator[None]:
+def _half_loaded(folder: Location) -> Iterator[None]:
     """Say what state an error leaves: that of a disk, of memory, or of the module's own hooks."""
     try:
         yield

@@ -17,15 +17,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from ..storage import Location, create_file
 from ..untrusted import parse_object
 from .dcp_metadata import read_dcp_metadata
-from .digests import statuses_of
+from .digests import identities_of
 from .files import read_whole
 from .stored import (
     DTYPES,
@@ -52,14 +51,14 @@ _HEAD = '{"sha256": "%s", "checkpoint":\n'
 _TAIL = "\n}\n"
 
 
-def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
+def write_manifest(folder: Location, digests: Mapping[str, Digest]) -> None:
     """Write the manifest of the checkpoint in `folder`, all of whose files are in `digests`.
 
     Raises:
         BadCheckpoint: a file is missing or has another size, or what is stored is not right.
         OSError: it cannot be written.
     """
-    statuses_of(folder, {name: d.num_bytes for name, d in digests.items()}, exact=True)
+    identities_of(folder, {name: d.num_bytes for name, d in digests.items()}, exact=True)
     stored = replace(read_dcp_metadata(folder), digests=digests)
     content = {
         "format_version": FORMAT_VERSION,
@@ -78,13 +77,13 @@ def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
         "digests": {name: [d.num_bytes, d.crc32s] for name, d in digests.items()},
     }
     body = json.dumps(content, allow_nan=False)
-    with open(folder / MANIFEST_FILE, "x", encoding="ascii") as file:
-        file.write(_HEAD % _sum_of(body) + body + _TAIL)
-        file.flush()
-        os.fsync(file.fileno())
+    text = memoryview((_HEAD % _sum_of(body) + body + _TAIL).encode("ascii"))
+    with create_file(folder / MANIFEST_FILE) as file:
+        while text:
+            text = text[file.write(text) :]
 
 
-def read_manifest(folder: Path) -> Stored:
+def read_manifest(folder: Location) -> Stored:
     """Read and check the manifest in `folder`.
 
     Raises:
@@ -112,7 +111,7 @@ def read_manifest(folder: Path) -> Stored:
         ) from error
 
 
-def _stored(folder: Path, content: Mapping[str, Any], fingerprint: str) -> Stored:
+def _stored(folder: Location, content: Mapping[str, Any], fingerprint: str) -> Stored:
     keys, paths = [*content["tensors"], *content["values"]], content["paths"]
     if sorted(keys) != sorted(paths):
         raise BadCheckpoint("expected every key once, and its path")

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from ..communicators import background_group
 from ..data_parallel_groups import device_of
 from ..entries import runtimes_over
 from ..errors import communicating
+from ..storage import Location
 from .folder import shown
 
 
@@ -92,7 +92,7 @@ def _ranks_in(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
     return Ranks(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), device)
 
 
-def claim(target: Path, ranks: Ranks) -> None:
+def claim(target: Location, ranks: Ranks) -> None:
     """Have `target` belong to `ranks` for the rest of the job; one of them calls.
 
     Raises:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..storage import File
 from ..tensor.chunks import CheckpointChunks
-from ..untrusted import read_at
 from .files import open_regular
 from .stored import BadCheckpoint, Chunk, Ints, Key, KeyPath, Place, Stored, overlap
 
@@ -41,7 +41,7 @@ class Contents:
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
-        self._files: dict[str, io.FileIO] = {}
+        self._files: dict[str, File] = {}
         self._first_bytes: dict[Place, int] = {}
         self._closing = ExitStack()
 
@@ -199,10 +199,10 @@ class Contents:
     def _read(self, name: str, start: int, target: Tensor) -> None:
         """Fill the contiguous CPU tensor `target` with the bytes of a file from `start` on."""
         memory = memoryview(target.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
-        if rest := read_at(self._file(name), memory, start):
+        if rest := self._file(name).read_at(memory, start):
             raise BadCheckpoint(f"expected {len(rest)} more bytes of {name}, got its end")
 
-    def _file(self, name: str) -> io.FileIO:
+    def _file(self, name: str) -> File:
         if name not in self._files:
             file = open_regular(self.stored.folder / name)
             self._files[name] = self._closing.enter_context(file)
@@ -212,7 +212,7 @@ class Contents:
 class _Window(io.RawIOBase):
     """The bytes of `file` at `place`, as a file."""
 
-    def __init__(self, file: io.FileIO, place: Place) -> None:
+    def __init__(self, file: File, place: Place) -> None:
         self._file, self._place, self._position = file, place, 0
 
     def readable(self) -> bool:
@@ -230,9 +230,9 @@ class _Window(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        rest = max(0, self._place.num_bytes - self._position)
-        self._file.seek(self._place.start + self._position)
-        count: int = self._file.readinto(memoryview(buffer)[:rest])
+        left = max(0, self._place.num_bytes - self._position)
+        wanted = memoryview(buffer)[:left]
+        count = len(wanted) - len(self._file.read_at(wanted, self._place.start + self._position))
         self._position += count
         return count
 

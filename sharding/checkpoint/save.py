@@ -20,7 +20,6 @@ import os
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, overload
 
@@ -30,7 +29,6 @@ from torch import Tensor, nn
 from ..arguments import require_flag
 from ..modules.uncompiled import uncompiled
 from ..untrusted import shown
-from . import folder as checkpoint_folder
 from . import plain_values
 from .agreement import Alike
 from .background import copied, end_save_before, start
@@ -38,6 +36,7 @@ from .manifest import FORMAT_VERSION, MARK, write_manifest
 from .ranks import Ranks, claim, ranks_of
 from .state import state_of
 from .stored import BadCheckpoint, Digest
+from .target import Target, target_of
 from .wires import wires_of
 
 _DEPTH_OF_NAMES = 2  # model.<name> and optim.state may be empty
@@ -72,7 +71,7 @@ def save_checkpoint(
     *,
     asynchronous: bool = False,
 ) -> Future[None] | None:
-    """Write `module`, `optimizer` and `extra` to the folder `path`.
+    """Write `module`, `optimizer` and `extra` to the folder `path`, which may be a URL.
 
     A collective over the ranks that `module` is sharded over, or all of the job for a plain one
     and for one of PyTorch's own `fully_shard`, whose optimizer is over its sharded parameters.
@@ -81,8 +80,9 @@ def save_checkpoint(
     complete. `extra` is this rank's own: numbers, strings, tensors and containers of them. Of what
     every rank holds whole, such as buffers, the first one's values are saved. Where gradients'
     wires feed errors back, each rank writes its own, as many elements as the model has. Ranks share
-    one file system. Models on different ranks, such as pipeline stages, have paths of their own,
-    which may be sub-folders of one folder. `~` in `path` is the user's home.
+    one file system, or what is at the URL, such as s3://bucket/step-10 (docs/storage.md). Models on
+    different ranks, such as pipeline stages, have paths of their own, which may be sub-folders of
+    one folder. `~` in `path` is the user's home.
 
     With `asynchronous` it returns a future when all that can be refused was refused and a copy of
     what this rank writes was made in the CPU's memory: a step meanwhile changes nothing. A thread
@@ -100,7 +100,8 @@ def save_checkpoint(
             could not be read back safely; an argument of the wrong type.
         ValueError: `optimizer` holds other parameters than `module`'s; ranks pass
             different checkpoints' names, or not all an optimizer; a model on other ranks of this
-            job is saved to `path`; parts of `module` are sharded over different ranks.
+            job is saved to `path`; parts of `module` are sharded over different ranks; a URL for
+            which no driver is installed.
         RuntimeError: ranks wrote to different file systems or folders; parameters were added after
             `fully_shard`, or taken out or renamed where there is an optimizer; another rank was
             interrupted; the asynchronous save before failed and nobody asked. Whatever is raised,
@@ -110,7 +111,7 @@ def save_checkpoint(
     with Alike(ranks) as together:
         require_flag("asynchronous", asynchronous)
         end_save_before()
-        target = checkpoint_folder.resolve_for_writing(path)
+        target = target_of(path)
         state = state_of(module, optimizer)
         plain_values.require_plain("extra", extra)
         for key, value in _values(state):
@@ -118,7 +119,7 @@ def save_checkpoint(
                 plain_values.require_storable(key, value)
             else:
                 plain_values.require_plain(key, value)
-        together.tell("path", target.name, shown(target))
+        together.tell("path", target.location.name, shown(target.location))
         together.tell("optimizer", "none" if optimizer is None else "one")
         together.tell("asynchronous", str(asynchronous))
         together.tell("module", *_described(state["model"]))
@@ -134,7 +135,7 @@ def save_checkpoint(
     writers = ranks.apart() if asynchronous else ranks
     _prepare(target, ranks)
     if asynchronous:
-        return start(functools.partial(_write, target, written, writers), shown(target))
+        return start(functools.partial(_write, target, written, writers), shown(target.location))
     _write(target, written, writers)
     return None
 
@@ -148,31 +149,30 @@ def _described(model: Mapping[str, Any]) -> tuple[str, str]:
     return hashlib.sha256(repr(parts).encode()).hexdigest(), text
 
 
-def _prepare(target: Path, ranks: Ranks) -> None:
+def _prepare(target: Target, ranks: Ranks) -> None:
     is_ours = False  # another model's, which may be written there, stays
     try:
         with Alike(ranks):
             if ranks.leads:
-                take = functools.partial(claim, target, ranks)
-                checkpoint_folder.prepare(target, ranks.number, take)
+                take = functools.partial(claim, target.location, ranks)
+                target.prepare(ranks.number, take)
                 is_ours = True
     except BaseException:
         if is_ours:
-            checkpoint_folder.discard_partial(target)
+            target.discard()
         raise
 
 
-def _write(target: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    """Write `state` to the folder that was prepared, check and publish it (a collective)."""
+def _write(target: Target, state: dict[str, Any], ranks: Ranks) -> None:
+    """Write `state` to the place that was prepared, check and publish it (a collective)."""
     from torch.distributed import checkpoint as dcp
 
     from .running_dcp import running_dcp
-    from .writer import CheckpointWriter, RowMajorPlanner
+    from .writer import RowMajorPlanner, writer_to
 
-    partial = checkpoint_folder.partial_of(target)
-    writer = CheckpointWriter(partial)
+    writer = writer_to(target.draft)
     try:
-        with running_dcp(f"writing {shown(target)}", ranks):
+        with running_dcp(f"writing {shown(target.location)}", ranks):
             dcp.save(
                 state,
                 storage_writer=writer,
@@ -185,25 +185,25 @@ def _write(target: Path, state: dict[str, Any], ranks: Ranks) -> None:
         with Alike(ranks):
             if ranks.leads:
                 _seal(target, dict(ChainMap(*together.given)), ranks)
-                checkpoint_folder.publish(target)
+                target.publish()
     finally:
         # Every rank: where they do not share the folder, each has its own.
-        checkpoint_folder.discard_partial(target)
+        target.discard()
 
 
-def _seal(target: Path, digests: Mapping[str, Digest], ranks: Ranks) -> None:
+def _seal(target: Target, digests: Mapping[str, Digest], ranks: Ranks) -> None:
     """Write the manifest of what all ranks have written for `target`.
 
     Raises:
         RuntimeError: something is missing.
     """
     try:
-        write_manifest(checkpoint_folder.partial_of(target), digests)
+        write_manifest(target.draft, digests)
     except BadCheckpoint as error:
         raise RuntimeError(
-            f"path: expected a folder that all ranks write to, got {shown(target)}, where rank "
-            f"{ranks.number} does not find what another one wrote ({error}); give every rank the "
-            "same path, on a file system that they share. Nothing was saved"
+            f"path: expected a folder that all ranks write to, got {shown(target.location)}, where "
+            f"rank {ranks.number} does not find what another one wrote ({error}); give every rank "
+            "the same path, on a file system that they share. Nothing was saved"
         ) from error
 
 

@@ -10,10 +10,12 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from reprlib import repr as brief
 
 import torch
+
+from ..storage import Location
 
 SEGMENT_BYTES = 64 << 20
 _NOT_PLAIN = ("torch.quint", "torch.qint", "torch.bits")
@@ -86,7 +88,7 @@ class Stored:
         BadCheckpoint: the parts contradict each other.
     """
 
-    folder: Path
+    folder: Location
     fingerprint: str
     tensors: Mapping[Key, StoredTensor]
     values: Mapping[Key, Place]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import kind_of
+from ..storage import is_url
 from ..untrusted import open_regular, read_at, shown
 from .format import (
     INDEX,
@@ -154,6 +155,11 @@ def _place_of(path: str | os.PathLike[str]) -> Path:
     if "\0" in os.fspath(path):
         raise ValueError(f"path: expected that of a file or folder, got {path!r}")
     # Links stay: in a cache of the Hugging Face hub a file's real name is its hash.
+    if is_url(path):
+        raise ValueError(
+            f"path: expected the path of a file or folder, got the URL {path!r}; copy it here, or "
+            "use load_checkpoint, which takes URLs"
+        )
     place = Path(os.path.abspath(Path(path).expanduser()))
     if place.exists():
         return place

@@ -78,7 +78,7 @@ def save_safetensors(
             for name, tensor in entries.items()
         ]
         export = plan_export(specs, max_shard_bytes)
-        target = checkpoint_folder.resolve(path)
+        target = checkpoint_folder.resolve_path(path)
         alike.tell("path", target.name, str(target))
         alike.tell("dtype", str(dtype))
         alike.tell("max_shard_bytes", str(max_shard_bytes))

@@ -152,7 +152,7 @@ def test_unreadable_data_is_refused(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(self))
 
     # Not chmod: the superuser may read everything.
-    monkeypatch.setattr("pathlib.Path.open", refuse)
+    monkeypatch.setattr("sidestream.sharding.storage.local.open_regular", refuse)
     with pytest.raises(DataError, match=r"Permission denied.*check the permissions"):
         load_corpus(str(path), seq_len=SEQ_LEN)
 

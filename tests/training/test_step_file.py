@@ -297,7 +297,7 @@ def test_the_name_of_a_step_file_is_on_disk_before_an_older_checkpoint_goes(tmp_
     _save(tmp_path, 1)
     seen = []
     monkeypatch.setattr(
-        "sidestream.training.step_file.sync_folder",
+        "sidestream.sharding.storage.local.sync_folder",
         lambda folder: seen.append((folder, _names(folder))),
     )
     _save(tmp_path, 2, keep=1)
