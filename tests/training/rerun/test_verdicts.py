@@ -2,6 +2,9 @@
 
 import random
 from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
 
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.training.rerun.tiny import NUM_MICROBATCHES, NUM_STEPS, Training
@@ -60,3 +63,29 @@ def test_fifty_verdicts_are_right() -> None:
             assert codes == [17 if fatal else 0]
         else:
             assert codes == [16, 16, 17]
+
+
+def counted(rank: int, world_size: int) -> list[int]:
+    """Collectives of a run whose results are accepted, and of one that runs a step again."""
+    counts = []
+    for fault in (None, InjectedFault("transient", 2, rank=1)):
+        training, calls = Training(rank, fatal=False, injector=fault), []
+
+        def counting(function: Any, calls: list[str] = calls) -> Any:
+            def called(*args: Any, **options: Any) -> Any:
+                calls.append(function.__name__)
+                return function(*args, **options)
+
+            return called
+
+        with (
+            mock.patch.object(dist, "all_reduce", counting(dist.all_reduce)),
+            mock.patch.object(dist, "all_gather_object", counting(dist.all_gather_object)),
+        ):
+            training.train()
+        counts += [calls.count("all_reduce"), calls.count("all_gather_object")]
+    return counts
+
+
+def test_a_step_that_is_accepted_costs_one_collective() -> None:
+    assert run_on_ranks(counted, WORLD_SIZE) == [[NUM_STEPS, 0, NUM_STEPS, 2]] * WORLD_SIZE
