@@ -21,7 +21,7 @@ from sidestream.training.rerun import (
     VerdictKind,
     has_open_question,
 )
-from sidestream.training.rerun.validation import NONE, Validation, Validations
+from sidestream.training.rerun.validation import NONE, Validation, Validations, shown
 
 FAULTS = {kind.value: InjectedFault(kind.value, 2, call=1, hardware="a") for kind in VerdictKind}
 
@@ -372,6 +372,20 @@ def test_the_first_that_was_rejected(flags: list[Any], firsts: list[int]) -> Non
     for rejected, fatal in flags:
         validations.calls.append(Validation(0.0, rejected, "x", max, 0.0, fatal, False))
     assert validations.firsts().tolist() == firsts
+
+
+@pytest.mark.parametrize(
+    "result, text",
+    [
+        (0.1, "0.1"),
+        (torch.tensor(NAN), "nan"),
+        (torch.tensor([1.0, -INF]), "[1, -inf]"),
+        (torch.tensor([NAN, 1, -7, 2, 0]), "5 numbers, magnitudes up to 7, 1 not finite"),
+    ],
+    ids=["number", "tensor of one", "few", "many"],
+)
+def test_results_are_told_in_a_few_characters(result: Any, text: str) -> None:
+    assert shown(result) == text
 
 
 # ---- injectors
