@@ -91,8 +91,15 @@ def runs_again(rank: int, world_size: int, levels: list[int | None]) -> None:
             optimizer.zero_grad()
 
 
-def test_a_step_runs_again_with_the_same_bits() -> None:
-    run_on_ranks(runs_again, 2, [0, 1, 2, 3, None])
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param([0, 3, None], id="zero0,3,plain"),
+        pytest.param([1, 2], id="zero1,2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_runs_again_with_the_same_bits(levels: list[int | None]) -> None:
+    run_on_ranks(runs_again, 2, levels)
 
 
 def forgets_a_step_that_was_not_exchanged(rank: int, world_size: int) -> None:

@@ -117,8 +117,7 @@ def checked_kind(kind: str) -> VerdictKind:
 
 
 def wrong(result: Result) -> Result:
-    """What a fault makes of a result: NaN, or where there is none the largest number."""
+    """What a fault makes of a result: NaN, or where there is none other numbers."""
     if not isinstance(result, Tensor):
         return math.nan
-    is_real = result.is_floating_point()
-    return torch.full_like(result, math.nan if is_real else torch.iinfo(result.dtype).max)
+    return torch.full_like(result, math.nan) if result.is_floating_point() else ~result

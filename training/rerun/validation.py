@@ -65,7 +65,11 @@ def shown(result: Result) -> str:
     if not isinstance(result, Tensor):
         return f"{result:.9g}"
     if result.numel() > _SHOWN_NUMEL:
-        return f"a {result.dtype} tensor of {tuple(result.shape)}"
+        magnitudes = result.double().abs()
+        is_finite = magnitudes.isfinite()
+        largest = float(torch.where(is_finite, magnitudes, 0.0).max())
+        num_other = int((~is_finite).sum())
+        return f"{result.numel()} numbers, magnitudes up to {largest:.9g}, {num_other} not finite"
     numbers = ", ".join(f"{number:.9g}" for number in result.flatten().tolist())
     return numbers if not result.ndim else f"[{numbers}]"
 

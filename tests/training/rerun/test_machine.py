@@ -21,6 +21,7 @@ from sidestream.training.rerun import (
     VerdictKind,
     has_open_question,
 )
+from sidestream.training.rerun.validation import NONE, Validation, Validations, shown
 
 FAULTS = {kind.value: InjectedFault(kind.value, 2, call=1, hardware="a") for kind in VerdictKind}
 
@@ -278,6 +279,15 @@ def test_other_modes_raise_what_is_fatal_and_pass_over_the_rest(mode: str) -> No
             assert machine.should_checkpoint_and_exit() == (False, False, 0)
 
 
+YES, NO = torch.tensor(True), torch.tensor(False)
+FLAGS: dict[str, tuple[list[Any], list[int]]] = {
+    "none": ([], [NONE, NONE]),
+    "all accepted": ([(NO, True), (False, True)], [NONE, NONE]),
+    "tensor": ([(NO, True), (YES, False), (YES, True)], [1, 2]),
+    "number": ([(False, True), (True, False), (True, True), (True, True)], [1, 2]),
+    "number first": ([(True, True), (YES, False)], [0, 0]),
+    "tensor first": ([(YES, False), (True, True)], [0, 1]),
+}
 NOTHING: Any = contextlib.nullcontext()
 
 
@@ -341,6 +351,41 @@ def test_what_cannot_be_compared_is_refused() -> None:
     machine.should_run_forward_backward()
     with pytest.raises(TypeError, match="expected a number or a tensor of real numbers, got a str"):
         machine.validate_result("loss", bool, "text")  # type: ignore[arg-type]
+
+
+def test_no_validation_waits_for_a_device() -> None:
+    """Tensors without values: who asked for one would fail."""
+    machine, result = RerunStateMachine(injector=FAULTS["bug"]), torch.ones(2, device="meta")
+    machine.should_run_forward_backward()
+    machine.validate_result(result, torch.isnan, "loss")
+    machine.validate_result(1.0, math.isnan, "number")
+    machine.validate_result(
+        result, lambda x: machine.is_unexpectedly_large(x, 2.0, "loss"), "loss", fatal=False
+    )
+    assert machine._run is not None
+    assert machine._run.validations.firsts().is_meta
+
+
+@pytest.mark.parametrize("flags, firsts", FLAGS.values(), ids=FLAGS)
+def test_the_first_that_was_rejected(flags: list[Any], firsts: list[int]) -> None:
+    validations = Validations()
+    for rejected, fatal in flags:
+        validations.calls.append(Validation(0.0, rejected, "x", max, 0.0, fatal, False))
+    assert validations.firsts().tolist() == firsts
+
+
+@pytest.mark.parametrize(
+    "result, text",
+    [
+        (0.1, "0.1"),
+        (torch.tensor(NAN), "nan"),
+        (torch.tensor([1.0, -INF]), "[1, -inf]"),
+        (torch.tensor([NAN, 1, -7, 2, 0]), "5 numbers, magnitudes up to 7, 1 not finite"),
+    ],
+    ids=["number", "tensor of one", "few", "many"],
+)
+def test_results_are_told_in_a_few_characters(result: Any, text: str) -> None:
+    assert shown(result) == text
 
 
 # ---- injectors

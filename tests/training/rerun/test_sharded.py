@@ -22,6 +22,7 @@ from sidestream.training.rerun import (
 
 WIRE = ss.MessageWire("mxfp8", rounding="stochastic", error_feedback=torch.float32)
 LAST_STEP = 3
+SLOW = pytest.mark.slow
 
 
 class Training:
@@ -79,18 +80,22 @@ def bits_of(rank: int, zero: int, *, spoils: int | None = None, **options: Any) 
     return training.bits(), training.machine.verdict
 
 
-def runs_again(rank: int, world_size: int) -> None:
+def runs_again(rank: int, world_size: int, levels: list[int]) -> None:
     reference, _ = bits_of(rank, 0, mode="disabled")
-    for zero in range(4):
+    for zero in levels:
         twice, _ = bits_of(rank, zero, mode="report_determinism_stats")
         assert same(twice, reference), zero
-    mended, verdict = bits_of(rank, 3, spoils=0)
+    mended, verdict = bits_of(rank, levels[-1], spoils=0)
     assert same(mended, reference)
     assert verdict.kind is VerdictKind.TRANSIENT and verdict.suspects[0].rank == 1
 
 
-def test_a_run_again_has_the_bits_of_the_first() -> None:
-    run_on_ranks(runs_again, 2)
+LEVELS = [pytest.param([0, 3], id="zero0,3"), pytest.param([1, 2], id="zero1,2", marks=SLOW)]
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_a_run_again_has_the_bits_of_the_first(levels: list[int]) -> None:
+    run_on_ranks(runs_again, 2, levels)
 
 
 def restarted(rank: int, world_size: int, folder: str, kind: str) -> list[Any]:
@@ -139,14 +144,13 @@ def restarted(rank: int, world_size: int, folder: str, kind: str) -> list[Any]:
 CODES = {"transient": [17, 0, 0], "persistent": [16, 17], "bug": [16, 17]}
 
 
-def all_restarted(rank: int, world_size: int, folder: str) -> dict[str, list[Any]]:
-    return {kind: restarted(rank, world_size, folder, kind) for kind in CODES}
+KINDS = ["persistent", *(pytest.param(kind, marks=SLOW) for kind in ("transient", "bug"))]
 
 
-def test_checkpoints_carry_what_each_rank_has_to_know(tmp_path: Path) -> None:
-    for found in run_on_ranks(all_restarted, 2, str(tmp_path)):
-        for kind, (codes, verdict) in found.items():
-            assert isinstance(verdict, Verdict)
-            assert codes == CODES[kind] and verdict.kind.value == kind
-            assert (verdict.step, verdict.suspects[0].rank) == (2, 1)
-            assert verdict.suspects[0].hardware == ("place 1",)
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_carry_what_each_rank_has_to_know(kind: str, tmp_path: Path) -> None:
+    for codes, verdict in run_on_ranks(restarted, 2, str(tmp_path), kind):
+        assert isinstance(verdict, Verdict)
+        assert codes == CODES[kind] and verdict.kind.value == kind
+        assert (verdict.step, verdict.suspects[0].rank) == (2, 1)
+        assert verdict.suspects[0].hardware == ("place 1",)

@@ -8,7 +8,7 @@ from torch import nn
 
 from sidestream.training.rerun import ExitDecision, RerunDataIterator, RerunStateMachine
 
-NUM_STEPS, NUM_MICROBATCHES = 5, 3
+NUM_STEPS, NUM_MICROBATCHES = 5, 2
 
 
 class Training:
@@ -41,9 +41,9 @@ class Training:
             self.optimizer.step()
         return decision
 
-    def train(self) -> ExitDecision:
+    def train(self, last_step: int = NUM_STEPS) -> ExitDecision:
         """Until the last step has been made, or an exit."""
-        while self.machine.step <= NUM_STEPS:
+        while self.machine.step <= last_step:
             decision = self.step()
             if decision.exit:
                 return decision
