@@ -67,7 +67,7 @@ def resume(
     Raises:
         CheckpointError: a step waits there to be run on other hardware, and cannot be.
     """
-    state = extra["rerun"]
+    state = extra.get("rerun")
     if state is None:
         return
     is_open = has_open_question(state)

@@ -51,7 +51,7 @@ class TrainOptions(ScheduleOptions):
 
     data: str | None = option(
         None,
-        "file or folder to train on (default: the standard library's sources)",
+        "file, folder or URL to train on (default: the standard library's sources)",
         group=RUN,
         metavar="PATH",
         is_path=True,
@@ -182,7 +182,7 @@ class TrainOptions(ScheduleOptions):
         both_ways=True,
     )
     checkpoint: str | None = option(
-        None, "folder of the checkpoints", group=OUTPUT, metavar="DIR", is_path=True
+        None, "folder or URL of the checkpoints", group=OUTPUT, metavar="DIR", is_path=True
     )
     ckpt_format: str = option(
         CKPT_FORMAT,

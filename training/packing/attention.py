@@ -233,7 +233,6 @@ def _varlen(
     return mixed
 
 
-@torch.compiler.assume_constant_result
 def _takes_window() -> bool:
     """Whether causality is said by a window, none to the right; it was a flag in the first torch
     that had the function.
@@ -241,6 +240,10 @@ def _takes_window() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+_takes_window._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _flex(
