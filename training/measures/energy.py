@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .across_ranks import gathered
+from ..across_ranks import gathered
 from .energy_sources import EnergySource, EnergyUnavailable, source_of
 
 # In which states a monitor may do what.
