@@ -59,7 +59,7 @@ def extra_of(step: int, machine: RerunStateMachine | None) -> dict[str, Any]:
     return {"step": step, "rerun": None if machine is None else machine.state_dict()}
 
 
-def resume_machine(
+def resume(
     machine: RerunStateMachine | None, extra: Mapping[str, Any], *, same_ranks: bool
 ) -> None:
     """Have `machine` go on where the one was that is saved in `extra`.

@@ -15,8 +15,8 @@ from .model import build_model, model_config
 from .passes import forward_backward_of
 from .plan import Plan
 from .rerun import RerunStateMachine
+from .schedule_options import schedule_of
 from .schedules import MicrobatchCalculator, OptimizerParamScheduler
-from .schedules.options import schedule_of
 from .stopping import Stopping
 
 

@@ -9,7 +9,7 @@ from reprlib import repr as short
 
 from ..sharding import load_checkpoint, save_checkpoint
 from . import checkpoints
-from .attribution import extra_of, resume_machine
+from .attribution import extra_of, resume
 from .errors import CheckpointError, NonFiniteRunError
 from .options import TrainOptions
 from .recorder import Recorder
@@ -29,7 +29,7 @@ def load_run(run: Run, saved: SavedRun, recorder: Recorder) -> None:
             f"expected the state after step {saved.step} in {saved.path}, got a checkpoint that "
             f"was saved with {short(extra)}; move it away to resume from an older one"
         )
-    resume_machine(run.machine, extra, same_ranks=saved.world_size == run.place.world_size)
+    resume(run.machine, extra, same_ranks=saved.world_size == run.place.world_size)
     recorder.loss_first = saved.loss_first if saved.step else None
     recorder.restart_clock()
 

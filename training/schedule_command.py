@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .option_fields import add_arguments, values_from
-from .schedules.options import ScheduleOptions, batch_schedule_of, schedule_of
+from .schedule_options import ScheduleOptions, batch_schedule_of, schedule_of
 from .schedules.picture import require_picture, write_picture
 from .schedules.table import ScheduleRow, even_steps, rows_at, telling_steps
 from .schedules.text_plot import glyphs_for, plotted

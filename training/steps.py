@@ -20,6 +20,8 @@ from .recorder import Figures, Recorder
 from .rerun import ExitDecision
 from .run import Run
 
+GO_ON = ExitDecision()
+
 
 def train_step(run: Run, step: int, recorder: Recorder) -> ExitDecision:
     """Train step `step`, counted from 1, and record it; every rank calls this. Where it decides to
@@ -45,8 +47,7 @@ def train_step(run: Run, step: int, recorder: Recorder) -> ExitDecision:
                 for number in range(share.accumulate)
             ]
         losses = run_validated(run.machine, lambda: _forward_backward(run, microbatches))
-        machine = run.machine
-        decision = machine.should_checkpoint_and_exit() if machine else ExitDecision()
+        decision = GO_ON if run.machine is None else run.machine.should_checkpoint_and_exit()
         if decision.exit:
             return decision
         with region("clip", REGION_LEVEL):

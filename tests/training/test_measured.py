@@ -10,7 +10,7 @@ from sidestream.tests.training.processes import parse_result
 from sidestream.training.errors import OptionsError
 from sidestream.training.options import TrainOptions
 from sidestream.training.plan import plan_run
-from sidestream.training.schedules.options import schedule_of
+from sidestream.training.schedule_options import schedule_of
 
 TINY = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]
 SIZES = {"model": "tiny", "seq_len": 16, "batch": 8}
