@@ -78,7 +78,8 @@ class EnergyMonitor:
     """Reads the counter of this rank's device; the file's first lines show its use.
 
     device: whose energy it is: a GPU's own; on a CPU that of the host's packages, which belongs to
-    the rank whose `local_rank` is 0, while the other ranks there have none. source: another counter.
+    the rank whose `local_rank` is 0, while the other ranks there have none. source: another
+    counter.
     """
 
     def __init__(
