@@ -29,7 +29,7 @@ from ..training.launch.ranks import mean_over_ranks
 from ..training.model import VOCAB_SIZE, Block, GPTConfig, build_model
 from ..training.optimization import build_optimizer
 from ..training.result import sha256_of
-from ..training.schedules.options import ScheduleOptions, schedule_of
+from ..training.schedule_options import ScheduleOptions, schedule_of
 from .convergence_wires import WIRES
 
 MAX_TEXT_BYTES = 8 * MIB

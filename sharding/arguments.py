@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -100,3 +100,16 @@ def require_count(name: str, value: object, least: int = 1) -> None:
     """Refuse what is no whole number of at least `least`; raises as `require_number` does."""
     expected = f"a whole number of at least {least}"
     require_number(name, value, expected, lambda n: n >= least and isinstance(n, numbers.Integral))
+
+
+def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
+    """Refuse what is none of the `known` names.
+
+    Raises:
+        ValueError: it is another one; with the list.
+    """
+    names = list(known)
+    if value not in names:
+        raise ValueError(
+            f"{name}: expected one of {', '.join(names)}, got {value!r}; pass one of them"
+        )

@@ -34,7 +34,7 @@ from .messages import listed
 from .optimizer_view import OptimizerView
 from .runtime import Runtime
 from .unit import UnitState
-from .uses import END_OF_BACKWARD
+from .uses import END_OF_BACKWARD, UsePoint
 from .wire import Wire
 
 
@@ -43,7 +43,7 @@ class _Before:
     """What a recording that fails brings back."""
 
     backwards: int
-    uses: tuple[tuple[int, int, list[str]], ...]
+    uses: tuple[UsePoint, ...]
     versions: tuple[int, ...]
 
 
@@ -131,7 +131,7 @@ class StepRecorder:
         uses = runtime.collectives.uses
         self._before = _Before(
             runtime.exchange_order.backwards,
-            tuple(record.snapshot() for record in (uses.gathers, uses.exchanges)),
+            tuple(record.point() for record in (uses.gathers, uses.exchanges)),
             tuple(unit.main._version for unit in runtime.units),
         )
 
@@ -205,8 +205,8 @@ class StepRecorder:
         runtime.mark_stale()
         runtime.exchange_order.backwards = before.backwards
         uses = runtime.collectives.uses
-        for record, snapshot in zip((uses.gathers, uses.exchanges), before.uses, strict=True):
-            record.go_back(snapshot)
+        for record, point in zip((uses.gathers, uses.exchanges), before.uses, strict=True):
+            record.go_back(point)
 
 
 def _trainable(runtime: Runtime) -> list[bool]:

@@ -11,7 +11,7 @@ import weakref
 from typing import Protocol
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
+from torch.distributed import distributed_c10d as c10d
 
 _logger = logging.getLogger("sidestream")
 GRACE_S = 3.0
@@ -23,7 +23,8 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """That in which the ranks of `group` have met; None where there is none, or the group was
     destroyed, and for torch's "fake" groups, whose other ranks say nothing.
     """
-    backend, store = _world.pg_map.get(group, ("fake", None))
+    world = getattr(c10d, "_world", None)  # private: without it nobody is asked
+    backend, store = ("fake", None) if world is None else world.pg_map.get(group, ("fake", None))
     return None if backend == "fake" else store
 
 
@@ -51,7 +52,7 @@ class StoreThread:
             self._looking.add(one)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
-                    target=self._run, name="sidestream-uses", daemon=True
+                    target=self._run, name="sidestream-store", daemon=True
                 )
                 self._thread.start()
             self._changed.notify()

@@ -28,6 +28,15 @@ Record = tuple[int, list[str]]
 """The number of a use, and the names of all from there on."""
 
 
+@dataclass(frozen=True, slots=True)
+class UsePoint:
+    """Where a `UseRecord` stood."""
+
+    count: int
+    fingerprint: int
+    last: tuple[str, ...]
+
+
 class UseRecord:
     """Names of gathers, or exchanges, in their order. The last ones are kept."""
 
@@ -57,14 +66,13 @@ class UseRecord:
         if self.count and self._last[(self.count - 1) & _IN_RING] not in _ENDS:
             self.note(what)
 
-    def snapshot(self) -> tuple[int, int, list[str]]:
-        """What `go_back` needs to forget all that is noted from here on."""
-        return self.count, self.fingerprint, list(self._last)
+    def point(self) -> UsePoint:
+        """Where it stands, to `go_back` to."""
+        return UsePoint(self.count, self.fingerprint, tuple(self._last))
 
-    def go_back(self, snapshot: tuple[int, int, list[str]]) -> None:
-        """Forget what was noted since `snapshot` was taken: it never ran."""
-        self.count, self.fingerprint, last = snapshot
-        self._last = list(last)
+    def go_back(self, point: UsePoint) -> None:
+        """Forget what was noted since it stood at `point`: it never ran."""
+        self.count, self.fingerprint, self._last = point.count, point.fingerprint, list(point.last)
 
     def latest(self, most: int = _KEPT // 2) -> Record:
         """The last `most` uses at most. Also for another thread, while this one goes on."""

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from .data import Corpus, Share, draw_batch, sent_to
 from .model import VOCAB_SIZE
 from .options import TrainOptions
-from .packing import PackedBatch, PackedCorpus, draw_packed_batch, pack_corpus
+from .packed_corpus import PackedCorpus, draw_packed_batch, pack_corpus
+from .packing import PackedBatch
 
 
 class Microbatch(Protocol):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .schedules.options import WEIGHT_DECAY
+from .schedule_options import WEIGHT_DECAY
 
 MATRIX_NDIM = 2
 BETAS = (0.9, 0.95)

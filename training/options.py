@@ -17,7 +17,7 @@ from .option_fields import (
     options_of,
     values_from,
 )
-from .schedules.options import RUN, SCHEDULES, ScheduleOptions
+from .schedule_options import RUN, SCHEDULES, ScheduleOptions
 
 COMPUTE_DTYPES = ("fp32", "bf16")
 GRAD_WIRES = ("fp32", "bf16", "fp16", "fp8", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")

@@ -10,8 +10,8 @@ from .engines import replicas_of
 from .errors import OptionsError
 from .options import TrainOptions
 from .paths import require_writable_file, require_writable_folder
+from .schedule_options import batch_schedule_of, schedule_of
 from .schedules import MicrobatchCalculator
-from .schedules.options import batch_schedule_of, schedule_of
 from .step_file import SavedRun
 
 

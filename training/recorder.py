@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .measures import MetricsWriter, SeveralWriters
-from .measures.clocks import clock_of
+from .measures import MetricsWriter, SeveralWriters, clock_of
 from .progress import Reporter
 from .result import peak_memory_mib
 

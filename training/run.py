@@ -15,8 +15,8 @@ from .model import build_model, model_config
 from .passes import forward_backward_of
 from .plan import Plan
 from .rerun import RerunStateMachine
+from .schedule_options import schedule_of
 from .schedules import MicrobatchCalculator, OptimizerParamScheduler
-from .schedules.options import schedule_of
 from .stopping import Stopping
 
 
@@ -46,16 +46,16 @@ def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = engine_for(options, model, device)
     return Run(
-        plan,
-        place,
-        device,
-        engine,
-        OptimizerParamScheduler.of(engine.optimizer, schedule_of(options)),
-        plan.batches(place.world_size),
-        draws_of(options, plan.corpus),
-        forward_backward_of(options, engine, measures.timers),
-        measures,
-        num_parameters,
-        Stopping(place, device, can_save=options.checkpoint is not None),
-        machine_for(plan, engine),
+        plan=plan,
+        place=place,
+        device=device,
+        engine=engine,
+        scheduler=OptimizerParamScheduler.of(engine.optimizer, schedule_of(options)),
+        batches=plan.batches(place.world_size),
+        draws=draws_of(options, plan.corpus),
+        forward_backward=forward_backward_of(options, engine, measures.timers),
+        measures=measures,
+        num_parameters=num_parameters,
+        stopping=Stopping(place, device, can_save=options.checkpoint is not None),
+        machine=machine_for(plan, engine),
     )

@@ -7,13 +7,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from .errors import OptionsError
 from .option_fields import add_arguments, values_from
-from .schedules.options import ScheduleOptions, batch_schedule_of, schedule_of
-from .schedules.picture import require_picture, write_picture
+from .paths import require_writable_file
+from .schedule_options import ScheduleOptions, batch_schedule_of, schedule_of
+from .schedules.picture import SUFFIXES, write_picture
 from .schedules.table import ScheduleRow, even_steps, rows_at, telling_steps
 from .schedules.text_plot import glyphs_for, plotted
 
@@ -44,7 +48,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Print the table, and draw what was asked for."""
     options, plot = ScheduleOptions(**values_from(namespace, ScheduleOptions)), namespace.plot
     if plot:
-        require_picture(plot, "--plot")
+        _require_picture(plot, "--plot")
     schedule, batches = schedule_of(options), batch_schedule_of(options)
     rows = rows_at(schedule, batches, telling_steps(schedule, batches, options.steps))
     Console().print(table_of(rows, shows_batches=options.batch_ramp is not None))
@@ -64,6 +68,25 @@ def run(namespace: argparse.Namespace) -> int:
     write_picture(plot, [row.step for row in rows], curves_of(rows))
     print(f"wrote {plot}")
     return 0
+
+
+def _require_picture(path: str, option: str) -> None:
+    """Refuse what would keep a picture from being written.
+
+    Raises:
+        OptionsError: a name that says no format, a file that cannot be written, no matplotlib.
+    """
+    if Path(path).suffix not in SUFFIXES:
+        raise OptionsError(
+            f"expected {option} to end in one of {', '.join(SUFFIXES)}, got {path}; name the "
+            "format, or leave the file out to draw in the terminal"
+        )
+    require_writable_file(path, option)
+    if find_spec("matplotlib") is None:
+        raise OptionsError(
+            f"expected matplotlib for {option} {path}, got none; pip install 'sidestream[report]', "
+            "or leave the file out to draw in the terminal"
+        )
 
 
 def table_of(rows: Sequence[ScheduleRow], *, shows_batches: bool) -> Table:

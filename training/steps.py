@@ -20,7 +20,7 @@ from .recorder import Figures, Recorder
 from .rerun import ExitDecision
 from .run import Run
 
-GO_ON = ExitDecision(checkpoint=False, exit=False, code=0)
+GO_ON = ExitDecision()
 
 
 def train_step(run: Run, step: int, recorder: Recorder) -> ExitDecision:

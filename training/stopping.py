@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .launch.interruption import StopRequest, noting_stop
 from .launch.ranks import Place, max_over_ranks, mean_over_ranks
-from .recorder import clock_of
+from .measures import clock_of
 
 
 class Stopping:

@@ -7,7 +7,6 @@ import io
 import os
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar
 
 from ..untrusted import open_regular, read_at, sync_folder
@@ -55,12 +54,7 @@ class NewLocalFile(io.FileIO):
     def abandon(self) -> None:
         """What was written so far stays, where nobody looks for it."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

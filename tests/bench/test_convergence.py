@@ -36,7 +36,7 @@ from sidestream.tests.ranks import preload, run_on_ranks
 from sidestream.training.data import Share, draw_batch
 from sidestream.training.model import build_model
 from sidestream.training.optimization import build_optimizer
-from sidestream.training.schedules.options import ScheduleOptions, schedule_of
+from sidestream.training.schedule_options import ScheduleOptions, schedule_of
 
 preload(convergence_ranks.__name__)
 STEPS = 6

@@ -3,25 +3,17 @@
 import json
 
 import pytest
-import torch
 
 from sidestream.cli import main
 from sidestream.tests.training.processes import parse_result
 from sidestream.training.errors import OptionsError
 from sidestream.training.options import TrainOptions
 from sidestream.training.plan import plan_run
-from sidestream.training.schedules.options import schedule_of
+from sidestream.training.schedule_options import schedule_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]
 SIZES = {"model": "tiny", "seq_len": 16, "batch": 8}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from sidestream.training.optimization import build_optimizer
+from sidestream.training.schedule_options import ScheduleOptions, schedule_of
 from sidestream.training.schedules import OptimizerParamScheduler
-from sidestream.training.schedules.options import ScheduleOptions, schedule_of
 
 
 def _rates(steps, peak):

@@ -10,12 +10,12 @@ import pytest
 from sidestream import cli
 from sidestream.training.errors import OptionsError
 from sidestream.training.option_fields import add_arguments, values_from
-from sidestream.training.schedules import BatchSchedule, ParamSchedule
-from sidestream.training.schedules.options import (
+from sidestream.training.schedule_options import (
     ScheduleOptions,
     batch_schedule_of,
     schedule_of,
 )
+from sidestream.training.schedules import BatchSchedule, ParamSchedule
 
 
 def _options(*arguments):

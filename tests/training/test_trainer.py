@@ -13,15 +13,8 @@ from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
 from sidestream.training.plan import plan_run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = ["train", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--batch", "8"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

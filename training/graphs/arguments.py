@@ -37,27 +37,6 @@ def require_modules(modules: object) -> None:
         )
 
 
-def require_counts(**counts: object) -> None:
-    """Refuse what is no number of things of which there must be some.
-
-    Raises:
-        ValueError: one is none.
-    """
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name}: expected a whole number of at least 1, got {count!r}")
-
-
-def require_one_of(name: str, value: object, known: Sequence[str]) -> None:
-    """Refuse an unknown name.
-
-    Raises:
-        ValueError: it is unknown.
-    """
-    if value not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-
-
 def recorder_of(module: nn.Module) -> Recorder:
     """What records steps of `module`, sharded or not.
 

@@ -34,14 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...sharding.arguments import require_count, require_one_of
 from ...sharding.modules.structures import map_tensors
 from .arguments import (
     device_of,
     numbered,
     recorder_of,
-    require_counts,
     require_modules,
-    require_one_of,
     require_step,
 )
 from .recording import CaptureError, Part, generators_kept, record
@@ -131,7 +130,8 @@ class FullStepGraph:
     ) -> None:
         require_step(step)
         require_modules(modules)
-        require_counts(warmup_steps=warmup_steps, max_graphs=max_graphs)
+        require_count("warmup_steps", warmup_steps)
+        require_count("max_graphs", max_graphs)
         require_one_of("on_failure", on_failure, FAILURES)
         require_one_of("capture_error_mode", capture_error_mode, _MODES)
         self._step = step

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ...sharding import CommunicationError, shorten_flight_record
+from ...sharding import shorten_flight_record
+from ...sharding.errors import communicating
 from ..errors import OptionsError
 
 INIT_METHOD_VARIABLE = "SIDESTREAM_INIT_METHOD"
@@ -205,7 +206,7 @@ def mean_over_ranks(value: Tensor, what: str) -> Tensor:
     total = value.detach().float().clone()
     if not dist.is_initialized():
         return total
-    with _waiting_for(f"the mean of the {what} over the ranks"):
+    with communicating(f"the mean of the {what} over the ranks"):
         dist.all_reduce(total)
     return total / dist.get_world_size()
 
@@ -219,7 +220,7 @@ def max_over_ranks(value: float, what: str, device: torch.device) -> float:
     if not dist.is_initialized():
         return value
     largest = torch.tensor(value, dtype=torch.float64, device=device)
-    with _waiting_for(f"the largest {what} of the ranks"):
+    with communicating(f"the largest {what} of the ranks"):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest.item())
 
@@ -231,19 +232,8 @@ def wait_for_all(what: str) -> None:
         CommunicationError: another rank is gone.
     """
     if dist.is_initialized():
-        with _waiting_for(f"all ranks {what}"):
+        with communicating(f"the wait for all ranks {what}"):
             dist.barrier()
-
-
-@contextmanager
-def _waiting_for(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {dist.get_rank()} waited for {what}, but another rank is gone or late "
-            f"({error}); look for the first error among the other ranks"
-        ) from error
 
 
 def follow_launcher() -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .across_ranks import gathered
+from ..across_ranks import gathered
 from .energy_sources import EnergySource, EnergyUnavailable, source_of
 
 # In which states a monitor may do what.
@@ -78,8 +78,8 @@ class EnergyMonitor:
     """Reads the counter of this rank's device; the file's first lines show its use.
 
     device: whose energy it is: a GPU's own; on a CPU that of the host's packages, which belongs to
-    the rank whose `local_rank` is 0, while the other ranks there have none. host_name: None stands
-    for this machine's. source: another counter.
+    the rank whose `local_rank` is 0, while the other ranks there have none. source: another
+    counter.
     """
 
     def __init__(
@@ -87,11 +87,10 @@ class EnergyMonitor:
         device: torch.device | str = "cpu",
         *,
         local_rank: int = 0,
-        host_name: str | None = None,
         source: EnergySource | None = None,
     ) -> None:
         self._source: EnergySource = source or source_of(
-            torch.device(device), local_rank=local_rank, host_name=host_name or platform.node()
+            torch.device(device), local_rank=local_rank, host_name=platform.node()
         )
         self._state = "new"
         self._refusal = ""

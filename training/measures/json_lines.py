@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from reprlib import repr as short
 
+from ...sharding.storage import write_whole
 from ..errors import UsageError
 
 
@@ -84,14 +84,7 @@ def _drop_later(path: Path, resumed_step: int) -> None:
     """Leave the lines of steps up to `resumed_step`; a kill leaves the file as it is or as it
     shall be.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as kept:
-        for line, step in _lines(path):
-            if step <= resumed_step:
-                kept.write(line)
-        kept.flush()
-        os.fsync(kept.fileno())
-    os.replace(partial, path)
+    write_whole(path, b"".join(line for line, step in _lines(path) if step <= resumed_step))
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -219,12 +218,7 @@ class Timer:
         self._outer, scope.innermost = scope.innermost, self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         scope = self._scope
         if scope.innermost is not self:
             found = scope.innermost.name if scope.innermost else "no region"
@@ -278,12 +272,7 @@ class UnmeasuredTimer:
     def __enter__(self) -> UnmeasuredTimer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing."""
 
 

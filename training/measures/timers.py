@@ -24,7 +24,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from .across_ranks import gathered
+from ...sharding.arguments import require_one_of
+from ..across_ranks import gathered
 from .clocks import Clock, HostClock, StreamClock
 from .timer import AnyTimer, Scope, Timer, UnmeasuredTimer
 from .timings import OPTIONS, Reading, Timings
@@ -56,8 +57,7 @@ class Timers:
         barrier_group: dist.ProcessGroup | None = None,
     ) -> None:
         _require_level(log_level)
-        if log_option not in OPTIONS:
-            raise ValueError(f"log_option: expected one of {', '.join(OPTIONS)}, got {log_option}")
+        require_one_of("log_option", log_option, OPTIONS)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device_clock is None and torch.device(device).type == "cuda":

@@ -14,18 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from .json_lines import JsonLinesWriter
-
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-__all__ = [
-    "JsonLinesWriter",
-    "MetricsWriter",
-    "SeveralWriters",
-    "TakesScalars",
-    "TensorBoardWriter",
-]
 
 
 class TakesScalars(Protocol):

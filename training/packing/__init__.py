@@ -11,8 +11,7 @@ tokens (`pack_batch`); `packed_attention` keeps the documents of the row apart.
 """
 
 from .attention import AttentionCall, AttentionChoice, choose_attention, packed_attention
-from .batch import IGNORED_TARGET, PackedBatch, pack_batch
-from .draws import PackedCorpus, draw_packed_batch, pack_corpus
+from .batch import IGNORED_TARGET, Document, PackedBatch, lay_out, pack_batch
 from .masks import document_block_mask, document_mask
 from .params import PackedSeqParams
 from .plan import PackingPlan, Pieces, cut, pack
@@ -21,8 +20,8 @@ __all__ = [
     "IGNORED_TARGET",
     "AttentionCall",
     "AttentionChoice",
+    "Document",
     "PackedBatch",
-    "PackedCorpus",
     "PackedSeqParams",
     "PackingPlan",
     "Pieces",
@@ -30,9 +29,8 @@ __all__ = [
     "cut",
     "document_block_mask",
     "document_mask",
-    "draw_packed_batch",
+    "lay_out",
     "pack",
     "pack_batch",
-    "pack_corpus",
     "packed_attention",
 ]

@@ -3,16 +3,7 @@ hardware that stays faulty, or from the program.
 
     from sidestream.training.rerun import RerunDataIterator, RerunStateMachine
 
-    machine = RerunStateMachine(model)
-    data = RerunDataIterator(loader)
-    while machine.should_run_forward_backward(data):
-        optimizer.zero_grad()
-        loss = model(next(data)).mean()
-        machine.validate_result(loss, torch.isnan, "loss")
-        loss.backward()
-    decision = machine.should_checkpoint_and_exit()
-
-`transitions.py` has what follows from what as a table.
+`RerunStateMachine` has an example, `transitions.py` what follows from what as a table.
 """
 
 from .data_iterator import RerunDataIterator

@@ -1,14 +1,15 @@
 """How ranks come to know alike what each has found."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...sharding import CommunicationError
+from ...sharding.errors import communicating
+from ..across_ranks import gathered
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -33,11 +34,11 @@ class Ranks:
             return numbers.tolist()
         device = "cpu" if self._on_cpu else torch.device("cuda", torch.cuda.current_device())
         shared = numbers.to(device)
-        with self._waiting("the validations of a step"):
+        with communicating("the validations of a step"):
             dist.all_reduce(shared, dist.ReduceOp.MIN, self._group)
             return shared.tolist()
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """What every rank passes, by rank.
 
         Raises:
@@ -45,17 +46,4 @@ class Ranks:
         """
         if self._is_alone:
             return [value]
-        values = [None] * self.world_size
-        with self._waiting("what was found out about a step"):
-            dist.all_gather_object(values, value, self._group)
-        return values
-
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank} waited for {what} of all ranks, but another rank is gone or "
-                f"late ({error}); look for the first error among the other ranks"
-            ) from error
+        return gathered(value, self._group, "what was found out about a step")

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...sharding.arguments import require_count, require_one_of
 from ..launch.relaunching import rotation_from
 from .transitions import VerdictKind
 from .validation import Result
@@ -73,15 +74,11 @@ class RerunErrorInjector:
     """Random faults of one `kind`: on average one in `rate` validations is wrong, none with 0.
 
     Raises:
-        ValueError: an unknown kind; a rate that is no whole number, or below 0.
+        ValueError, TypeError: an unknown kind; a rate that is no whole number, or below 0.
     """
 
     def __init__(self, rate: int, kind: str, *, seed: int = 0) -> None:
-        if not isinstance(rate, int) or isinstance(rate, bool) or rate < 0:
-            raise ValueError(
-                f"RerunErrorInjector: expected a rate of 0, or one fault in so many validations, "
-                f"got {rate!r}"
-            )
+        require_count("rate", rate, 0)
         self._rate, self._kind, self._seed = rate, checked_kind(kind), seed
 
     def is_wrong(self, moment: Moment) -> bool:
@@ -110,9 +107,7 @@ def fault_here(
 
 def checked_kind(kind: str) -> VerdictKind:
     """The kind of that name; raises `ValueError` with the list."""
-    names = [one.value for one in VerdictKind]
-    if kind not in names:
-        raise ValueError(f"kind of a fault: expected one of {', '.join(names)}, got {kind!r}")
+    require_one_of("kind of a fault", kind, [one.value for one in VerdictKind])
     return VerdictKind(kind)
 
 

@@ -51,9 +51,9 @@ class RejectedResultError(RuntimeError):
 class ExitDecision(NamedTuple):
     """What to do behind the loop of a step. code: of the process; 0 unless it is to `exit`."""
 
-    checkpoint: bool
-    exit: bool
-    code: int
+    checkpoint: bool = False
+    exit: bool = False
+    code: int = 0
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class RerunStateMachine:
         self._samples = Samples()
         self._run: _Run | None = None
         self._first_calls: list[Validation] = []
-        self._decision = ExitDecision(checkpoint=False, exit=False, code=0)
+        self._decision = ExitDecision()
 
     # ---- the loop of a step
 
@@ -186,7 +186,7 @@ class RerunStateMachine:
         is_kept = self._mode is not Mode.DISABLED
         begin = StepBegin.now(self._modules, iterators, self._user) if is_kept else None
         self._run = _Run(Validations(), self._samples.copy(), begin)
-        self._decision = ExitDecision(checkpoint=False, exit=False, code=0)
+        self._decision = ExitDecision()
 
     def _find(self) -> tuple[Found, list[Evidence]]:
         """What this run says, and each rank's evidence, where anything was rejected."""
@@ -387,7 +387,7 @@ class RerunStateMachine:
         self._samples = Samples.from_plain(saved.samples)
         self._phase, self.step = Phase(saved.phase), saved.step
         self._run = None
-        self._decision = ExitDecision(checkpoint=False, exit=False, code=0)
+        self._decision = ExitDecision()
 
     def _identity(self) -> dict[str, Any]:
         return {

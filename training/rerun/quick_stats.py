@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from ...sharding.arguments import require_count
+
 
 class QuickStats:
     """How many of the numbers >= 0 that were recorded are 0, and how large the others are.
@@ -16,8 +18,7 @@ class QuickStats:
     """
 
     def __init__(self, max_size: int = 100_000) -> None:
-        if max_size < 1:
-            raise ValueError(f"QuickStats: expected a max_size of 1 or more, got {max_size}")
+        require_count("max_size", max_size)
         self.count = 0
         self.num_zero = 0
         self.largest = 0.0

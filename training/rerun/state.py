@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
+from ...sharding.arguments import require_one_of
 from .case import Case
 from .evidence import Rejection, Suspect, Verdict
 from .transitions import Mode, Phase, VerdictKind
@@ -142,7 +143,5 @@ def mode_named(name: str) -> Mode:
     Raises:
         ValueError: there is none.
     """
-    names = [mode.value for mode in Mode]
-    if name not in names:
-        raise ValueError(f"mode: expected one of {', '.join(names)}, got {name!r}")
+    require_one_of("mode", name, [mode.value for mode in Mode])
     return Mode(name)

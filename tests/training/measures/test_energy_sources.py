@@ -218,7 +218,8 @@ def test_one_rank_of_a_host_counts_its_packages(powercap, monkeypatch):
     monkeypatch.setattr(energy_sources, "RaplSource", lambda host: RaplSource(host, powercap))
     used = []
     for host_name, local_rank in (("a", 0), ("a", 1), ("b", 0)):
-        monitor = EnergyMonitor(local_rank=local_rank, host_name=host_name)
+        monkeypatch.setattr("platform.node", lambda name=host_name: name)
+        monitor = EnergyMonitor(local_rank=local_rank)
         count(powercap, z0=0)
         monitor.setup()
         count(powercap, z0=500)

@@ -144,7 +144,7 @@ WRONG = {
         ValueError,
         "expected timers that there are, such as a, got b",
     ),
-    "unknown option": (lambda t: Timers(0, "min"), ValueError, "max, minmax, mean, all, got min"),
+    "unknown option": (lambda t: Timers(0, "min"), ValueError, "max, minmax, mean, all, got 'min'"),
     "unknown level": (lambda t: Timers(-1), ValueError, "expected 0 to 2, got -1"),
     "divided by zero": (
         lambda t: t.report(normalizer=0),

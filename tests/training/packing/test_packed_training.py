@@ -12,14 +12,8 @@ from sidestream.tests.ranks import preload, run_on_ranks
 from sidestream.tests.sharding.twins import LEVELS
 from sidestream.training.data import Corpus, Share
 from sidestream.training.model import Block, GPTConfig, build_model
-from sidestream.training.packing import (
-    IGNORED_TARGET,
-    PackedSeqParams,
-    draw_packed_batch,
-    pack,
-    pack_batch,
-    pack_corpus,
-)
+from sidestream.training.packed_corpus import draw_packed_batch, pack_corpus
+from sidestream.training.packing import IGNORED_TARGET, PackedSeqParams, pack, pack_batch
 
 preload("sidestream.training.packing", "sidestream.training.model")
 

@@ -3,7 +3,8 @@ import torch
 
 from sidestream.training.data import Corpus, Share, load_corpus
 from sidestream.training.errors import DataError
-from sidestream.training.packing import IGNORED_TARGET, draw_packed_batch, pack_corpus
+from sidestream.training.packed_corpus import draw_packed_batch, pack_corpus
+from sidestream.training.packing import IGNORED_TARGET
 
 SEQ_LEN = 16
 FILE_BYTES = [40, 1, 0, 17, 5, 2, 33, 9, 16, 70]

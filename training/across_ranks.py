@@ -1,11 +1,11 @@
-"""What every rank measured, gathered where a caller asks for it."""
+"""What every rank says of itself, gathered where a caller asks for it."""
 
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from ...sharding.communicators import gather_objects
-from ...sharding.data_parallel_groups import device_of
+from ..sharding.communicators import gather_objects
+from ..sharding.data_parallel_groups import device_of
 
 T = TypeVar("T")
 

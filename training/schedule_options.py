@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ..errors import OptionsError
-from ..option_fields import check_each, count, flag, option
-from .batch_schedule import BatchSchedule, read_batch_schedule
-from .param_schedule import LR_STYLES, SHARES, WD_STYLES, ParamSchedule
+from .errors import OptionsError
+from .option_fields import check_each, count, flag, option
+from .schedules import LR_STYLES, SHARES, WD_STYLES, BatchSchedule, ParamSchedule
+from .schedules.batch_schedule import read_batch_schedule
 
 T = TypeVar("T")
 

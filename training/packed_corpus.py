@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..data import Corpus, Share, mix_seed
-from ..errors import DataError
-from .batch import Document, PackedBatch, lay_out
-from .plan import PackingPlan, cut, pack
+from .data import Corpus, Share, mix_seed
+from .errors import DataError
+from .packing import Document, PackedBatch, PackingPlan, cut, lay_out, pack
 
 
 @dataclass(frozen=True, eq=False, slots=True)
