@@ -116,5 +116,4 @@ class MicrobatchCalculator:
             f"data_parallel_size = {self.micro_batch_size} * {self.data_parallel_size} = "
             f"{self.samples_per_microbatch}, got {batch_size}; take "
             f"{' or '.join(map(str, nearest))}"
-            + (", or pass decrease_batch_size_if_needed=True to round down" if below else "")
         )
