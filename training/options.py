@@ -67,7 +67,9 @@ class TrainOptions(ScheduleOptions):
         kind=bool,
         defines=True,
     )
-    accumulate: int = count(1, "microbatches per step", group=RUN, defines=True)
+    accumulate: int = count(
+        1, "microbatches per step of --batch sequences", group=RUN, defines=True
+    )
     clip: float = option(
         1.0,
         "largest gradient norm; 0 leaves gradients as they are",

@@ -106,7 +106,8 @@ class ScheduleOptions:
     batch_ramp: str | None = option(
         None,
         "batch sizes: 'THRESHOLD:SIZE THRESHOLD:SIZE ...', such as '0:16 10K:32', or 'START "
-        "INCREMENT SAMPLES' up to --batch; K, M, B, T stand for thousands and so on",
+        "INCREMENT SAMPLES' up to --batch; K, M, B, T stand for thousands and so on; microbatches "
+        "are those of --batch",
         group=SCHEDULES,
         metavar="RAMP",
         defines=True,
