@@ -2,6 +2,8 @@
 from.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from . import checkpoints
@@ -38,14 +40,12 @@ class Plan:
         options = self.options
         whole = Share(options.batch, options.accumulate, 0, world_size)
         schedule = batch_schedule_of(options)
-        try:
+        with _told_with_the_microbatch(whole):
             return MicrobatchCalculator(
                 schedule=schedule,
                 micro_batch_size=whole.sequences_per_microbatch,
                 data_parallel_size=world_size,
             )
-        except ValueError as error:
-            raise OptionsError(f"--batch-ramp: {error}") from error
 
     @property
     def defining(self) -> dict[str, str | int | float]:
@@ -92,11 +92,22 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
 
 def _require_batches(plan: Plan, world_size: int) -> None:
     """Refuse sizes that the run would come to and that its ranks cannot share."""
+    options = plan.options
     batches = plan.batches(world_size)
-    consumed = batches.consumed_before(plan.options.steps)
-    for phase in batches.schedule.phases:
-        if phase.first_sample <= consumed:
-            try:
-                batches.at(phase.first_sample)
-            except ValueError as error:
-                raise OptionsError(f"--batch-ramp: {error}") from error
+    with _told_with_the_microbatch(Share(options.batch, options.accumulate, 0, world_size)):
+        for phase in batches.schedule.begun():
+            if phase.step > options.steps:
+                break
+            batches.at(phase.consumed_samples)
+
+
+@contextmanager
+def _told_with_the_microbatch(whole: Share) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise OptionsError(
+            f"--batch-ramp: {error}; a microbatch of a rank has --batch / (--accumulate x ranks) = "
+            f"{whole.batch} / ({whole.accumulate} x {whole.world_size}) sequences, so --accumulate "
+            "makes it smaller"
+        ) from error

@@ -91,12 +91,13 @@ def test_times_of_regions_and_missing_joules_are_told(train):
     [
         ({"batch_ramp": "0:3 9:8"}, r"--batch-ramp: expected .* multiple of .* got 3; take 4"),
         ({"batch_ramp": "0:3"}, r"--batch-ramp: expected .* multiple of .* got 3; take 4"),
+        ({"batch_ramp": "2 2 9"}, r"got 2; .*--batch / \(--accumulate x ranks\) = 8 / \(2 x 2\)"),
         ({"batch_ramp": "0:8 1"}, r"--batch-ramp: expected ':' and a batch size at character"),
         ({"warmup_steps": 9, "decay_steps": 9}, r"--warmup-steps"),
         ({"min_lr": 1.0}, r"--min-lr"),
         ({"lr_schedule": "WSD", "wsd_decay_steps": 90, "steps": 9}, r"--wsd-decay-steps"),
     ],
-    ids=["indivisible", "nothing_divisible", "unreadable", "warm_up", "rates", "tail"],
+    ids=["indivisible", "nothing_divisible", "ramp", "unreadable", "warm_up", "rates", "tail"],
 )
 def test_schedules_that_no_run_can_have_are_refused_before_it_starts(text_file, options, text):
     with pytest.raises(OptionsError, match=text):
@@ -104,5 +105,5 @@ def test_schedules_that_no_run_can_have_are_refused_before_it_starts(text_file, 
 
 
 def test_a_size_that_the_run_never_comes_to_is_not_refused(text_file):
-    options = TrainOptions(**SIZES, data=text_file, steps=2, batch_ramp="0:8 1M:9")
+    options = TrainOptions(**SIZES, data=text_file, steps=2, batch_ramp="0:8 4:7 8:8 1M:9")
     assert plan_run(options, 2).first_step == 1

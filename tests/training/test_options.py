@@ -71,6 +71,8 @@ def test_defining_options_exist_and_leave_out_how_it_is_computed():
         ("--heartbeat-limit-s -1", "--heartbeat-limit-s >= 0, got -1"),
         ("--heartbeat-limit-s nan", "--heartbeat-limit-s >= 0, got nan"),
         ("--kill-rank 0", "--kill-at-step K beside --kill-rank"),
+        ("--kill-at-step 9 --steps 8", "--kill-at-step <= --steps 8, got 9"),
+        ("--inject-fault bug --inject-fault-at 201", "--inject-fault-at <= --steps 200, got 201"),
         ("--dp-outer 0", "--dp-outer >= 1, got 0"),
         ("--ranks-per-node 0", "--ranks-per-node >= 1, got 0"),
         ("--pack --graph", "no --pack beside --graph"),
