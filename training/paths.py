@@ -13,8 +13,9 @@ def require_writable_file(path: str, option: str) -> None:
     """Refuse a file that cannot be written; nothing is.
 
     Raises:
-        OptionsError: it is a folder, or lies in none, or this user must not.
+        OptionsError: it is a URL, or a folder, or lies in none, or this user must not.
     """
+    require_local(path, option)
     if os.path.isdir(path):
         raise OptionsError(f"expected a file for {option}, got the folder {path}; name a file")
     if not Path(path).absolute().parent.is_dir():
@@ -27,6 +28,19 @@ def require_writable_file(path: str, option: str) -> None:
         require_writable_folder(str(Path(path).absolute().parent), option)
     except (OSError, ValueError) as error:
         raise _not_writable(path, option, error) from error
+
+
+def require_local(path: str, option: str) -> None:
+    """Refuse a URL where figures are appended, which object stores do not do.
+
+    Raises:
+        OptionsError: it is one.
+    """
+    if is_url(path):
+        raise OptionsError(
+            f"expected a path on this machine for {option}, got the URL {path}; name a path, and "
+            "copy what is there once the run is over"
+        )
 
 
 def require_writable_folder(path: str, option: str) -> None:

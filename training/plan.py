@@ -2,16 +2,20 @@
 from.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from . import checkpoints
 from .data import Corpus, Share, load_corpus
 from .engines import replicas_of
 from .errors import OptionsError
+from .measures.json_lines import require_no_metrics
+from .measures.writers import require_no_events
 from .options import TrainOptions
-from .paths import require_writable_file, require_writable_folder
+from .paths import require_local, require_writable_file, require_writable_folder
 from .schedule_options import batch_schedule_of, schedule_of
 from .schedules import MicrobatchCalculator
 from .step_file import SavedRun
@@ -67,11 +71,7 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
             "ranks count from 0"
         )
     replicas_of(options).check(world_size)
-    for path, name in ((options.json, "--json"), (options.metrics, "--metrics")):
-        if path is not None:
-            require_writable_file(path, name)
-    if options.tensorboard is not None:
-        require_writable_folder(options.tensorboard, "--tensorboard")
+    _require_outputs(options)
     plan = Plan(options, load_corpus(options.data, seq_len=options.seq_len), None)
     _require_batches(plan, world_size)
     if options.attributes_faults and options.checkpoint is None:
@@ -88,6 +88,33 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
     saved = checkpoints.checkpoint_to_resume(options.checkpoint, plan.defining, options.steps)
     require_writable_folder(options.checkpoint, "--checkpoint")
     return replace(plan, resume_from=saved)
+
+
+def _require_outputs(options: TrainOptions) -> None:
+    """Refuse places where figures cannot be written, or another run's are."""
+    for path, name in ((options.json, "--json"), (options.metrics, "--metrics")):
+        if path is not None:
+            require_writable_file(path, name)
+    if options.metrics is not None:
+        if options.json is not None and os.path.realpath(options.json) == os.path.realpath(
+            options.metrics
+        ):
+            raise OptionsError(
+                f"expected another file for --json than for --metrics, got {options.json} for "
+                "both; name two"
+            )
+        if not options.resume:
+            require_no_metrics(options.metrics)
+    if options.tensorboard is not None:
+        if find_spec("tensorboard") is None:
+            raise OptionsError(
+                f"expected TensorBoard to write {options.tensorboard}, got none; pip install "
+                "'sidestream[tensorboard]'"
+            )
+        require_local(options.tensorboard, "--tensorboard")
+        require_writable_folder(options.tensorboard, "--tensorboard")
+        if not options.resume:
+            require_no_events(options.tensorboard)
 
 
 def _require_batches(plan: Plan, world_size: int) -> None:

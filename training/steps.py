@@ -6,6 +6,7 @@ Step k draws its batch and its random numbers from (seed, k), so a resumed run n
 a generator's state.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from .batches import Microbatch, window_loss
 from .data import Share, held_out_batch, mix_seed
 from .launch.ranks import mean_over_ranks
 from .measured import REGION_LEVEL
+from .options import TrainOptions
 from .recorder import Figures, Recorder
 from .rerun import ExitDecision
 from .run import Run
@@ -51,7 +53,8 @@ def train_step(run: Run, step: int, recorder: Recorder) -> ExitDecision:
         if decision.exit:
             return decision
         with region("clip", REGION_LEVEL):
-            norms = {"grad_norm": engine.clip(options.clip)} if options.clip > 0 else {}
+            max_norm = _max_norm(options)
+            norms = {} if max_norm is None else {"grad_norm": engine.clip(max_norm)}
         with region("optimizer", REGION_LEVEL):
             engine.optimizer.step()
         with region("loss", REGION_LEVEL):
@@ -70,6 +73,16 @@ def held_out_loss(run: Run) -> float:
         loss = window_loss(run.engine.module, tokens)
     run.engine.module.train()
     return float(mean_over_ranks(loss, "held-out loss").item())
+
+
+def _max_norm(options: TrainOptions) -> float | None:
+    """What gradients are clipped to; None where nobody reads their norm. Of FSDP2, which looks at
+    no gradient, it is what tells that one is NaN or infinite.
+    """
+    if options.clip > 0:
+        return options.clip
+    is_looked_at = options.use_torch_fsdp2 and options.nonfinite_grads == "raise"
+    return math.inf if is_looked_at else None
 
 
 def _known(run: Run, share: Share) -> Mapping[str, float]:
