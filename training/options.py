@@ -247,10 +247,12 @@ class TrainOptions(ScheduleOptions):
         "17",
         group=FAULTS,
         kind=bool,
+        needs="checkpoint",
     )
     inject_fault: str | None = option(
         None,
-        "for tests, with --rerun: make losses wrong, once, on one piece of hardware, or everywhere",
+        "for tests: --rerun with losses that are wrong once, on one piece of hardware, or "
+        "everywhere; without --checkpoint, those of the run are removed with its end",
         group=FAULTS,
         choices=("transient", "persistent", "bug"),
     )
@@ -292,6 +294,11 @@ class TrainOptions(ScheduleOptions):
             raise OptionsError(
                 f"expected --dp-outer of at least 2 beside --outer-strategy {self.outer_strategy}, "
                 "got 1; say how many replicas share the optimizer's state, or leave it out"
+            )
+        if (self.inject_fault_at or 0) > self.steps:
+            raise OptionsError(
+                f"expected --inject-fault-at up to --steps {self.steps}, got "
+                f"{self.inject_fault_at}; name a step that is run"
             )
         if self.graph and self.pack:
             raise OptionsError(
