@@ -36,10 +36,13 @@ def machine_for(plan: Plan, engine: Engine) -> RerunStateMachine | None:
 
 
 def run_validated(
-    machine: RerunStateMachine | None, forward_backward: Callable[[], Tensor]
+    machine: RerunStateMachine | None,
+    forward_backward: Callable[[], Tensor],
+    own_gradient: Callable[[], Tensor | None],
 ) -> Tensor:
     """Return what `forward_backward` does, the losses of this rank's microbatches, whose sum is
-    validated; it runs again where that is rejected. Gradients have been cleared.
+    validated, as is the largest of the rank's own gradients; it runs again where one of the two is
+    rejected. Gradients have been cleared.
     """
     if machine is None:
         return forward_backward()
@@ -52,7 +55,14 @@ def run_validated(
             lambda loss: machine.is_unexpectedly_large(loss, LARGE, "loss"),
             "loss of the rank",
         )
+        largest = own_gradient()
+        if largest is not None:
+            machine.validate_result(largest, _is_nonfinite, "largest gradient of the rank")
     return losses
+
+
+def _is_nonfinite(value: Tensor) -> Tensor:
+    return ~value.isfinite()
 
 
 def extra_of(step: int, machine: RerunStateMachine | None) -> dict[str, Any]:

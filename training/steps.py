@@ -46,7 +46,9 @@ def train_step(run: Run, step: int, recorder: Recorder) -> ExitDecision:
                 for number in range(share.accumulate)
             ]
         engine.optimizer.zero_grad()  # before the machine keeps what it runs the step again from
-        losses = run_validated(run.machine, lambda: run.forward_backward(microbatches))
+        losses = run_validated(
+            run.machine, lambda: run.forward_backward(microbatches), engine.own_gradient
+        )
         decision = GO_ON if run.machine is None else run.machine.should_checkpoint_and_exit()
         if decision.exit:
             return decision

@@ -1,4 +1,4 @@
-"""`sidestream train --rerun` and `--inject-fault`: verdicts, exit codes, and how such runs go on."""
+"""`sidestream train --rerun` and `--inject-fault`: verdicts, exit codes, and how runs go on."""
 
 import argparse
 import contextlib
@@ -16,6 +16,7 @@ import torch
 
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.training.processes import one_thread_each, parse_result
+from sidestream.training import batches
 from sidestream.training.attribution import resume, run_validated
 from sidestream.training.errors import CheckpointError, RunStopped
 from sidestream.training.launch.ranks import Place
@@ -31,18 +32,22 @@ TINY += ["--steps", str(NUM_STEPS)]
 CODES = {"transient": [17], "persistent": [16, 17], "bug": [16, 17]}
 
 
+def options_of(arguments):
+    parser = argparse.ArgumentParser()
+    add_train_arguments(parser)
+    return options_from(parser.parse_args(arguments))
+
+
 def runs_here(rank, world_size, folder, runs):
     """Of each of `runs`, arguments of the command: the exit code of each launch, and what the first
     rank says. The launches are this process, one after the other, in the launcher's environments.
     """
-    parser, found = argparse.ArgumentParser(), []
-    add_train_arguments(parser)
+    found = []
     for run, arguments in enumerate(runs):
         codes, said = [], io.StringIO()
 
         def launch(environment, is_resumed, run=run, arguments=arguments, codes=codes):
-            given = [*TINY, *arguments, *["--resume"] * is_resumed]
-            options = options_from(parser.parse_args(given))
+            options = options_of([*TINY, *arguments, *["--resume"] * is_resumed])
             meeting = Path(folder) / f"meeting-{run}-{len(codes)}"
             place = Place(rank, world_size, rank, world_size, meeting.as_uri())
             with mock.patch.dict(os.environ, {**environment, "LOCAL_RANK": str(rank)}):
@@ -87,10 +92,30 @@ def test_a_fault_in_the_first_step_is_told_and_the_run_goes_on_as_if_there_was_n
     assert sorted(set(steps)) == [*range(1, NUM_STEPS + 1)]
 
 
+def test_a_gradient_that_is_nan_once_is_told_though_the_loss_is_right(
+    text_file, tmp_path, monkeypatch, capsys
+):
+    window_loss, forwards = batches.window_loss, []
+
+    def spoilt(module, tokens):
+        forwards.append(loss := window_loss(module, tokens))
+        # Of nothing: zero, with a gradient of 0 * infinity.
+        return loss + (0 * loss).sqrt() if len(forwards) == 2 else loss
+
+    monkeypatch.setattr(batches, "window_loss", spoilt)
+    arguments = [*TINY, "--data", text_file, "--checkpoint", str(tmp_path), "--rerun"]
+    with pytest.raises(RunStopped) as stopped:
+        train(plan_run(options_of(arguments), 1), Place())
+    assert stopped.value.code == 17 and len(forwards) == 3
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict == str(stopped.value) and verdict.startswith("verdict: transient ")
+    assert " step 2: rank 0 on " in verdict and "'largest gradient of the rank' got nan" in verdict
+
+
 def _steps(machine, *losses):
     """How the last of these steps ends."""
     for loss in losses:
-        run_validated(machine, lambda loss=loss: loss)
+        run_validated(machine, lambda loss=loss: loss, lambda: None)
     return machine.should_checkpoint_and_exit()
 
 
