@@ -249,10 +249,12 @@ class TrainOptions(ScheduleOptions):
         "17",
         group=FAULTS,
         kind=bool,
+        needs="checkpoint",
     )
     inject_fault: str | None = option(
         None,
-        "for tests, with --rerun: make losses wrong, once, on one piece of hardware, or everywhere",
+        "for tests: --rerun with losses that are wrong once, on one piece of hardware, or "
+        "everywhere; without --checkpoint, those of the run are removed with its end",
         group=FAULTS,
         choices=("transient", "persistent", "bug"),
     )

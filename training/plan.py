@@ -76,8 +76,8 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
     _require_batches(plan, world_size)
     if options.attributes_faults and options.checkpoint is None:
         raise OptionsError(
-            "expected --checkpoint DIR beside --rerun in ranks that another launcher starts, got "
-            "none; say where to keep a step that has to be run on other hardware"
+            "expected --checkpoint DIR beside --inject-fault where another launcher starts the "
+            "ranks, got none; say where to keep a step that has to be run on other hardware"
         )
     if options.checkpoint is None:
         return plan

@@ -7,13 +7,12 @@ a generator's state.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from .attribution import run_validated
-from .batches import Microbatch, window_loss
+from .batches import window_loss
 from .data import Share, held_out_batch, mix_seed
 from .launch.ranks import mean_over_ranks
 from .measured import REGION_LEVEL
@@ -48,7 +47,10 @@ def train_step(run: Run, step: int, recorder: Recorder) -> ExitDecision:
                 run.draws.draw(share, step, number, run.device)
                 for number in range(share.accumulate)
             ]
-        losses = run_validated(run.machine, lambda: _forward_backward(run, microbatches))
+        engine.optimizer.zero_grad()  # before the machine keeps what it runs the step again from
+        losses = run_validated(
+            run.machine, lambda: run.forward_backward(microbatches), engine.own_gradient
+        )
         decision = GO_ON if run.machine is None else run.machine.should_checkpoint_and_exit()
         if decision.exit:
             return decision
@@ -88,8 +90,3 @@ def _max_norm(options: TrainOptions) -> float | None:
 def _known(run: Run, share: Share) -> Mapping[str, float]:
     schedule = run.scheduler.schedule.at(run.scheduler.num_steps)
     return {"lr": schedule.lr, "weight_decay": schedule.weight_decay, "batch": share.batch}
-
-
-def _forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> Tensor:
-    run.engine.optimizer.zero_grad()
-    return run.forward_backward(microbatches)

@@ -33,6 +33,7 @@ from .launch.ranks import (
     place_from,
 )
 from .launch.relaunching import relaunching, rotation_of
+from .launch.remarks import say
 from .options import TrainOptions, add_train_arguments, options_from
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def _with_checkpoints(
         yield options, list(arguments)
         return
     with tempfile.TemporaryDirectory(prefix="sidestream-rerun-") as folder:
+        say(f"checkpoints go to {folder} until the run ends; --checkpoint DIR keeps them")
         yield replace(options, checkpoint=folder), [*arguments, "--checkpoint", folder]
 
 

@@ -77,13 +77,15 @@ def train(
             recorder.flush()
             refuse_nonfinite(options, recorder)
             energy = measures.energy_over_ranks()
-            _tell_measures(run, recorder, energy)
+            if recorder.num_steps:  # a result may have been rejected in the first one
+                _tell_measures(run, recorder, energy)
             result = None if stopped else _sum_up(run, recorder, energy)
             leave()
             wait_for_all("at the end of the run")
         if stopped:
             reporter.note(str(stopped))
-            raise stopped
+    if stopped:
+        raise stopped
     assert result is not None, "a run that was not stopped has one"
     return result
 
@@ -118,7 +120,8 @@ def _stop_on_rejection(
     """Save what there was before `step`, in which a result was rejected."""
     if decision.checkpoint:
         whereabouts.doing = f"saving step {step - 1}"
-        save_run(run, step - 1, recorder)
+        with run.measures.pause():
+            save_run(run, step - 1, recorder)
     if decision.code == RESUME_TO_DISAMBIGUATE:
         text = f"step {step} has to be run on other hardware, which --resume does"
         return RunStopped(text, decision.code)

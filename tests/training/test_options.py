@@ -75,6 +75,8 @@ def test_defining_options_exist_and_leave_out_how_it_is_computed():
         ("--inject-fault bug --inject-fault-at 201", "--inject-fault-at <= --steps 200, got 201"),
         ("--dp-outer 0", "--dp-outer >= 1, got 0"),
         ("--ranks-per-node 0", "--ranks-per-node >= 1, got 0"),
+        ("--rerun", "--checkpoint DIR beside --rerun"),
+        ("--inject-fault bug --inject-fault-at 9 --steps 8", "up to --steps 8, got 9"),
         ("--pack --graph", "no --pack beside --graph"),
         ("--outer-strategy optim", "--dp-outer of at least 2 beside --outer-strategy optim, got 1"),
     ],
