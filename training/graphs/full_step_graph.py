@@ -149,7 +149,7 @@ class FullStepGraph:
         if self.captures:
             self._run = FullStepGraph._run_graphs  # no bound method: it would be a cycle
             self._stream = torch.cuda.Stream(self.device)
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool: Any = None
             self._last = torch.cuda.current_stream(self.device)
         else:
             self._run = FullStepGraph._run_as_it_is
@@ -248,6 +248,9 @@ class FullStepGraph:
         tensors = tensors_of(inputs)
         buffers = buffers_like(tensors, self.device)
         args, kwargs = with_tensors(inputs, buffers)
+        if self._pool is None or not self.num_graphs:
+            # The allocators take none that had graphs and has none now.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
@@ -266,6 +269,7 @@ class FullStepGraph:
                 )
                 parts = self._parts()
         except BaseException:
+            self._pool = None  # spoiled for other recordings, see `record`
             for recorder in self._recorders:
                 recorder.fail()
             raise
