@@ -58,6 +58,25 @@ def require_one_of(name: str, value: object, known: Sequence[str]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
 
 
+def require_generators(generators: Sequence[object], device: torch.device) -> None:
+    """Refuse what gives no random numbers on `device`.
+
+    Raises:
+        TypeError: it gives none at all.
+        ValueError: it gives them elsewhere.
+    """
+    for generator in generators:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"generators: expected torch.Generator objects, got {type(generator).__name__}"
+            )
+        if numbered(generator.device) != device:
+            raise ValueError(
+                f"generators: expected some of {device}, where the step runs, got one of "
+                f"{generator.device}; make it with torch.Generator('{device}')"
+            )
+
+
 def recorder_of(module: nn.Module) -> Recorder:
     """What records steps of `module`, sharded or not.
 

@@ -286,6 +286,16 @@ def test_pools_of_memory_are_left_where_torch_takes_them_no_more() -> None:
         assert [graph.num_replays for graph in machine.graphs] == [1, 1, 1, 0, 1]
 
 
+def test_steps_that_never_come_back_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Recording()
+    with recording(machine), machine.installed(), machine:
+        graphed = FullStepGraph(lambda number: number, [], max_graphs=1)
+        for number in range(40):
+            assert graphed(number) == number
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["FullStepGraph"]
+    assert "16 kinds of steps went before they came often enough" in caplog.text
+
+
 LEFT = {
     "sums": "got some of unit '.*' that were only accumulated under no_sync",
     "changes": "those of unit '.*' were changed in it; call optimizer.step",

@@ -107,7 +107,7 @@ def test_lengths_that_cannot_be_are_refused(lengths, expected):
     ids=["length", "longest", "list"],
 )
 def test_what_is_no_number_of_tokens_is_refused(make):
-    with pytest.raises(TypeError, match="as an integer|int32 .*, got list"):
+    with pytest.raises(TypeError, match=r"as an integer|int32 .*, got list"):
         make()
 
 
