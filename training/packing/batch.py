@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from .params import PackedSeqParams
 from .plan import PackingPlan
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 IGNORED_TARGET = -100
 """What `cross_entropy` leaves out: the place predicts nothing."""
 
@@ -103,8 +104,11 @@ def pack_batch(
         batch = pack_batch(sequences, plan)
 
     Raises:
+        TypeError: sequences or targets are no 1-D integer tensors on the CPU.
         ValueError: the sequences are not those of the plan, or targets have other lengths.
     """
+    _check_rows("sequences", sequences)
+    _check_rows("targets", targets or ())
     if targets is None:
         targets = [_shifted(sequence) for sequence in sequences]
     if [len(sequence) for sequence in sequences] != [len(target) for target in targets]:
@@ -127,6 +131,20 @@ def pack_batch(
             )
     longest = max((len(sequence) for sequence in sequences), default=0)
     return lay_out(bins, plan.budget, longest=max(longest, 1), pad_token=pad_token)
+
+
+def _check_rows(name: str, rows: Sequence[Tensor]) -> None:
+    for number, row in enumerate(rows):
+        if not isinstance(row, Tensor):
+            found = type(row).__name__
+        elif row.dim() != 1 or row.dtype not in INTEGERS or not row.is_cpu:
+            found = f"{row.dtype} {list(row.shape)} on {row.device}"
+        else:
+            continue
+        raise TypeError(
+            f"expected {name} to be 1-D integer tensors on the CPU, got {found} as number "
+            f"{number}; pass the numbers of the tokens"
+        )
 
 
 def lay_out(

@@ -22,6 +22,11 @@ from sidestream.training.graphs.static_inputs import (
     with_tensors,
 )
 
+
+class Subclass(Tensor):
+    pass
+
+
 Pair = namedtuple("Pair", ["first", "second"])
 
 
@@ -95,6 +100,7 @@ BAD = {
         r"inputs\[0\]\['x'\]: .*no gradient",
     ),
     "sparse": (torch.ones(2).to_sparse(), ValueError, "strided tensor, got torch.sparse_coo"),
+    "subclass": (torch.ones(2).as_subclass(Subclass), TypeError, "got the subclass Subclass"),
     "object": (SimpleNamespace(), TypeError, "got SimpleNamespace, which no CUDA graph"),
 }
 
@@ -110,6 +116,12 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "modules": ({"modules": nn.Linear(1, 1)}, TypeError, r"modules: .* got Linear; pass \[model\]"),
     "warmup_steps": ({"warmup_steps": 0}, ValueError, "warmup_steps: .* at least 1, got 0"),
     "max_graphs": ({"max_graphs": 1.5}, ValueError, "max_graphs: .* got 1.5"),
+    "generators": ({"generators": [1]}, TypeError, "torch.Generator objects, got int"),
+    "generator elsewhere": (
+        {"generators": [torch.Generator()], "device": "meta"},
+        ValueError,
+        "expected some of meta, where the step runs, got one of cpu",
+    ),
     "on_failure": ({"on_failure": "stop"}, ValueError, "expected one of raise, eager, got 'stop'"),
 }
 

@@ -94,3 +94,21 @@ def test_a_batch_moves_as_a_whole():
 def test_sequences_of_another_plan_are_refused(change, expected):
     with pytest.raises(ValueError, match=expected):
         pack_batch(**{"sequences": _sequences([3, 2]), "plan": pack([3, 2], 8)} | change)
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ([1, 2], "got list as number 0"),
+        (torch.ones(2), r"got torch.float32 \[2\] on cpu"),
+        (torch.ones(2, 1, dtype=torch.int64), r"got torch.int64 \[2, 1\]"),
+        (torch.ones(2, dtype=torch.int64, device="meta"), "on meta"),
+    ],
+    ids=["list", "float", "matrix", "elsewhere"],
+)
+def test_rows_of_something_else_are_refused(row, found):
+    plan = pack([2], 4)
+    with pytest.raises(TypeError, match=f"expected sequences to be .*{found}"):
+        pack_batch([row], plan)
+    with pytest.raises(TypeError, match=f"expected targets to be .*{found}"):
+        pack_batch([torch.zeros(2, dtype=torch.int64)], plan, targets=[row])
