@@ -9,7 +9,7 @@ from .data import Corpus, Share, load_corpus
 from .engines import replicas_of
 from .errors import OptionsError
 from .options import TrainOptions
-from .paths import require_writable_file, require_writable_folder
+from .paths import require_writable_file, require_writable_folder, require_writable_place
 from .schedules import MicrobatchCalculator
 from .schedules.options import batch_schedule_of, schedule_of
 from .step_file import SavedRun
@@ -83,10 +83,10 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
         return plan
     if not options.resume:
         checkpoints.refuse_to_mix(options.checkpoint)
-        require_writable_folder(options.checkpoint, "--checkpoint")
+        require_writable_place(options.checkpoint, "--checkpoint")
         return plan
     saved = checkpoints.checkpoint_to_resume(options.checkpoint, plan.defining, options.steps)
-    require_writable_folder(options.checkpoint, "--checkpoint")
+    require_writable_place(options.checkpoint, "--checkpoint")
     return replace(plan, resume_from=saved)
 
 

@@ -16,7 +16,7 @@ from sidestream.training.data import load_corpus
 from sidestream.training.errors import CheckpointError, DataError, OptionsError
 from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
-from sidestream.training.paths import require_writable_folder
+from sidestream.training.paths import require_writable_place
 from sidestream.training.plan import plan_run
 
 pytest.importorskip("s3fs")
@@ -98,11 +98,11 @@ def test_text_that_is_not_there_is_told(s3, data, told):
 )
 def test_where_nothing_can_be_written_is_told_before_the_run(s3, folder, told):
     with pytest.raises(OptionsError, match=f"place to write to for --checkpoint, got .*{told}"):
-        require_writable_folder(folder, "--checkpoint")
+        require_writable_place(folder, "--checkpoint")
 
 
 def test_where_something_can_be_written_nothing_is_left(s3):
-    require_writable_folder(f"s3://{BUCKET}/other", "--checkpoint")
+    require_writable_place(f"s3://{BUCKET}/other", "--checkpoint")
     assert s3.names("other") == []
 
 
