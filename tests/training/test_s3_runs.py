@@ -72,6 +72,11 @@ def test_text_is_that_of_the_files_in_order(s3, text_file):
     assert load_corpus(f"s3://{BUCKET}/text/b.txt", seq_len=16).num_files == 1
 
 
+def test_objects_that_are_not_needed_are_not_looked_at(s3, monkeypatch):
+    monkeypatch.setattr("sidestream.training.data._below", lambda url: iter([url / "a.txt", None]))
+    assert load_corpus(f"s3://{BUCKET}/text", seq_len=16, max_bytes=500).num_bytes == 500
+
+
 @pytest.mark.parametrize(
     ("data", "told"),
     [
