@@ -15,7 +15,7 @@ from .errors import OptionsError
 from .measures.json_lines import require_no_metrics
 from .measures.writers import require_no_events
 from .options import TrainOptions
-from .paths import require_local, require_writable_file, require_writable_folder
+from .paths import require_writable_file, require_writable_folder, require_writable_place
 from .schedule_options import batch_schedule_of, schedule_of
 from .schedules import MicrobatchCalculator
 from .step_file import SavedRun
@@ -83,10 +83,10 @@ def plan_run(options: TrainOptions, world_size: int) -> Plan:
         return plan
     if not options.resume:
         checkpoints.refuse_to_mix(options.checkpoint)
-        require_writable_folder(options.checkpoint, "--checkpoint")
+        require_writable_place(options.checkpoint, "--checkpoint")
         return plan
     saved = checkpoints.checkpoint_to_resume(options.checkpoint, plan.defining, options.steps)
-    require_writable_folder(options.checkpoint, "--checkpoint")
+    require_writable_place(options.checkpoint, "--checkpoint")
     return replace(plan, resume_from=saved)
 
 
@@ -111,7 +111,6 @@ def _require_outputs(options: TrainOptions) -> None:
                 f"expected TensorBoard to write {options.tensorboard}, got none; pip install "
                 "'sidestream[tensorboard]'"
             )
-        require_local(options.tensorboard, "--tensorboard")
         require_writable_folder(options.tensorboard, "--tensorboard")
         if not options.resume:
             require_no_events(options.tensorboard)

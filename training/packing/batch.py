@@ -133,7 +133,7 @@ def pack_batch(
     return lay_out(bins, plan.budget, longest=max(longest, 1), pad_token=pad_token)
 
 
-def _check_rows(name: str, rows: Sequence[Tensor]) -> None:
+def _check_rows(name: str, rows: Sequence[object]) -> None:
     for number, row in enumerate(rows):
         if not isinstance(row, Tensor):
             found = type(row).__name__
