@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .boards import FolderBoard
-from .exit_codes import AGREED
+from .exit_codes import AGREED, RESUME_TO_DISAMBIGUATE
 from .heartbeat import BEAT_S, STARTING, Silence
-from .interruption import ENDING_SIGNALS, NotedSignals, noting_signals
+from .interruption import ENDING_SIGNALS, Interrupted, NotedSignals, noting_signals
 from .launch_folder import launch_folder
 from .processes import Process, describe_exit, end, exit_code, start, tail_of, watch
 from .ranks import INIT_METHOD_VARIABLE
@@ -70,7 +70,8 @@ def launch(
     ended by it.
 
     Raises:
-        Interrupted: SIGINT or SIGTERM; every rank has been ended.
+        Interrupted: SIGINT or SIGTERM, also where all ranks have stopped after their step and agree
+            to be started again; every rank has ended.
     """
     terminate_s = 0.0 if can_stop else TERMINATE_S
     with noting_signals() as signals, launch_folder() as folder:
@@ -142,12 +143,16 @@ class _Watch:
     signals: NotedSignals
     terminate_s: float
     can_stop: bool
+    was_asked: bool = False
 
     def run(self, grace_s: float) -> int:
         """Return the exit code of all."""
         failed = self._wait_for_failure()
         if not failed:
-            return max(rank.process.returncode for rank in self.ranks)
+            code = max(rank.process.returncode for rank in self.ranks)
+            if self.was_asked and code == RESUME_TO_DISAMBIGUATE:
+                raise Interrupted(signal.SIGTERM)  # who is told to end starts nothing
+            return code
         first, self.can_stop = failed[0], False
         verdict = self._verdict(failed)
         say(verdict)
@@ -211,7 +216,7 @@ class _Watch:
             Interrupted: SIGINT, or SIGTERM where they cannot, or once more.
         """
         if self.can_stop and self.signals.take_first(signal.SIGTERM):
-            self.can_stop = False
+            self.can_stop, self.was_asked = False, True
             running = _running(self.ranks)
             say(
                 f"SIGTERM: {_names(running)} to end after a step and its checkpoint; SIGINT, or "

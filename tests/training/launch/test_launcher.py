@@ -154,6 +154,12 @@ def test_ranks_that_can_stop_are_told_once_and_end_themselves(tmp_path, capfd):
 
 
 @pytest.mark.timeout(30)
+def test_who_was_told_to_end_starts_no_ranks_that_ask_to_be_started_again(tmp_path):
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        _signalled(tmp_path, "sys.exit(16)", signal.SIGTERM)
+
+
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_launcher_that_is_told_again_ends_ranks_that_would_go_on(number, tmp_path):
     started = time.monotonic()
