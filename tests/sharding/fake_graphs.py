@@ -207,6 +207,8 @@ class Recording(Machine):
                 synchronize=lambda _device: None,
                 empty_cache=lambda: None,
             ),
+            # The allocator of torch built with CUDA, which the machine's GPU has no part in.
+            mock.patch.object(torch._C, "_cuda_endAllocateToPool", lambda *_: None, create=True),
         ):
             yield
 

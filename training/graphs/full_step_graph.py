@@ -87,7 +87,8 @@ class _Entry:
 
 class FullStepGraph:
     """`step`, called as it is, but replayed from a CUDA graph once it is known. On a CPU it always
-    runs as it is, and a line of the log says so.
+    runs as it is, and a line of the log says so; inputs and gradients that no graph can take are
+    refused there too.
 
     A replay has the bits of the step, of its random numbers too. The step has to start with cleared
     gradients (`zero_grad(set_to_none=True)`), to end with a backward outside `no_sync` if it has
@@ -182,6 +183,8 @@ class FullStepGraph:
     # ---- ways
 
     def _run_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key_of((args, kwargs))
+        self._require_cleared()
         return map_tensors(Tensor.detach, self._step(*args, **kwargs))
 
     def _run_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
