@@ -208,7 +208,12 @@ class Recording(Machine):
                 empty_cache=lambda: None,
             ),
             # The allocator of torch built with CUDA, which the machine's GPU has no part in.
-            mock.patch.object(torch._C, "_cuda_endAllocateToPool", lambda *_: None, create=True),
+            mock.patch.multiple(
+                torch._C,
+                create=True,
+                _cuda_endAllocateToPool=lambda *_: None,
+                _cuda_releasePool=lambda *_: None,
+            ),
         ):
             yield
 

@@ -99,7 +99,9 @@ class FullStepGraph:
     Args:
         step: takes and returns tensors, plain values, and dicts, lists, tuples and dataclasses of
             such. Inputs that are tensors reach it as copies on `device`; pinned memory must stay as
-            it is until its copy has ended. What it returns comes back detached.
+            it is until its copy has ended. What it returns comes back detached. Of packed documents
+            it takes tokens, targets and offsets, filled up to one length with empty documents, and
+            makes their `PackedSeqParams` itself.
         modules: all models of which the step makes gradients, sharded ones as they were passed to
             `fully_shard`.
         generators: of random numbers on the GPU that it uses, beside the default one.

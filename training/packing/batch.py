@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from .params import PackedSeqParams
 from .plan import PackingPlan
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 IGNORED_TARGET = -100
 """What `cross_entropy` leaves out: the place predicts nothing."""
 
@@ -99,12 +100,14 @@ def pack_batch(
 
     Every token has to predict the one after it; the last of a sequence predicts nothing. `targets`
     of the same lengths say otherwise, `IGNORED_TARGET` where nothing is to be learned. `bins`: the
-    numbers of those that the row has, in its order; None: all.
+    numbers of those that the row has, in its order; None: all. Its `loss_weight` is of this row:
+    where a step has several, weigh each by ranks / targets of the step, which its ranks average.
 
         plan = pack([len(sequence) for sequence in sequences], budget=1024)
         batch = pack_batch(sequences, plan, bins=[7, 2])
 
     Raises:
+        TypeError: sequences or targets are no 1-D integer tensors on the CPU.
         ValueError: the sequences are not those of the plan, or targets have other lengths.
         IndexError: the plan has no such bin.
     """
@@ -140,14 +143,28 @@ def _bin(plan: PackingPlan, number: int) -> tuple[int, ...]:
 def _document(
     sequences: Sequence[Tensor], targets: Sequence[Tensor] | None, place: int
 ) -> Document:
-    tokens = sequences[place]
-    target = _shifted(tokens) if targets is None else targets[place]
+    tokens = _row_of("sequences", sequences, place)
+    target = _shifted(tokens) if targets is None else _row_of("targets", targets, place)
     if len(tokens) != len(target):
         raise ValueError(
             f"expected targets as long as their sequences, got {len(target)} for the {len(tokens)} "
             f"tokens of sequence {place}; pass one target for each token, {IGNORED_TARGET} for none"
         )
     return Document(tokens, target)
+
+
+def _row_of(name: str, rows: Sequence[Tensor], place: int) -> Tensor:
+    row = rows[place]
+    if not isinstance(row, Tensor):
+        found = type(row).__name__
+    elif row.dim() != 1 or row.dtype not in INTEGERS or not row.is_cpu:
+        found = f"{row.dtype} {list(row.shape)} on {row.device}"
+    else:
+        return row
+    raise TypeError(
+        f"expected {name} to be 1-D integer tensors on the CPU, got {found} as number {place}; "
+        "pass the numbers of the tokens"
+    )
 
 
 def lay_out(

@@ -61,7 +61,7 @@ def test_a_cpu_runs_steps_as_they_are_and_says_so(caplog: pytest.LogCaptureFixtu
 def test_a_cpu_refuses_what_a_gpu_would() -> None:
     model = nn.Linear(3, 1)
     graphed = FullStepGraph(lambda x: model(x).sum().backward(), [model])
-    batch = pack_batch([torch.ones(2)], pack([2], 3))
+    batch = pack_batch([torch.arange(2)], pack([2], 3))
     with pytest.raises(TypeError, match="got Kept, which no CUDA graph can follow; pass its tens"):
         graphed(batch)
     graphed(torch.ones(3))
