@@ -4,17 +4,16 @@ schedules, a batch that grows, timers, joules, fault attribution, graphs, metric
 python examples/training_support.py memory://run                            one process
 torchrun --nproc-per-node 2 examples/training_support.py checkpoints/run    two ranks
 
-The argument is a path, or a URL such as s3://bucket/run; figures go to metrics.jsonl. It trains
-twice: the second time from the checkpoint of the first, as a job that is started again.
+It takes a path, or a URL such as s3://bucket/run. The second of two trainings resumes the first.
 """
 
-import os
 import sys
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import sidestream as ss
@@ -23,7 +22,7 @@ from sidestream.training.graphs import FullStepGraph
 from sidestream.training.measures import EnergyMonitor, JsonLinesWriter, SeveralWriters, Timers
 from sidestream.training.model import Block, build_model, model_config
 from sidestream.training.packing import PackedSeqParams, pack, pack_batch
-from sidestream.training.rerun import RerunStateMachine
+from sidestream.training.rerun import RerunStateMachine, has_open_question
 
 STEPS, SAVE_EVERY, CONTEXT, BINS = 30, 10, 64, 2
 ROW = BINS * CONTEXT  # tokens of a microbatch
@@ -35,31 +34,30 @@ RANDOM = torch.Generator().manual_seed(0)
 LENGTHS = torch.empty(400).log_normal_(3, 0.6, generator=RANDOM).long().clamp(2, CONTEXT).tolist()
 DOCUMENTS = [torch.arange(37 * n, 37 * n + length) % 256 for n, length in enumerate(LENGTHS)]
 PLAN = pack(LENGTHS, CONTEXT)
+Row = dict[str, Tensor]
 
 
-def rows(batches: schedules.MicrobatchCalculator, step: int, rank: int) -> list[dict[str, Tensor]]:
+def rows(batches: schedules.MicrobatchCalculator, step: int, rank: int) -> Iterator[Row]:
     """A rank's microbatches of a step, all of the same shapes, so that one graph serves them."""
     ranks, consumed = batches.data_parallel_size, batches.consumed_before(step)
     batch_size = batches.at(consumed).running_global_batch_size
     bins = [(consumed + place) % len(PLAN.bins) for place in range(batch_size)]
     # The last token of a document predicts nothing. Gradients are averaged over the ranks.
     num_targets = sum(PLAN.bin_tokens[number] - len(PLAN.bins[number]) for number in bins)
-    microbatches = []
     for first in range(rank * BINS, len(bins), ranks * BINS):
         batch = pack_batch(DOCUMENTS, PLAN, bins=bins[first : first + BINS])
         row = {"tokens": batch.tokens, "targets": batch.targets}
         ends = batch.params.cu_seqlens_q
         # Empty documents behind the others: a graph has one number of them.
         row["offsets"] = F.pad(ends, (0, ROW + 1 - len(ends)), value=ROW)
-        microbatches.append(row | {"weight": torch.tensor(ranks / num_targets)})
-    return microbatches
+        yield row | {"weight": torch.tensor(ranks / num_targets)}
 
 
 class Training:
     """A model with what trains it; `done` is the last step of the checkpoint at `path`, if any."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.done, self.timers = path, 0, Timers()
+        self.path, self.timers = path, Timers()
         self.model = build_model(model_config("tiny", context=CONTEXT), seed=0)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         ss.fully_shard(self.model, self.optimizer, fsdp_unit_modules=[Block])
@@ -68,23 +66,26 @@ class Training:
         self.batches = schedules.MicrobatchCalculator(
             schedule=BATCHES, micro_batch_size=BINS, data_parallel_size=self.ranks
         )
-        self.scheduler = schedules.OptimizerParamScheduler.of(self.optimizer, PARAMS)
-        self.machine = RerunStateMachine(self.model, program="training_support")
         self.graphed = FullStepGraph(self.forward_backward, [self.model])
+        self.scheduler = schedules.OptimizerParamScheduler.of(self.optimizer, PARAMS)
         try:
-            extra = ss.load_checkpoint(path, self.model, self.optimizer)
+            saved = ss.load_checkpoint(path, self.model, self.optimizer)
+            self.scheduler.load_state_dict(saved["scheduler"])
         except FileNotFoundError:
-            return
-        self.done = extra["step"]
-        self.scheduler.load_state_dict(extra["scheduler"])
-        self.machine.load_state_dict(extra["rerun"])
+            saved = {"step": 0}
+        self.done = saved["step"]
+        self.machine = RerunStateMachine(self.model, program="support", first_step=self.done + 1)
+        # What a rank has saved is its own. A step that waits for other hardware needs all of it.
+        if self.done and (saved["ranks"] == self.ranks or has_open_question(saved["rerun"])):
+            self.machine.load_state_dict(saved["rerun"])
 
     def save(self, step: int) -> None:
         """Replace the checkpoint by one of behind `step`; the old one stays until it is whole."""
         extra = {"scheduler": self.scheduler.state_dict(), "rerun": self.machine.state_dict()}
-        ss.save_checkpoint(self.path, self.model, self.optimizer, extra | {"step": step})
+        extra |= {"step": step, "ranks": self.ranks}
+        ss.save_checkpoint(self.path, self.model, self.optimizer, extra)
 
-    def forward_backward(self, microbatches: list[dict[str, Tensor]]) -> Tensor:
+    def forward_backward(self, microbatches: list[Row]) -> Tensor:
         """Return this rank's part of the mean over all targets of the step, times the ranks."""
         losses = []
         for left, row in zip(reversed(range(len(microbatches))), microbatches, strict=True):
@@ -100,7 +101,7 @@ class Training:
         """Train a step, counted from 1, and return its figures."""
         machine, region = self.machine, self.timers.region
         with region("rows"):
-            microbatches = rows(self.batches, step, self.rank)
+            microbatches = list(rows(self.batches, step, self.rank))
         while machine.should_run_forward_backward():
             self.optimizer.zero_grad()
             with region("forward-backward"):
@@ -122,11 +123,10 @@ class Training:
         return {"loss": loss.item() / self.ranks, "grad_norm": norm.item(), "lr": lr}
 
 
-def train(path: str, last_step: int) -> nn.Module:
-    """Train up to `last_step`, from where the checkpoint at `path` stands, if there is one."""
+def train(path: str, last_step: int) -> None:
+    """Train up to `last_step`, from the checkpoint at `path` if any; figures: metrics.jsonl."""
     training = Training(path)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    energy = EnergyMonitor(training.graphed.device, local_rank=local_rank)
+    energy = EnergyMonitor(training.graphed.device, local_rank=training.rank)  # of one machine
     energy.setup()
     first = training.rank == 0
     writers = [JsonLinesWriter("metrics.jsonl", resumed_step=training.done)] if first else []
@@ -138,9 +138,9 @@ def train(path: str, last_step: int) -> nn.Module:
             if step % SAVE_EVERY == 0:
                 training.save(step)
     report, joules = training.timers.report(), energy.lap_over_ranks()  # of all ranks
+    energy.shutdown()
     if first:
         print(f"{report}\nenergy of steps to {last_step}: {joules}")
-    return training.model
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,7 +154,7 @@ def _document(
     return Document(tokens, target)
 
 
-def _row_of(name: str, rows: Sequence[Tensor], place: int) -> Tensor:
+def _row_of(name: str, rows: Sequence[Any], place: int) -> Tensor:
     row = rows[place]
     if not isinstance(row, Tensor):
         found = type(row).__name__
