@@ -24,8 +24,7 @@ from sidestream.training.model import Block, build_model, model_config
 from sidestream.training.packing import PackedSeqParams, pack, pack_batch
 from sidestream.training.rerun import RerunStateMachine, has_open_question
 
-STEPS, SAVE_EVERY, CONTEXT, BINS = 30, 10, 64, 2
-ROW = BINS * CONTEXT  # tokens of a microbatch
+STEPS, SAVE_EVERY, CONTEXT, BINS, ROW = 30, 10, 64, 2, 128  # a row: a microbatch, of BINS bins
 PARAMS = schedules.ParamSchedule(max_lr=3e-3, lr_warmup_steps=5, lr_decay_steps=STEPS,
     lr_decay_style="WSD", wsd_decay_steps=10, lr_wsd_decay_style="minus_sqrt",
     start_wd=0.1, end_wd=0.1)  # fmt: skip
