@@ -226,6 +226,13 @@ class Recording(Machine):
                 synchronize=lambda _device: None,
                 empty_cache=lambda: None,
             ),
+            # The allocator of torch built with CUDA, which the machine's GPU has no part in.
+            mock.patch.multiple(
+                torch._C,
+                create=True,
+                _cuda_endAllocateToPool=lambda *_: None,
+                _cuda_releasePool=lambda *_: None,
+            ),
         ):
             yield
 

@@ -90,7 +90,8 @@ class _Entry:
 
 class FullStepGraph:
     """`step`, called as it is, but replayed from a CUDA graph once it is known. On a CPU it always
-    runs as it is, and a line of the log says so.
+    runs as it is, and a line of the log says so; inputs and gradients that no graph can take are
+    refused there too.
 
     A replay has the bits of the step, of its random numbers too. The step has to start with cleared
     gradients (`zero_grad(set_to_none=True)`), to end with a backward outside `no_sync` if it has
@@ -101,7 +102,9 @@ class FullStepGraph:
     Args:
         step: takes and returns tensors, plain values, and dicts, lists, tuples and dataclasses of
             such. Inputs that are tensors reach it as copies on `device`; pinned memory must stay as
-            it is until its copy has ended. What it returns comes back detached.
+            it is until its copy has ended. What it returns comes back detached. Of packed documents
+            it takes tokens, targets and offsets, filled up to one length with empty documents, and
+            makes their `PackedSeqParams` itself.
         modules: all models of which the step makes gradients, sharded ones as they were passed to
             `fully_shard`.
         generators: of random numbers on the GPU that it uses, beside the default one.
@@ -188,6 +191,8 @@ class FullStepGraph:
     # ---- ways
 
     def _run_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key_of((args, kwargs))
+        self._require_cleared()
         return map_tensors(Tensor.detach, self._step(*args, **kwargs))
 
     def _run_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from sidestream.training.graphs.static_inputs import (
     tensors_of,
     with_tensors,
 )
+from sidestream.training.packing import pack, pack_batch
 
 
 class Subclass(Tensor):
@@ -60,6 +61,17 @@ def test_a_cpu_runs_steps_as_they_are_and_says_so(caplog: pytest.LogCaptureFixtu
     assert [record.message for record in caplog.records] == [
         "FullStepGraph: steps run eagerly, without a graph, on cpu"
     ]
+
+
+def test_a_cpu_refuses_what_a_gpu_would() -> None:
+    model = nn.Linear(3, 1)
+    graphed = FullStepGraph(lambda x: model(x).sum().backward(), [model])
+    batch = pack_batch([torch.arange(2)], pack([2], 3))
+    with pytest.raises(TypeError, match="got Kept, which no CUDA graph can follow; pass its tens"):
+        graphed(batch)
+    graphed(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"expected cleared gradients .* some of 'weight'"):
+        graphed(torch.ones(3))
 
 
 def test_inputs_with_the_same_key_go_through_the_same_buffers() -> None:
