@@ -1,7 +1,9 @@
 """Forward and backward of all microbatches of a step, as they are or as one CUDA graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,24 +15,43 @@ from .measures import Timers
 from .options import TrainOptions
 
 
-def forward_backward_of(
-    options: TrainOptions, engine: Engine, timers: Timers
-) -> Callable[[Sequence[Microbatch]], Tensor]:
-    """Return what gives the losses of a rank's microbatches, FP32 [microbatches], and has their
-    gradients exchanged with the last; gradients have to be cleared before.
+class ForwardBackward(Protocol):
+    """What gives the losses of a rank's microbatches, FP32 [microbatches], and has their gradients
+    exchanged with the last; gradients have to be cleared before.
     """
 
-    def run(microbatches: Sequence[Microbatch]) -> Tensor:
+    def __call__(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """The losses."""
+
+    def reset(self) -> None:
+        """Let go of graphs; the process group ends next, and NCCL waits for those that have its
+        collectives.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _AsTheyAre:
+    engine: Engine
+    timers: Timers
+
+    def __call__(self, microbatches: Sequence[Microbatch]) -> Tensor:
         losses = []
         for left, microbatch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
-            with engine.no_sync() if left else nullcontext():
-                with timers.region("forward", REGION_LEVEL):
-                    loss = microbatch.loss(engine.module)
-                with timers.region("backward", REGION_LEVEL):
+            with self.engine.no_sync() if left else nullcontext():
+                with self.timers.region("forward", REGION_LEVEL):
+                    loss = microbatch.loss(self.engine.module)
+                with self.timers.region("backward", REGION_LEVEL):
                     loss.backward()
             losses.append(loss.detach().float())
         return torch.stack(losses)
 
+    def reset(self) -> None:
+        """There are none."""
+
+
+def forward_backward_of(options: TrainOptions, engine: Engine, timers: Timers) -> ForwardBackward:
+    """Return that of a run with `options`."""
+    run = _AsTheyAre(engine, timers)
     if not options.graph:
         return run
     # Of no use to who asks for none: what it needs of torch takes a while to import.
