@@ -1,8 +1,9 @@
 """Forward and backward of all microbatches of a step, as they are or as one CUDA graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,35 +15,63 @@ from .measures import Timers
 from .options import TrainOptions
 
 
-def forward_backward_of(
-    options: TrainOptions, engine: Engine, timers: Timers
-) -> Callable[[Sequence[Microbatch]], Tensor]:
-    """Return what gives the losses of a rank's microbatches, FP32 [microbatches], and has their
-    gradients exchanged with the last; gradients have to be cleared before. A graph is replayed as a
-    whole, so it is timed as one.
+class ForwardBackward(Protocol):
+    """What gives the losses of a rank's microbatches, FP32 [microbatches], and has their gradients
+    exchanged with the last; gradients have to be cleared before.
     """
+
+    def __call__(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """The losses."""
+
+    def reset(self) -> None:
+        """Let go of graphs; the process group ends next, and NCCL waits for those that have its
+        collectives.
+        """
+
+
+def forward_backward_of(options: TrainOptions, engine: Engine, timers: Timers) -> ForwardBackward:
+    """Return that of a run with `options`."""
     if not options.graph:
-        return partial(_run, engine, timers)
+        return _AsTheyAre(engine, timers)
     # Of no use to who asks for none: what it needs of torch takes a while to import.
     from .graphs import FullStepGraph
 
-    untimed = Timers(device="cpu")
-    graph = FullStepGraph(partial(_run, engine, untimed), [engine.module])
-
-    def run(microbatches: Sequence[Microbatch]) -> Tensor:
-        with timers.region("forward_backward", REGION_LEVEL):
-            return graph(microbatches)
-
-    return run
+    untimed = _AsTheyAre(engine, Timers(device="cpu"))
+    return _AsGraph(FullStepGraph(untimed, [engine.module]), timers)
 
 
-def _run(engine: Engine, timers: Timers, microbatches: Sequence[Microbatch]) -> Tensor:
-    losses = []
-    for left, microbatch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
-        with engine.no_sync() if left else nullcontext():
-            with timers.region("forward", REGION_LEVEL):
-                loss = microbatch.loss(engine.module)
-            with timers.region("backward", REGION_LEVEL):
-                loss.backward()
-        losses.append(loss.detach().float())
-    return torch.stack(losses)
+@dataclass(frozen=True, slots=True)
+class _AsTheyAre:
+    engine: Engine
+    timers: Timers
+
+    def __call__(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        losses = []
+        for left, microbatch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
+            with self.engine.no_sync() if left else nullcontext():
+                with self.timers.region("forward", REGION_LEVEL):
+                    loss = microbatch.loss(self.engine.module)
+                with self.timers.region("backward", REGION_LEVEL):
+                    loss.backward()
+            losses.append(loss.detach().float())
+        return torch.stack(losses)
+
+    def reset(self) -> None:
+        """There are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AsGraph:
+    """A graph is replayed as a whole, so it is timed as one."""
+
+    graph: Any
+    timers: Timers
+
+    def __call__(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        with self.timers.region("forward_backward", REGION_LEVEL):
+            losses: Tensor = self.graph(microbatches)
+            return losses
+
+    def reset(self) -> None:
+        """All of them."""
+        self.graph.reset()

@@ -1,20 +1,18 @@
 """The parts of a run on one rank, built from its plan."""
 
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from .attribution import machine_for
-from .batches import Draws, Microbatch, draws_of
+from .batches import Draws, draws_of
 from .engines import Engine, engine_for
 from .launch.ranks import Place
 from .launch.relaunching import TEMPORARY_VARIABLE
 from .measured import Measures
 from .model import build_model, model_config
-from .passes import forward_backward_of
+from .passes import ForwardBackward, forward_backward_of
 from .plan import Plan
 from .rerun import RerunStateMachine
 from .schedule_options import schedule_of
@@ -24,7 +22,7 @@ from .stopping import Stopping
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The parts of a run on one rank. forward_backward: see `passes`."""
+    """The parts of a run on one rank."""
 
     plan: Plan
     place: Place
@@ -33,7 +31,7 @@ class Run:
     scheduler: OptimizerParamScheduler
     batches: MicrobatchCalculator
     draws: Draws
-    forward_backward: Callable[[Sequence[Microbatch]], Tensor]
+    forward_backward: ForwardBackward
     measures: Measures
     num_parameters: int
     stopping: Stopping

@@ -82,6 +82,7 @@ def train(
             result = None if stopped else _sum_up(run, recorder, energy)
             leave()
             wait_for_all("at the end of the run")
+            run.forward_backward.reset()
         if stopped:
             reporter.note(str(stopped))
     if stopped:

@@ -1,3 +1,4 @@
+import contextlib
 import math
 import shutil
 from dataclasses import replace
@@ -9,6 +10,7 @@ from sidestream.cli import main
 from sidestream.tests.ranks import run_on_ranks
 from sidestream.tests.training.processes import parse_result
 from sidestream.training import checkpoints, step_file, trainer
+from sidestream.training.graphs import FullStepGraph
 from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
 from sidestream.training.plan import plan_run
@@ -128,6 +130,24 @@ def test_other_data_does_not_resume(train, tmp_path):
 def _fingerprint(rank, world_size, options, meeting):
     place = Place(rank, world_size, rank, world_size, f"file://{meeting}")
     return trainer.train(plan_run(options, world_size), place).params_sha256
+
+
+def test_graphs_go_before_the_group_whose_collectives_they_have(train, monkeypatch):
+    expected, told = _bits(train()), []
+    monkeypatch.setattr(FullStepGraph, "reset", lambda _: told.append("graphs"))
+    monkeypatch.setattr(trainer, "joined_group", _told_of_its_end(trainer.joined_group, told))
+    assert _bits(train("--graph")) == expected
+    assert told == ["graphs", "group"]
+
+
+def _told_of_its_end(joined_group, told):
+    @contextlib.contextmanager
+    def joined(*arguments, **options):
+        with joined_group(*arguments, **options) as device:
+            yield device
+            told.append("group")
+
+    return joined
 
 
 def test_fingerprint_is_of_all_ranks_parameters(text_file, tmp_path):

@@ -182,7 +182,8 @@ class FullStepGraph:
 
     def reset(self) -> None:
         """Forget all graphs, and what is known of their keys: for all ranks to call, after a change
-        of the modules other than of values.
+        of the modules other than of values, and before `destroy_process_group`, where NCCL waits
+        for graphs that have its collectives.
         """
         for entry in self._entries.values():
             self._drop(entry)
