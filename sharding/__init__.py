@@ -20,6 +20,7 @@ from .fully_shard import (
     skipped_steps,
 )
 from .fused_gradients import main_grad
+from .gradient_checks import largest_own_gradient
 from .kept_step import KeptStep, keep_step
 from .message_wire import MessageWire
 from .nccl_allocator import nccl_mem_pool
@@ -67,6 +68,7 @@ __all__ = [
     "initialize_model_parallel",
     "is_sharded",
     "keep_step",
+    "largest_own_gradient",
     "load_checkpoint",
     "load_safetensors",
     "main_grad",

@@ -90,7 +90,8 @@ def fully_shard(
             `init_model_with_meta_device`.
         optimizer: an elementwise optimizer over its parameters; keeps its class, groups, options
             and state.
-        device_mesh: mesh to shard over (None: all ranks; without a process group, world size 1).
+        device_mesh: mesh to shard over (None: all ranks, of a process group that is made here
+            if torchrun has started them; without either, world size 1).
         dp_shard_dim: name of the mesh dimension to shard over, which may be one that dimensions
             were flattened to; needed when the mesh has several.
         dp_outer_dim: name of the dimension along which copies of the shards lie (HSDP). Gradients

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.optim.norm_op import largest_magnitudes
 from ..kernels.optim.norm_reference import INFINITY_BITS
+from .fully_shard import runtime_of
 from .messages import listed
 from .optim.nonfinite import nonfinite_error
 from .runtime import Runtime
@@ -117,6 +118,20 @@ class GradientChecks:
                 listed(found),
             )
         self._usual = torch.maximum(self._usual, largest.nan_to_num(0, 0, 0))
+
+
+def largest_own_gradient(module: nn.Module) -> Tensor | None:
+    """The largest magnitude among this rank's own gradients in the last exchange of a sharded
+    module, before they were summed over ranks: FP32 of no dimension where they are, NaN if one is
+    that. No collective, and no host waits. None where nobody notes them, as with
+    `MixedPrecisionPolicy(nonfinite_grads="keep")`.
+
+    Raises:
+        ValueError: `module` is not the one passed to `fully_shard`.
+    """
+    every = [unit.reduction.own_gradients for unit in runtime_of(module).units]
+    noted = [own.largest() for own in every if own is not None]
+    return torch.cat(noted).max().view(torch.float32) if noted else None
 
 
 def _own_magnitudes(unit: Unit) -> Tensor:

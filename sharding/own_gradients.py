@@ -6,6 +6,7 @@ until a sum is not finite.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -47,8 +48,11 @@ class OwnGradients:
 
     def forget(self, indices: Collection[int]) -> None:
         """The gradients of the tensors with these indices are gone."""
-        if places := [place for place, index in enumerate(self._order) if index in indices]:
-            self._largest[places] = 0
+        places = [place for place, index in enumerate(self._order) if index in indices]
+        # In stretches: an index of places would travel to a GPU, which the host waits for.
+        for _, numbered in groupby(enumerate(places), lambda one: one[1] - one[0]):
+            stretch = [place for _, place in numbered]
+            self._largest[stretch[0] : stretch[-1] + 1].zero_()
 
     def nonfinite(self) -> set[int]:
         """The indices of tensors with a NaN or an infinity. Waits for the device."""

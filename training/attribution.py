@@ -15,7 +15,7 @@ from .plan import Plan
 from .rerun import RerunStateMachine, fault_here, has_open_question
 
 LARGE = 10.0
-"""A loss so many times the largest before is rejected."""
+"""A loss so many times the largest of the first 100 steps is rejected."""
 
 
 def machine_for(plan: Plan, engine: Engine) -> RerunStateMachine | None:
@@ -36,22 +36,33 @@ def machine_for(plan: Plan, engine: Engine) -> RerunStateMachine | None:
 
 
 def run_validated(
-    machine: RerunStateMachine | None, forward_backward: Callable[[], Tensor]
+    machine: RerunStateMachine | None,
+    forward_backward: Callable[[], Tensor],
+    own_gradient: Callable[[], Tensor | None],
 ) -> Tensor:
-    """Return what `forward_backward` does, the losses of this rank's microbatches, which are
-    validated and run again where they are rejected; it clears gradients first.
+    """Return what `forward_backward` does, the losses of this rank's microbatches, whose sum is
+    validated, as is the largest of the rank's own gradients; it runs again where one of the two is
+    rejected. Gradients have been cleared.
     """
     if machine is None:
         return forward_backward()
     losses = torch.empty(0)
     while machine.should_run_forward_backward():
         losses = forward_backward()
+        # The sum: what one microbatch has of it changes with their number, in a ramp of the batch.
         machine.validate_result(
-            losses,
-            lambda values: machine.is_unexpectedly_large(values, LARGE, "losses").any(),
-            "losses of the rank's microbatches",
+            losses.sum(),
+            lambda loss: machine.is_unexpectedly_large(loss, LARGE, "loss"),
+            "loss of the rank",
         )
+        largest = own_gradient()
+        if largest is not None:
+            machine.validate_result(largest, _is_nonfinite, "largest gradient of the rank")
     return losses
+
+
+def _is_nonfinite(value: Tensor) -> Tensor:
+    return ~value.isfinite()
 
 
 def extra_of(step: int, machine: RerunStateMachine | None) -> dict[str, Any]:
@@ -65,19 +76,20 @@ def resume(
     """Have `machine` go on where the one was that is saved in `extra`.
 
     Raises:
-        CheckpointError: a step waits there to be run on other hardware, and cannot be.
+        CheckpointError: a step waits there to be run on other hardware, and cannot be; or it is no
+            such state.
     """
     state = extra.get("rerun")
     if state is None:
         return
-    is_open = has_open_question(state)
+    try:
+        is_open = has_open_question(state)
+        if machine is not None and (is_open or same_ranks):
+            machine.load_state_dict(state)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     if machine is None and is_open:
         raise CheckpointError(
             "expected --rerun for a checkpoint with a step that has to be run on other hardware, "
             "got none; pass --rerun, or move the checkpoint away to resume from an older one"
         )
-    if machine is not None and (is_open or same_ranks):
-        try:
-            machine.load_state_dict(state)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error

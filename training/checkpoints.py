@@ -116,8 +116,7 @@ def save_run(
     if is_first:
         make_folder(saved.path.parent)
         _remove_leftovers(saved.path.parent)
-        # A checkpoint that is replaced is not complete until its new file is there.
-        step_file_of(saved.path).unlink(missing_ok=True)
+        _begin_replacing(saved)
     wait_for_all(f"before saving {saved.path.name}")
     save(saved.path)
     if is_first:
@@ -159,6 +158,23 @@ def _complete(folder: Location) -> list[Location]:
 def _steps(folder: Location, found: Mapping[str, bool]) -> list[Location]:
     names = (name for name, is_folder in found.items() if is_folder and _STEP.fullmatch(name))
     return [folder / name for name in sorted(names)]
+
+
+def _begin_replacing(saved: SavedRun) -> None:
+    """Have what `saved` replaces, if anything, either stay complete or not be taken for it."""
+    file = step_file_of(saved.path)
+    if not file.is_file():
+        return
+    try:
+        before = read_step_file(saved.path)
+        is_ours = before.defining == saved.defining
+    except CheckpointError:
+        is_ours = False
+    if is_ours:
+        # It may be all that there is of this run, and its successor takes long to write.
+        write_step_file(before, is_being_replaced=True)
+    else:
+        file.unlink(missing_ok=True)
 
 
 def _remove_older(folder: Location, keep: int) -> None:

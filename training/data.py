@@ -200,16 +200,19 @@ def _located(url: str) -> Location:
 
 
 def _objects(url: Url) -> Iterator[Location]:
-    """Yield the object at `url`, or the text below it."""
+    """Yield the object at `url`, or the text below it, each looked at when its turn comes."""
+    found: Location | None = None
     try:
-        found = [url] if url.is_file() else list(filter(_looks_like_text, _below(url)))
+        for found in [url] if url.is_file() else filter(_looks_like_text, _below(url)):
+            yield found
+    except DataError:
+        raise
     except (OSError, ValueError) as error:
         raise DataError(
             f"expected text at --data {url}, got {error}; check the URL and its credentials"
         ) from error
-    if not found:
+    if found is None:
         raise DataError(f"expected text at --data {url}, got nothing there; check the URL")
-    yield from found
 
 
 def _below(folder: Url) -> Iterator[Url]:

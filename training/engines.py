@@ -19,6 +19,7 @@ from ..sharding import (
     clip_grad_norm_,
     explain,
     fully_shard,
+    largest_own_gradient,
     no_sync,
     summary,
 )
@@ -44,7 +45,8 @@ class Engine:
     no_sync: around all microbatches of a step but the last. clip: to a largest gradient norm;
     returns the norm before.
     described: how it shards, in a few words; remarks: lines for the user. explanation: what it is
-    doing, for who asks. sent_bytes_per_step: of a rank; None: not known.
+    doing, for who asks. own_gradient: the largest of this rank's before they are summed; None: not
+    known, or no matter. sent_bytes_per_step: of a rank; None: not known.
     """
 
     module: nn.Module
@@ -54,6 +56,7 @@ class Engine:
     described: str
     remarks: tuple[str, ...]
     explanation: Callable[[], object] | None
+    own_gradient: Callable[[], Tensor | None]
     sent_bytes_per_step: int | None
 
 
@@ -100,6 +103,10 @@ def _sharded_by_us(options: TrainOptions, model: nn.Module, device: torch.device
             f"{cost.sent_bytes_per_step / MIB:.1f} MiB sent a step",
         ),
         explanation=partial(explain, module, ask_others_s=ASK_OTHERS_S),
+        # With "skip" one that is not finite is no reason to end.
+        own_gradient=partial(largest_own_gradient, module)
+        if options.nonfinite_grads == "raise"
+        else lambda: None,
         sent_bytes_per_step=cost.sent_bytes_per_step,
     )
 
@@ -127,6 +134,7 @@ def _sharded_by_fsdp2(options: TrainOptions, model: nn.Module, device: torch.dev
         f"{options.compute} weights on the wire",
         remarks=(ONE_QUEUE,) if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" else (),
         explanation=None,
+        own_gradient=lambda: None,
         sent_bytes_per_step=None,
     )
 

@@ -42,6 +42,11 @@ class Measures:
         yield
         self.energy.resume()
 
+    def begin(self) -> None:
+        """Leave what was used until now, by building and loading, out of what steps use."""
+        if self.energy is not None:
+            self.energy.lap()
+
     def keep_up(self) -> None:
         """To be called each step: a counter of energy that comes round has to be read in time."""
         if self.energy is not None:
@@ -57,8 +62,7 @@ def measuring(plan: Plan, place: Place, device: torch.device) -> Iterator[Measur
     """Give the measures that the options ask for, and end them.
 
     Raises:
-        UsageError: figures of another run lie where these are to be written.
-        ModuleNotFoundError: TensorBoard is not installed.
+        UsageError: figures of another run lie where these are to be written, or they cannot be.
     """
     options = plan.options
     resumed_step = plan.first_step - 1 if options.resume else None

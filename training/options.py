@@ -67,7 +67,9 @@ class TrainOptions(ScheduleOptions):
         kind=bool,
         defines=True,
     )
-    accumulate: int = count(1, "microbatches per step", group=RUN, defines=True)
+    accumulate: int = count(
+        1, "microbatches per step of --batch sequences", group=RUN, defines=True
+    )
     clip: float = option(
         1.0,
         "largest gradient norm; 0 leaves gradients as they are",
@@ -247,10 +249,12 @@ class TrainOptions(ScheduleOptions):
         "17",
         group=FAULTS,
         kind=bool,
+        needs="checkpoint",
     )
     inject_fault: str | None = option(
         None,
-        "for tests, with --rerun: make losses wrong, once, on one piece of hardware, or everywhere",
+        "for tests: --rerun with losses that are wrong once, on one piece of hardware, or "
+        "everywhere; without --checkpoint, those of the run are removed with its end",
         group=FAULTS,
         choices=("transient", "persistent", "bug"),
     )
@@ -293,6 +297,12 @@ class TrainOptions(ScheduleOptions):
                 f"expected --dp-outer of at least 2 beside --outer-strategy {self.outer_strategy}, "
                 "got 1; say how many replicas share the optimizer's state, or leave it out"
             )
+        for name in ("kill_at_step", "inject_fault_at"):
+            if (getattr(self, name) or 0) > self.steps:
+                raise OptionsError(
+                    f"expected {flag(name)} <= --steps {self.steps}, got {getattr(self, name)}; "
+                    "name a step of the run"
+                )
         if self.graph and self.pack:
             raise OptionsError(
                 "expected no --pack beside --graph, got both: rows have other numbers of documents "

@@ -72,7 +72,7 @@ class BarReporter:
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(text, highlight=False, markup=False)
+        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

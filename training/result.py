@@ -24,11 +24,11 @@ class RunResult:
     """Figures of one run.
 
     Losses are means over the ranks in nats per byte; `loss_first` is that of step 1, also in a
-    resumed run. Times cover the steps of this process: `tokens_per_s` is the tokens of a step over
-    the median step. `peak_mib` is the largest of the ranks': memory allocated on the GPU, else
-    resident memory. `reserved_mib`, on a GPU, is what the allocator took for it: memory that one
-    stream has freed is not another's. Joules are those of all ranks; None: not asked for, or not
-    known.
+    resumed run. Times cover the steps of this process: `tokens_per_s` is the median of each step's
+    tokens over its time. `peak_mib` is the largest of the ranks': memory allocated on the GPU,
+    else resident memory. `reserved_mib`, on a GPU, is what the allocator took for it: memory that
+    one stream has freed is not another's. Joules are those of all ranks in their steps; None: not
+    asked for, or not known.
     """
 
     loss_first: float

@@ -1,5 +1,6 @@
 """The parts of a run on one rank, built from its plan."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from .attribution import machine_for
 from .batches import Draws, Microbatch, draws_of
 from .engines import Engine, engine_for
 from .launch.ranks import Place
+from .launch.relaunching import TEMPORARY_VARIABLE
 from .measured import Measures
 from .model import build_model, model_config
 from .passes import forward_backward_of
@@ -45,6 +47,7 @@ def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures
     model = build_model(config, options.seed).to(device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = engine_for(options, model, device)
+    can_be_resumed = options.checkpoint is not None and TEMPORARY_VARIABLE not in os.environ
     return Run(
         plan=plan,
         place=place,
@@ -56,6 +59,6 @@ def build_run(plan: Plan, place: Place, device: torch.device, measures: Measures
         forward_backward=forward_backward_of(options, engine, measures.timers),
         measures=measures,
         num_parameters=num_parameters,
-        stopping=Stopping(place, device, can_save=options.checkpoint is not None),
+        stopping=Stopping(place, device, can_save=can_be_resumed),
         machine=machine_for(plan, engine),
     )

@@ -50,7 +50,7 @@ def save_run(run: Run, step: int, recorder: Recorder) -> None:
     options = run.plan.options
     recorder.flush()
     assert options.checkpoint is not None, "a save is due"
-    _refuse_nonfinite(options, recorder)
+    refuse_nonfinite(options, recorder)
     path = checkpoints.checkpoint_path(options.checkpoint, step)
     loss_first = math.nan if recorder.loss_first is None else recorder.loss_first
     saved = SavedRun(path, step, run.place.world_size, loss_first, run.plan.defining)
@@ -66,8 +66,13 @@ def save_run(run: Run, step: int, recorder: Recorder) -> None:
     recorder.restart_clock()
 
 
-def _refuse_nonfinite(options: TrainOptions, recorder: Recorder) -> None:
-    """FSDP2 looks at no gradient, and a loss may overflow where no gradient does."""
+def refuse_nonfinite(options: TrainOptions, recorder: Recorder) -> None:
+    """End a run in which a step that was shown is not finite: FSDP2 looks at no gradient, and a
+    loss may overflow where no gradient does.
+
+    Raises:
+        NonFiniteRunError: a loss or a gradient norm was not finite, and such a run has to end.
+    """
     if recorder.first_nonfinite is not None and options.nonfinite_grads == "raise":
         raise NonFiniteRunError(
             f"expected finite losses and gradient norms, got one in step "

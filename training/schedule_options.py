@@ -50,12 +50,12 @@ def _rate(default: float | None, text: str, **what: Any) -> Any:
     return option(default, text, group=SCHEDULES, kind=float, metavar="X", defines=True, **bounds)
 
 
-def _steps(text: str, least: int = 1) -> Any:
-    return count(None, text, group=SCHEDULES, least=least, defines=True)
+def _steps(text: str, least: int = 1, **what: Any) -> Any:
+    return count(None, text, group=SCHEDULES, least=least, defines=True, **what)
 
 
-def _style(default: str | None, text: str, styles: Any) -> Any:
-    return option(default, text, group=SCHEDULES, choices=tuple(styles), defines=True)
+def _style(default: str | None, text: str, styles: Any, **what: Any) -> Any:
+    return option(default, text, group=SCHEDULES, choices=tuple(styles), defines=True, **what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +94,20 @@ class ScheduleOptions:
     end_weight_decay: float | None = _rate(
         None, "weight decay at the end (default: as at the start)"
     )
-    weight_decay_steps: int | None = _steps("step that reaches it (default: --decay-steps)")
+    weight_decay_steps: int | None = _steps(
+        "step that reaches it (default: --decay-steps)", needs="end_weight_decay"
+    )
     weight_decay_style: str | None = _style(
-        None, "course of the weight decay (default: linear where it changes)", WD_STYLES
+        None,
+        "course of the weight decay (default: linear where it changes)",
+        WD_STYLES,
+        needs="end_weight_decay",
     )
     batch_ramp: str | None = option(
         None,
         "batch sizes: 'THRESHOLD:SIZE THRESHOLD:SIZE ...', such as '0:16 10K:32', or 'START "
-        "INCREMENT SAMPLES' up to --batch; K, M, B, T stand for thousands and so on",
+        "INCREMENT SAMPLES' up to --batch; K, M, B, T stand for thousands and so on; microbatches "
+        "are those of --batch",
         group=SCHEDULES,
         metavar="RAMP",
         defines=True,
@@ -112,6 +118,7 @@ class ScheduleOptions:
         group=SCHEDULES,
         choices=("samples", "tokens"),
         defines=True,
+        needs="batch_ramp",
     )
 
     def __post_init__(self) -> None:
@@ -154,9 +161,15 @@ def _meant(options: ScheduleOptions) -> dict[str, Any]:
     warmup = options.warmup_steps
     if warmup is None:
         warmup = min(MAX_WARMUP_STEPS, max(1, int(steps * WARMUP_SHARE)))
-        # A run of one step has its warm-up alone.
-        steps = max(steps, warmup + 1)
+        if options.decay_steps is None:
+            # A run of one step has its warm-up alone.
+            steps = max(steps, warmup + 1)
     is_wsd = options.lr_schedule == "WSD"
+    if options.wsd_decay_style is not None and not is_wsd:
+        raise OptionsError(
+            "expected --lr-schedule WSD beside --wsd-decay-style, got "
+            f"{options.lr_schedule}; give both, or leave out --wsd-decay-style"
+        )
     end_weight_decay = _or(options.end_weight_decay, options.weight_decay)
     is_constant = end_weight_decay == options.weight_decay
     tail = max(1, min(int(steps * WSD_SHARE), steps - warmup))

@@ -36,7 +36,8 @@ Defining = Mapping[str, str | int | float]
 class SavedRun:
     """A complete checkpoint: where it is, after which step, 0 before the first, and of which run.
 
-    `index_sha256` is what the file beside it says of its folder; empty until that is read.
+    `index_sha256` is what the file beside it says of its folder; empty until that is read, and
+    where the folder was being replaced.
     """
 
     path: Location
@@ -52,8 +53,10 @@ def step_file_of(path: Location) -> Location:
     return path.with_name(f"{path.name}.json")
 
 
-def write_step_file(saved: SavedRun) -> None:
-    """Write the file that makes the checkpoint at `saved.path` complete, also after a power cut."""
+def write_step_file(saved: SavedRun, *, is_being_replaced: bool = False) -> None:
+    """Write the file that makes the checkpoint at `saved.path` complete, also after a power cut;
+    or that says, of one that is complete, that it is being replaced.
+    """
     loss = saved.loss_first
     content = {
         "format_version": FORMAT_VERSION,
@@ -61,7 +64,7 @@ def write_step_file(saved: SavedRun) -> None:
         "world_size": saved.world_size,
         "loss_first": loss if math.isfinite(loss) else str(loss),  # JSON has no such number
         "defining": dict(saved.defining),
-        "index_sha256": sum_of_index(saved.path),
+        "index_sha256": "" if is_being_replaced else sum_of_index(saved.path),
     }
     text = json.dumps(sealed(content), indent=2, allow_nan=False) + "\n"
     write_whole(step_file_of(saved.path), text.encode("utf-8"))
@@ -105,7 +108,7 @@ def require_same_index(saved: SavedRun) -> None:
         now = sum_of_index(saved.path)
     except (OSError, ValueError) as error:
         raise _other_index(saved.path, _in_words(error)) from error
-    if now != saved.index_sha256:
+    if saved.index_sha256 and now != saved.index_sha256:
         raise _other_index(saved.path, f"{INDEX_FILE} with another checksum")
 
 
@@ -172,7 +175,7 @@ def _defining(value: object) -> dict[str, str | int | float]:
 
 
 def _sum(value: object) -> str:
-    if not isinstance(value, str) or len(value) != SHA256_DIGITS:
+    if not isinstance(value, str) or len(value) not in (0, SHA256_DIGITS):
         raise ValueError(f"index_sha256 {short(value)}")
     return value
 

@@ -6,16 +6,17 @@ Step k draws its batch and its random numbers from (seed, k), so a resumed run n
 a generator's state.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from .attribution import run_validated
-from .batches import Microbatch, window_loss
+from .batches import window_loss
 from .data import Share, held_out_batch, mix_seed
 from .launch.ranks import mean_over_ranks
 from .measured import REGION_LEVEL
+from .options import TrainOptions
 from .recorder import Figures, Recorder
 from .rerun import ExitDecision
 from .run import Run
@@ -46,12 +47,16 @@ def train_step(run: Run, step: int, recorder: Recorder) -> ExitDecision:
                 run.draws.draw(share, step, number, run.device)
                 for number in range(share.accumulate)
             ]
-        losses = run_validated(run.machine, lambda: _forward_backward(run, microbatches))
+        engine.optimizer.zero_grad()  # before the machine keeps what it runs the step again from
+        losses = run_validated(
+            run.machine, lambda: run.forward_backward(microbatches), engine.own_gradient
+        )
         decision = GO_ON if run.machine is None else run.machine.should_checkpoint_and_exit()
         if decision.exit:
             return decision
         with region("clip", REGION_LEVEL):
-            norms = {"grad_norm": engine.clip(options.clip)} if options.clip > 0 else {}
+            max_norm = _max_norm(options)
+            norms = {} if max_norm is None else {"grad_norm": engine.clip(max_norm)}
         with region("optimizer", REGION_LEVEL):
             engine.optimizer.step()
         with region("loss", REGION_LEVEL):
@@ -72,11 +77,16 @@ def held_out_loss(run: Run) -> float:
     return float(mean_over_ranks(loss, "held-out loss").item())
 
 
+def _max_norm(options: TrainOptions) -> float | None:
+    """What gradients are clipped to; None where nobody reads their norm. Of FSDP2, which looks at
+    no gradient, it is what tells that one is NaN or infinite.
+    """
+    if options.clip > 0:
+        return options.clip
+    is_looked_at = options.use_torch_fsdp2 and options.nonfinite_grads == "raise"
+    return math.inf if is_looked_at else None
+
+
 def _known(run: Run, share: Share) -> Mapping[str, float]:
     schedule = run.scheduler.schedule.at(run.scheduler.num_steps)
     return {"lr": schedule.lr, "weight_decay": schedule.weight_decay, "batch": share.batch}
-
-
-def _forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> Tensor:
-    run.engine.optimizer.zero_grad()
-    return run.forward_backward(microbatches)

@@ -25,7 +25,8 @@ from .measures import clock_of
 class Stopping:
     """The request that a run stops, of one rank, and whether the ranks agree that it was made.
 
-    can_save: without checkpoints nothing is noted, and SIGTERM does what it did before.
+    can_save: without checkpoints that outlive the run nothing is noted, and SIGTERM does what it
+    did before.
     """
 
     def __init__(self, place: Place, device: torch.device, *, can_save: bool) -> None:

@@ -32,7 +32,8 @@ from .launch.ranks import (
     follow_launcher,
     place_from,
 )
-from .launch.relaunching import relaunching, rotation_of
+from .launch.relaunching import TEMPORARY_VARIABLE, relaunching, rotation_of
+from .launch.remarks import say
 from .options import TrainOptions, add_train_arguments, options_from
 
 if TYPE_CHECKING:
@@ -93,17 +94,22 @@ def _start_ranks(options: TrainOptions, arguments: list[str]) -> int:
     choice = choose_device(options.device, num_ranks)
     if options.attributes_faults:
         rotation = rotation_of(choice.kind, num_ranks, torch.cuda.device_count())
+        given = {} if options.checkpoint is not None else {TEMPORARY_VARIABLE: "1"}
         with _with_checkpoints(options, arguments) as (options, arguments):
             plan_run(options, num_ranks)
             return relaunching(
                 lambda environment, is_resumed: _launch(
-                    options, [*arguments, *["--resume"] * is_resumed], num_ranks, environment
+                    options,
+                    [*arguments, *["--resume"] * is_resumed],
+                    num_ranks,
+                    can_stop=not given,
+                    environment={**environment, **given},
                 ),
                 rotation,
             )
     plan = plan_run(options, num_ranks)
     if num_ranks > 1:
-        return _launch(options, arguments, num_ranks)
+        return _launch(options, arguments, num_ranks, can_stop=options.checkpoint is not None)
     whereabouts = Whereabouts()
     with answering(partial(whereabouts.told, 0)):
         result = train(plan, Place(), whereabouts)
@@ -115,6 +121,8 @@ def _launch(
     options: TrainOptions,
     arguments: Sequence[str],
     num_ranks: int,
+    *,
+    can_stop: bool,
     environment: Mapping[str, str] | None = None,
 ) -> int:
     limit_s = options.heartbeat_limit_s
@@ -122,7 +130,7 @@ def _launch(
         [sys.executable, "-c", RANK_PROGRAM, *arguments],
         num_ranks,
         silence=Silence(limit_s, limit_s) if limit_s else None,
-        can_stop=options.checkpoint is not None,
+        can_stop=can_stop,
         environment=environment,
     )
 
@@ -132,12 +140,13 @@ def _with_checkpoints(
     options: TrainOptions, arguments: Sequence[str]
 ) -> Iterator[tuple[TrainOptions, list[str]]]:
     """Give options and arguments with a folder of checkpoints, from which ranks start anew: one for
-    the time of the block where none was named.
+    the time of the block where none was named: who stops that run cannot resume from there.
     """
     if options.checkpoint is not None:
         yield options, list(arguments)
         return
     with tempfile.TemporaryDirectory(prefix="sidestream-rerun-") as folder:
+        say(f"checkpoints go to {folder} until the run ends; --checkpoint DIR keeps them")
         yield replace(options, checkpoint=folder), [*arguments, "--checkpoint", folder]
 
 

@@ -32,7 +32,7 @@ from .recorder import Recorder
 from .rerun import ExitDecision
 from .result import RunResult, peak_memory_mib, reserved_memory_mib, sha256_of
 from .run import Run, build_run
-from .saving import is_save_due, load_run, save_run
+from .saving import is_save_due, load_run, refuse_nonfinite, save_run
 from .steps import held_out_loss, train_step
 
 
@@ -70,18 +70,22 @@ def train(
         if plan.resume_from is not None:
             whereabouts.doing = f"loading step {plan.resume_from.step}"
             load_run(run, plan.resume_from, recorder)
+        measures.begin()
         with run.stopping.listening():
             stopped = _train_steps(run, recorder, whereabouts)
             whereabouts.doing = "summing up"
             recorder.flush()
+            refuse_nonfinite(options, recorder)
             energy = measures.energy_over_ranks()
-            _tell_measures(run, recorder, energy)
+            if recorder.num_steps:  # a result may have been rejected in the first one
+                _tell_measures(run, recorder, energy)
             result = None if stopped else _sum_up(run, recorder, energy)
             leave()
             wait_for_all("at the end of the run")
         if stopped:
             reporter.note(str(stopped))
-            raise stopped
+    if stopped:
+        raise stopped
     assert result is not None, "a run that was not stopped has one"
     return result
 
@@ -116,7 +120,8 @@ def _stop_on_rejection(
     """Save what there was before `step`, in which a result was rejected."""
     if decision.checkpoint:
         whereabouts.doing = f"saving step {step - 1}"
-        save_run(run, step - 1, recorder)
+        with run.measures.pause():
+            save_run(run, step - 1, recorder)
     if decision.code == RESUME_TO_DISAMBIGUATE:
         text = f"step {step} has to be run on other hardware, which --resume does"
         return RunStopped(text, decision.code)
@@ -157,11 +162,14 @@ def _kill_if_due(run: Run, step: int) -> None:
 
 
 def _tell_measures(run: Run, recorder: Recorder, energy: Energy | None) -> None:
-    """Every rank calls this: times are those of all."""
+    """Every rank calls this: times are those of all; a run that ends in its first step has none."""
     note = recorder.reporter.note
+    if not recorder.num_steps:
+        return
     if run.plan.options.timers:
         timings = run.measures.timers.gather()
-        timings.write(run.measures.writer, run.plan.options.steps, recorder.num_steps)
+        last_step = run.plan.first_step - 1 + recorder.num_steps
+        timings.write(run.measures.writer, last_step, recorder.num_steps)
         for line in (*timings.lines(recorder.num_steps), *map(str, timings.stragglers())):
             note(line)
     if energy is not None:

@@ -278,6 +278,8 @@ def _as_damage(key: Key, place: Place, read: Callable[[], T]) -> T:
     """`read()`; damaged bytes can make parsers raise anything."""
     try:
         return read()
+    except OSError:
+        raise
     except Exception as error:
         raise _damage(key, place) from error
 

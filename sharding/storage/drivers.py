@@ -22,7 +22,8 @@ def driver_of(protocol: str) -> Any:
     """The fsspec file system of `protocol`, which does not remember what was in a folder.
 
     Raises:
-        ValueError: no package that is installed has a driver for it; says which one to install.
+        ValueError: no package that is installed has a driver for it; says which one to install. Or
+            the driver needs more than a URL.
     """
     try:
         import fsspec
@@ -51,7 +52,13 @@ def driver_of(protocol: str) -> Any:
             f"{way_out}"
         ) from error
     # Those that are asynchronous have a thread of their own, by which all others may use them.
-    return _shared(driver, os.getpid()) if driver.async_impl else _made(driver)
+    try:
+        return _shared(driver, os.getpid()) if driver.async_impl else _made(driver)
+    except Exception as error:
+        raise ValueError(
+            f"expected a driver for {protocol}:// URLs that needs nothing else, got "
+            f"{type(error).__name__}: {one_line(error)}; give another URL"
+        ) from error
 
 
 @functools.cache

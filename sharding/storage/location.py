@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,7 @@ from . import local
 from .url import NewUrlFile, Url, UrlFile, is_url
 
 Location = Path | Url
-_OF_A_URL = re.compile(r"[a-z][a-z0-9+.-]+:", re.ASCII)  # what a Path makes of one's beginning
+_FILES = "file://"
 
 
 class File(Protocol):
@@ -60,22 +59,19 @@ class NewFile(Protocol):
 
 
 def location_of(path: str | os.PathLike[str]) -> Location:
-    """The location that a user's text or path names; `file://` URLs are paths.
+    """The location that a user's text or path names; `file:///` URLs are paths, with no character
+    decoded.
 
     Raises:
-        ValueError: it is a URL that names no place, or one that a Path has spoiled.
+        ValueError: it begins as a URL and names no place, as one that a Path has spoiled.
     """
     if isinstance(path, Url):
         return path
     text = os.fspath(path)
-    if is_url(text):
-        return Path(text.removeprefix("file://")) if text.startswith("file:///") else Url.of(text)
-    if isinstance(path, Path) and path.parts and _OF_A_URL.fullmatch(path.parts[0]):
-        raise ValueError(
-            f"expected a path, got {text!r}, which seems to be a URL that pathlib has shortened; "
-            "pass URLs as text"
-        )
-    return Path(text)
+    if not is_url(text):
+        return Path(text)
+    scheme, place = text[: len(_FILES)].lower(), text[len(_FILES) :]
+    return Path(place) if scheme == _FILES and place.startswith("/") else Url.of(text)
 
 
 def open_file(location: Location) -> File:

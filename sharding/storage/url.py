@@ -12,15 +12,18 @@ from typing import Any, ClassVar
 
 from .drivers import driver_of, telling
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+_BEGINNING = re.compile(r"[^/]*:/")  # also of a URL that pathlib has shortened
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+_OF_FILES = ("file", "local")
+_PATTERN = re.compile(r"[*?\[]")  # what fsspec takes a name to remove for a pattern by
 _BLOCK_BYTES = 1 << 16  # of what lies between tensors: read once for many small readings
 _RANGE_BYTES = 8 << 20
 _RANGES_AT_ONCE = 8
 
 
 def is_url(text: object) -> bool:
-    """Whether `text` is a URL, of whatever protocol."""
-    return isinstance(text, str) and _URL.match(text) is not None
+    """Whether `text` begins as a URL does, right or wrong; no path may: `./a:/b` is one."""
+    return isinstance(text, str) and _BEGINNING.match(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,12 @@ class Url:
         parts = match[2].strip("/").split("/") if match else []
         if match is None or {"", ".", ".."} & {*parts} or not text.isprintable():
             raise ValueError(
-                f"expected a URL such as s3://bucket/folder, each name in it once, got {text!r}"
+                f"expected a URL such as s3://bucket/folder, each name in it once, got {text!r}; "
+                "pass URLs as text, and paths that begin like one from / on"
             )
-        return cls(match[1], "/".join(parts))
+        if match[1].lower() in _OF_FILES:
+            raise ValueError(f"expected file:/// and an absolute path, or a path, got {text!r}")
+        return cls(match[1].lower(), "/".join(parts))
 
     def __str__(self) -> str:
         return f"{self.protocol}://{self.path}"
@@ -114,18 +120,24 @@ class Url:
             self.driver.pipe_file(str(self), content)
 
     def remove_files(self, names: list[str]) -> None:
-        """Remove the objects `names` directly below it; those that are not there are fine."""
-        with contextlib.suppress(Exception):  # not all drivers can, or remove all of them
-            if names:
-                self.driver.rm([str(self / name) for name in names])  # many in one request
-            return
+        """Remove the objects `names` below it; those that are not there are fine."""
+        urls = [str(self / name) for name in names]
+        if not any(map(_PATTERN.search, urls)):
+            with contextlib.suppress(Exception):  # not all drivers can, or remove all of them
+                if urls:
+                    self.driver.rm(urls)  # many in one request
+                return
         for name in names:
             (self / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the object, and all below; nothing there is fine."""
         with telling(self), contextlib.suppress(FileNotFoundError):
-            self.driver.rm(str(self), recursive=True)
+            if not _PATTERN.search(self.path):
+                self.driver.rm(str(self), recursive=True)
+                return
+            for name in self.driver.find(str(self)):
+                self.driver.rm_file(name)
 
 
 class UrlFile:
@@ -147,6 +159,8 @@ class UrlFile:
             found = self._driver.info(str(url))
         if found["type"] != "file":
             raise FileNotFoundError(f"{url}: expected an object, got a folder")
+        if found["size"] is None:
+            raise OSError(f"{url}: expected an object of a known size, got one that is not told")
         self.num_bytes = int(found["size"])
         # A tag of the content or the time of writing, whatever the driver tells of it.
         marks = sorted((key, str(value)) for key, value in found.items() if key in _MARKS)

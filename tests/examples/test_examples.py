@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import runpy
 import socket
@@ -200,6 +201,49 @@ def _check_megatron(_rank: int, _size: int, world_size: int, lines: list[str], o
     torch.testing.assert_close(_losses(lines), expected, rtol=1e-3, atol=1e-3)
 
 
+def _plain_document_losses(example: ModuleType, batches: Any) -> list[float]:
+    """Train on each document by itself, with every rank's in turn; returns the losses by step."""
+    twin = example.build_model(example.model_config("tiny", context=example.CONTEXT), seed=0)
+    optimizer = torch.optim.AdamW(twin.parameters())
+    losses = []
+    for step in range(1, example.STEPS + 1):
+        begin, end = batches.consumed_before(step), batches.consumed_before(step + 1)
+        bins = [example.PLAN.bins[number % len(example.PLAN.bins)] for number in range(begin, end)]
+        documents = [example.DOCUMENTS[number] for bin_ in bins for number in bin_]
+        total = sum(
+            nn.functional.cross_entropy(twin(tokens[None, :-1])[0], tokens[1:], reduction="sum")
+            for tokens in documents
+        )
+        loss = total / sum(len(tokens) - 1 for tokens in documents)
+        loss.backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        group, params = optimizer.param_groups[0], example.PARAMS.at(step)
+        group["lr"], group["weight_decay"] = params.lr, params.weight_decay
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _check_support(_rank: int, _size: int, world_size: int, lines: list[str], out: Path) -> None:
+    example = _load("training_support")
+    metrics = out.parent / "metrics.jsonl"
+    figures = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [each["step"] for each in figures] == list(range(1, example.STEPS + 1))
+    calculator = example.schedules.MicrobatchCalculator(
+        schedule=example.BATCHES, micro_batch_size=example.BINS, data_parallel_size=world_size
+    )
+    losses = [each["loss"] for each in figures]
+    expected = _plain_document_losses(example, calculator)
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
+    assert sum(line.startswith("energy of steps to ") for line in lines) == 2
+    if world_size == 1:  # a run without a break has the same figures
+        metrics.unlink()
+        os.chdir(metrics.parent)
+        example.train("memory://whole", example.STEPS)
+        assert [json.loads(line) for line in metrics.read_text().splitlines()] == figures
+
+
 def _check_quickstart(
     _rank: int, _size: int, _world_size: int, lines: list[str], out: Path
 ) -> None:
@@ -214,6 +258,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "peft_lora": (_check_peft, ("transformers", "peft")),
     "quickstart": (_check_quickstart, ()),
     "safetensors_files": (_check_safetensors, ("safetensors",)),
+    "training_support": (_check_support, ()),
     "transformers_llama": (_check_llama, ("transformers",)),
     "transformers_trainer": (_check_trainer, ("transformers", "accelerate")),
 }
@@ -222,6 +267,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
 # Alone, the adapters are trained by their own tests.
 RUNS = [(name, 2) for name in CASES] + [
     ("quickstart", 1),
+    ("training_support", 1),
     ("transformers_llama", 1),
 ]
 

@@ -187,12 +187,14 @@ def test_who_is_asked_again_ends_at_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [[], ["--checkpoint"]], ids=["without", "starting"])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--rerun"], ["--checkpoint"]], ids=["without", "without, rerun", "starting"]
+)
 def test_without_checkpoints_and_while_starting_it_ends_at_once(
     arguments: list[str], text: list[str], tmp_path: Path
 ) -> None:
-    is_starting = bool(arguments)
-    saving_to = [*arguments, str(tmp_path / "saved")] if is_starting else []
+    is_starting = arguments == ["--checkpoint"]
+    saving_to = [*arguments, str(tmp_path / "saved")] if is_starting else arguments
     with Command(text, tmp_path, "--nproc", "2", *saving_to) as command:
         if is_starting:
             deadline = time.monotonic() + 60
@@ -205,4 +207,5 @@ def test_without_checkpoints_and_while_starting_it_ends_at_once(
         started = time.monotonic()
         assert command.ended() == 128 + signal.SIGTERM, command.said
         assert time.monotonic() - started < 10
+        assert "which is saved" not in command.said
     assert not complete_steps(tmp_path / "saved")

@@ -9,6 +9,9 @@ As CUDA, it refuses: a stream that does not come back to the one that records, a
 not recorded, a question to an event or a value asked for by the host, and work on a stream that
 takes no part, such as the default one. From then on all else in the recording is refused too, and
 its events may never be waited for. A replay that would use memory which has gone since raises.
+
+As torch's allocators, it refuses a pool of memory that had graphs and has none now, and one in
+which a recording was refused: that of pinned memory is never told that it has ended.
 """
 
 import contextlib
@@ -120,6 +123,8 @@ class Graph:
     has_ended: bool = False
     is_spoiled: bool = False
     num_replays: int = 0
+    counts: bool = False
+    """Among the graphs of its pool."""
 
     def owned(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """`storage`, which is the graph's own memory."""
@@ -135,11 +140,18 @@ class Graph:
         if stream is self.machine.streams[0]:
             raise CaptureRefused("CUDA graphs must be captured on a non-default stream")
         assert self.machine.graph is None and capture_error_mode == "thread_local"
+        pools = self.machine.num_graphs_of
+        if pools.get(pool) == 0 or pool in self.machine.recorded_into:
+            raise CaptureRefused(f"pool {pool}: has no graphs any more, or is recorded into")
+        pools[pool] = pools.get(pool, 0) + 1
+        self.machine.recorded_into.add(pool)
         self.pool, self.machine.graph = pool, self
         stream.graph = self
         self.streams.append(stream)
 
     def capture_end(self) -> None:
+        if not self.streams:
+            raise CaptureRefused("capture must end on the stream on which it began")
         machine, origin = self.machine, self.streams[0]
         unjoined = [
             machine.streams.index(stream)
@@ -154,6 +166,8 @@ class Graph:
             raise CaptureRefused("the recording was spoiled by an earlier error")
         if unjoined:
             raise CaptureRefused(f"unjoined work: streams {unjoined} do not end before the graph")
+        machine.recorded_into.remove(self.pool)
+        self.counts = True
 
     def replay(self) -> None:
         assert self.has_ended
@@ -181,6 +195,9 @@ class Graph:
     def reset(self) -> None:
         self.operations.clear()
         self.own.clear()
+        if self.counts:
+            self.machine.num_graphs_of[self.pool] -= 1
+        self.counts = False
 
 
 class Recording(Machine):
@@ -191,6 +208,8 @@ class Recording(Machine):
         self.graph: Graph | None = None
         self.graphs: list[Graph] = []
         self.shadows: dict[int, torch.UntypedStorage] = {}
+        self.num_graphs_of: dict[object, int] = {}
+        self.recorded_into: set[object] = set()
 
     def new_graph(self) -> Graph:
         self.graphs.append(Graph(self))
@@ -203,9 +222,16 @@ class Recording(Machine):
             mock.patch.multiple(
                 torch.cuda,
                 CUDAGraph=self.new_graph,
-                graph_pool_handle=lambda: "pool",
+                graph_pool_handle=object,
                 synchronize=lambda _device: None,
                 empty_cache=lambda: None,
+            ),
+            # The allocator of torch built with CUDA, which the machine's GPU has no part in.
+            mock.patch.multiple(
+                torch._C,
+                create=True,
+                _cuda_endAllocateToPool=lambda *_: None,
+                _cuda_releasePool=lambda *_: None,
             ),
         ):
             yield

@@ -15,10 +15,14 @@ from sidestream.training.step_file import SavedRun, sealed
 DEFINING = {"seed": 1, "lr": 0.5}
 
 
+def _index(path, content):
+    path.mkdir(exist_ok=True)
+    (path / "sidestream.json").write_text(content)
+
+
 def _save(folder, step, *, fail=False):
     def save(path):
-        path.mkdir(exist_ok=True)
-        (path / "sidestream.json").write_text(str(step))
+        _index(path, f"{step} {fail}")
         if fail:
             raise RuntimeError("disk full")
 
@@ -33,7 +37,7 @@ def test_newest_complete_checkpoint_is_found(tmp_path):
     with pytest.raises(RuntimeError):
         _save(tmp_path, 11, fail=True)
     assert newest_checkpoint(str(tmp_path)) == newest
-    assert (newest.path / "sidestream.json").read_text() == "10"
+    assert (newest.path / "sidestream.json").read_text() == "10 False"
 
 
 def test_unfinished_save_is_replaced(tmp_path):
@@ -41,6 +45,25 @@ def test_unfinished_save_is_replaced(tmp_path):
         _save(tmp_path, 3, fail=True)
     assert newest_checkpoint(str(tmp_path)) is None
     assert _save(tmp_path, 3) == newest_checkpoint(str(tmp_path))
+
+
+def test_a_checkpoint_that_is_replaced_by_its_own_run_stays_complete(tmp_path):
+    before = _save(tmp_path, 3)
+    with pytest.raises(RuntimeError):
+        _save(tmp_path, 3, fail=True)  # behind the place of its folder's index, before its file
+    assert checkpoint_to_resume(str(tmp_path), DEFINING, last_step=4) == before
+    _save(tmp_path, 3)
+    (before.path / "sidestream.json").write_text("other")
+    with pytest.raises(CheckpointError, match="with another checksum"):
+        checkpoint_to_resume(str(tmp_path), DEFINING, last_step=4)
+
+
+def test_what_is_left_of_another_run_is_not_taken_for_what_replaces_it(tmp_path):
+    other = SavedRun(checkpoint_path(str(tmp_path), 3), 3, 2, 5.5, {"seed": 2})
+    save_run(other, lambda path: _index(path, "other"), is_first=True)
+    with pytest.raises(RuntimeError):
+        _save(tmp_path, 3, fail=True)
+    assert newest_checkpoint(str(tmp_path)) is None
 
 
 def test_run_that_agrees_resumes(tmp_path):

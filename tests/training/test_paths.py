@@ -54,3 +54,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused(path, tmp_path, monkeypat
 def test_a_folder_is_made_and_left_empty(tmp_path):
     require_writable_folder(str(tmp_path / "a" / "b"), "--checkpoint")
     assert os.listdir(tmp_path / "a" / "b") == []
+
+
+@pytest.mark.parametrize("option", ["json", "metrics", "tensorboard"])
+def test_results_go_to_paths_alone(option):
+    with pytest.raises(OptionsError, match=f"expected a path for --{option}, got the URL s3://a/b"):
+        plan_run(TrainOptions(**{option: "s3://a/b"}), 1)
+
+
+def test_checkpoints_that_end_with_the_process_are_refused():
+    with pytest.raises(OptionsError, match=r"got memory://a/b: memory:// lasts as long as one"):
+        plan_run(TrainOptions(checkpoint="memory://a/b"), 1)

@@ -2,12 +2,16 @@
 
 import contextlib
 import math
+import random
+import statistics
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sidestream.tests.sharding.fake_streams import Late
+from sidestream.tests.training.measures.fake_clocks import FakeHost
 from sidestream.training import engines, recorder
 from sidestream.training.launch.ranks import Place
 from sidestream.training.measured import measuring
@@ -193,6 +197,22 @@ def test_on_a_cpu_each_step_is_shown_with_the_next():
     assert kept.tokens_per_s > 0
     kept.flush()
     assert len(reporter.steps) == 3
+
+
+def test_medians_are_those_of_all_steps_whatever_their_sizes():
+    host, draw = FakeHost(), random.Random(0)
+    with mock.patch.object(recorder, "clock_of", lambda _: host):
+        kept = Recorder(Shown(), CPU)
+    seconds, speeds = [], []
+    for step in range(1, 8):
+        tokens = draw.choice([8, 64])
+        seconds.append(draw.uniform(1, 2))
+        speeds.append(tokens / seconds[-1])
+        host.run(seconds[-1])
+        kept.finish_step(step, tokens, Figures(("loss",), torch.ones(1)))
+        kept.flush()
+        assert kept.step_ms_median == pytest.approx(1000 * statistics.median(seconds))
+        assert kept.tokens_per_s == pytest.approx(statistics.median(speeds))
 
 
 def test_nothing_is_known_before_the_first_step():

@@ -16,7 +16,7 @@ from sidestream.training.data import load_corpus
 from sidestream.training.errors import CheckpointError, DataError, OptionsError
 from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
-from sidestream.training.paths import require_writable_folder
+from sidestream.training.paths import require_writable_place
 from sidestream.training.plan import plan_run
 
 pytest.importorskip("s3fs")
@@ -72,6 +72,11 @@ def test_text_is_that_of_the_files_in_order(s3, text_file):
     assert load_corpus(f"s3://{BUCKET}/text/b.txt", seq_len=16).num_files == 1
 
 
+def test_objects_that_are_not_needed_are_not_looked_at(s3, monkeypatch):
+    monkeypatch.setattr("sidestream.training.data._below", lambda url: iter([url / "a.txt", None]))
+    assert load_corpus(f"s3://{BUCKET}/text", seq_len=16, max_bytes=500).num_bytes == 500
+
+
 @pytest.mark.parametrize(
     ("data", "told"),
     [
@@ -98,11 +103,11 @@ def test_text_that_is_not_there_is_told(s3, data, told):
 )
 def test_where_nothing_can_be_written_is_told_before_the_run(s3, folder, told):
     with pytest.raises(OptionsError, match=f"place to write to for --checkpoint, got .*{told}"):
-        require_writable_folder(folder, "--checkpoint")
+        require_writable_place(folder, "--checkpoint")
 
 
 def test_where_something_can_be_written_nothing_is_left(s3):
-    require_writable_folder(f"s3://{BUCKET}/other", "--checkpoint")
+    require_writable_place(f"s3://{BUCKET}/other", "--checkpoint")
     assert s3.names("other") == []
 
 

@@ -76,6 +76,10 @@ def test_batches_are_constant_or_ramped_in_samples_or_tokens():
         (["--decay-steps", "-5"], "expected --decay-steps >= 1, got -5"),
         (["--weight-decay", "nan"], "--weight-decay"),
         (["--wsd-decay-steps", "5"], "expected --wsd-decay-steps in --lr-schedule 'WSD'"),
+        (["--wsd-decay-style", "linear"], "expected --lr-schedule WSD beside --wsd-decay-style"),
+        (["--weight-decay-steps", "5"], "expected --end-weight-decay X beside --weight-decay-s"),
+        (["--batch-ramp-unit", "tokens"], "expected --batch-ramp RAMP beside --batch-ramp-unit"),
+        (["--decay-steps", "1"], "expected --warmup-steps < --decay-steps, got 1 and 1"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -107,6 +111,11 @@ def test_the_table_has_the_telling_steps(capsys):
     assert rows[7] == ["0.001", "0.1", "8", "48"]
     assert rows[21] == ["0.001", "0.1", "16", "160"]
     assert rows[100] == ["0.0001", "0.1", "16", "1,424"]
+
+
+def test_of_many_sizes_the_table_has_some(capsys):
+    printed = _printed(capsys, "--steps", "9999", "--batch", "4096", "--batch-ramp", "1 1 1M")
+    assert 32 <= printed.count("│\n") <= 50
 
 
 def test_curves_are_drawn_of_what_changes(capsys):

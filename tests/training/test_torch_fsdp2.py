@@ -1,11 +1,12 @@
 """`sidestream train --use-torch-fsdp2`: the losses of ours, checkpoints that either resumes."""
 
 from contextlib import redirect_stderr, redirect_stdout
+from unittest import mock
 
 import pytest
 
 from sidestream.tests.ranks import RanksFailed, preload, run_on_ranks
-from sidestream.training import engines, trainer
+from sidestream.training import batches, engines, trainer
 from sidestream.training.launch.ranks import Place
 from sidestream.training.options import TrainOptions
 from sidestream.training.plan import plan_run
@@ -79,6 +80,23 @@ def test_one_rank_trains_alone_and_one_queue_is_warned_of(value, warns, text_fil
     )
     assert result.world == 1
     assert (engines.ONE_QUEUE in log.read_text()) is warns
+
+
+def _spoilt(rank, world_size, options):
+    loss_of = batches.window_loss
+
+    def loss(*arguments):
+        value = loss_of(*arguments)
+        return value + (0 * value).sqrt()  # which is finite, and its gradient is not
+
+    with mock.patch.object(batches, "window_loss", loss):
+        trainer.train(plan_run(options, 1), Place())
+
+
+def test_a_gradient_that_is_nan_ends_a_run_that_does_not_clip(text_file):
+    options = TrainOptions(**TINY | {"steps": 1}, data=text_file, clip=0.0, **FSDP2)
+    with pytest.raises(RanksFailed, match="NonFiniteRunError: expected finite losses"):
+        run_on_ranks(_spoilt, 1, options, backend=None)
 
 
 def test_replicas_are_a_second_axis(text_file, tmp_path):

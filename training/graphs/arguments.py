@@ -37,6 +37,25 @@ def require_modules(modules: object) -> None:
         )
 
 
+def require_generators(generators: Sequence[object], device: torch.device) -> None:
+    """Refuse what gives no random numbers on `device`.
+
+    Raises:
+        TypeError: it gives none at all.
+        ValueError: it gives them elsewhere.
+    """
+    for generator in generators:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"generators: expected torch.Generator objects, got {type(generator).__name__}"
+            )
+        if numbered(generator.device) != device:
+            raise ValueError(
+                f"generators: expected some of {device}, where the step runs, got one of "
+                f"{generator.device}; make it with torch.Generator('{device}')"
+            )
+
+
 def recorder_of(module: nn.Module) -> Recorder:
     """What records steps of `module`, sharded or not.
 

@@ -18,8 +18,9 @@
     runs                 the step as it is    recorded, then replayed  replayed
 
 A key is all that a graph cannot change: shapes, dtypes and strides of inputs, values that are no
-tensors, whether gradients are made and modules train, autocast. All ranks do the same in one call:
-what the one does that is least far.
+tensors, whether gradients are made and modules train, autocast. A value that differs in each step,
+such as its number, has to be a tensor. All ranks do the same in one call: what the one does that is
+least far, which their hosts agree on by an all-reduce of eight bytes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from .arguments import (
     device_of,
     numbered,
     recorder_of,
+    require_generators,
     require_modules,
     require_step,
 )
@@ -48,6 +50,8 @@ from .static_inputs import buffers_like, fill, key_of, on_device, tensors_of, wi
 
 _logger = logging.getLogger("sidestream")
 FAILURES = RAISE, EAGER = "raise", "eager"
+_TOLD_AT = 16
+"""So many steps that no graph came of are no chance."""
 _MODES = ("global", "thread_local", "relaxed")
 
 
@@ -86,7 +90,8 @@ class _Entry:
 
 class FullStepGraph:
     """`step`, called as it is, but replayed from a CUDA graph once it is known. On a CPU it always
-    runs as it is, and a line of the log says so.
+    runs as it is, and a line of the log says so; inputs and gradients that no graph can take are
+    refused there too.
 
     A replay has the bits of the step, of its random numbers too. The step has to start with cleared
     gradients (`zero_grad(set_to_none=True)`), to end with a backward outside `no_sync` if it has
@@ -97,7 +102,9 @@ class FullStepGraph:
     Args:
         step: takes and returns tensors, plain values, and dicts, lists, tuples and dataclasses of
             such. Inputs that are tensors reach it as copies on `device`; pinned memory must stay as
-            it is until its copy has ended. What it returns comes back detached.
+            it is until its copy has ended. What it returns comes back detached. Of packed documents
+            it takes tokens, targets and offsets, filled up to one length with empty documents, and
+            makes their `PackedSeqParams` itself.
         modules: all models of which the step makes gradients, sharded ones as they were passed to
             `fully_shard`.
         generators: of random numbers on the GPU that it uses, beside the default one.
@@ -125,7 +132,7 @@ class FullStepGraph:
         max_graphs: int = 4,
         clone_outputs: bool = True,
         on_failure: str = RAISE,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         capture_error_mode: str = "thread_local",
     ) -> None:
         require_step(step)
@@ -137,19 +144,21 @@ class FullStepGraph:
         self._step = step
         self._parts_of_modules = [part for module in modules for part in module.modules()]
         self._recorders = [recorder_of(module) for module in modules]
-        self._generators = tuple(generators)
         self._warmup_steps, self._max_graphs = warmup_steps, max_graphs
         self._clones, self._on_failure = clone_outputs, on_failure
         self._error_mode = capture_error_mode
-        self.device = numbered(device or device_of(modules))
+        self.device = numbered(device_of(modules) if device is None else torch.device(device))
         """Where the step runs."""
+        self._generators = tuple(generators)
+        require_generators(self._generators, self.device)
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._num_given_up = 0
         self.captures = can_capture(self.device)
         """Whether calls are replayed from graphs: on a GPU alone."""
         if self.captures:
             self._run = FullStepGraph._run_graphs  # no bound method: it would be a cycle
             self._stream = torch.cuda.Stream(self.device)
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool: Any = None
             self._last = torch.cuda.current_stream(self.device)
         else:
             self._run = FullStepGraph._run_as_it_is
@@ -182,6 +191,8 @@ class FullStepGraph:
     # ---- ways
 
     def _run_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key_of((args, kwargs))
+        self._require_cleared()
         return map_tensors(Tensor.detach, self._step(*args, **kwargs))
 
     def _run_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -248,6 +259,9 @@ class FullStepGraph:
         tensors = tensors_of(inputs)
         buffers = buffers_like(tensors, self.device)
         args, kwargs = with_tensors(inputs, buffers)
+        if self._pool is None or not self.num_graphs:
+            # The allocators take none that had graphs and has none now.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
@@ -266,6 +280,7 @@ class FullStepGraph:
                 )
                 parts = self._parts()
         except BaseException:
+            self._pool = None  # spoiled for other recordings, see `record`
             for recorder in self._recorders:
                 recorder.fail()
             raise
@@ -294,6 +309,14 @@ class FullStepGraph:
         while len(self._entries) > self._max_graphs:
             _, oldest = self._entries.popitem(last=False)
             self._drop(oldest)
+            self._num_given_up += 0 < oldest.eager_steps < self._warmup_steps
+            if self._num_given_up == _TOLD_AT:
+                _logger.warning(
+                    "FullStepGraph: %d kinds of steps went before they came often enough to be "
+                    "recorded: pass what changes from step to step as tensors, or max_graphs for "
+                    "as many shapes and plain values as there are",
+                    _TOLD_AT,
+                )
         return entry
 
     def _least(self, value: int) -> int:

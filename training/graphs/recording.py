@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -73,6 +74,8 @@ def record(
     Raises:
         CaptureError: it cannot be recorded; the models are not told yet.
     """
+    # torch before 2.14 spoils a recording by a graph that the collector happens to free in it.
+    gc.collect()
     torch.cuda.synchronize(device)  # tables of addresses are there, and nothing is under way
     torch.cuda.empty_cache()  # the graph's memory is apart from what eager steps have taken
     with torch.cuda.stream(stream):
@@ -100,13 +103,17 @@ def record(
 
 def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
     """Forget a recording that was refused. Its end does not tell the allocator, which frees nothing
-    for others as long as it believes that one goes on; generators are told when the graph goes.
+    for others as long as it believes that one goes on, nor the memory of `pool` as long as it
+    counts this graph; generators are told when the graph goes. The allocator of pinned memory
+    cannot be told: no other recording may use `pool`.
     """
     graph.reset()
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    if end is not None:
-        with contextlib.suppress(RuntimeError):  # it was told
+    release = getattr(torch._C, "_cuda_releasePool", None)
+    if end is not None and release is not None:
+        with contextlib.suppress(RuntimeError):  # it was told, and `reset` has released
             end(device.index, pool)
+            release(device.index, pool)
 
 
 def _told(error: Exception) -> str:

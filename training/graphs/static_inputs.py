@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...sharding.modules.structures import map_tensors, tensors_in
 
@@ -26,7 +26,8 @@ def key_of(value: object, place: str = "inputs") -> Hashable:
     """What two calls have in common that one graph can serve.
 
     Raises:
-        TypeError: a value that is neither a container, a tensor nor a plain value.
+        TypeError: a value that is neither a container, a tensor nor a plain value; a subclass of
+        tensors.
         ValueError: a tensor with a gradient, or that is not strided.
     """
     if isinstance(value, Tensor):
@@ -57,6 +58,11 @@ def _items(value: object, place: str) -> Iterator[tuple[str, object]]:
 
 
 def _check_tensor(tensor: Tensor, place: str) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise TypeError(
+            f"{place}: expected a tensor, got the subclass {type(tensor).__name__}, which a copy "
+            "in a buffer would lose; pass the tensors that it is made of"
+        )
     if tensor.requires_grad:
         raise ValueError(
             f"{place}: expected a tensor that requires no gradient, got one that does; inputs are "

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .boards import FolderBoard
-from .exit_codes import AGREED
+from .exit_codes import AGREED, RESUME_TO_DISAMBIGUATE
 from .heartbeat import BEAT_S, STARTING, Silence
 from .interruption import ENDING_SIGNALS, NotedSignals, noting_signals
 from .launch_folder import launch_folder
@@ -67,7 +67,7 @@ def launch(
     A rank ended by signal s counts as 128 + s. With `silence`, ranks have to beat on the board of
     the folder, and one that does not for too long has failed. `can_stop`: ranks take SIGTERM as a
     request to stop after their step, so the first one is passed on to them, and they are never
-    ended by it.
+    ended by it; asking for other hardware then, they have stopped as asked, with 0.
 
     Raises:
         Interrupted: SIGINT or SIGTERM; every rank has been ended.
@@ -142,12 +142,14 @@ class _Watch:
     signals: NotedSignals
     terminate_s: float
     can_stop: bool
+    was_told_to_stop: bool = False
 
     def run(self, grace_s: float) -> int:
         """Return the exit code of all."""
         failed = self._wait_for_failure()
         if not failed:
-            return max(rank.process.returncode for rank in self.ranks)
+            code = max(rank.process.returncode for rank in self.ranks)
+            return 0 if self.was_told_to_stop and code == RESUME_TO_DISAMBIGUATE else code
         first, self.can_stop = failed[0], False
         verdict = self._verdict(failed)
         say(verdict)
@@ -211,7 +213,7 @@ class _Watch:
             Interrupted: SIGINT, or SIGTERM where they cannot, or once more.
         """
         if self.can_stop and self.signals.take_first(signal.SIGTERM):
-            self.can_stop = False
+            self.can_stop, self.was_told_to_stop = False, True
             running = _running(self.ranks)
             say(
                 f"SIGTERM: {_names(running)} to end after a step and its checkpoint; SIGINT, or "

@@ -16,6 +16,8 @@ from .exit_codes import RESUME_TO_DISAMBIGUATE
 from .remarks import say
 
 ROTATION_VARIABLE = "SIDESTREAM_ROTATION"
+# In the environment of ranks whose checkpoints go with their launcher: nobody resumes from there.
+TEMPORARY_VARIABLE = "SIDESTREAM_TEMPORARY_CHECKPOINTS"
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _MIN_CPU_PLACES = 2
 

@@ -252,10 +252,13 @@ def sum_over_ranks(energy: Energy, group: dist.ProcessGroup | None = None) -> En
 
 
 def _sum_of(ranks: Sequence[Energy]) -> Energy:
-    by_counter: dict[str, float] = {}
+    by_counter: dict[str, Energy] = {}
     for rank, energy in enumerate(ranks):
         if energy.joules is None:
             return Energy(None, energy.counter, f"rank {rank}: {energy.remark}")
-        most = max(energy.joules, by_counter.get(energy.counter, 0.0))
-        by_counter[energy.counter] = most
-    return Energy(sum(by_counter.values()), f"{len(by_counter)} counters")
+        most = by_counter.get(energy.counter, energy)
+        by_counter[energy.counter] = max(most, energy, key=lambda each: each.joules or 0.0)
+    counted = by_counter.values()
+    remarks = dict.fromkeys(each.remark for each in counted if each.remark)
+    joules = sum(each.joules or 0.0 for each in counted)
+    return Energy(joules, f"{len(by_counter)} counters", "; ".join(remarks))

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from reprlib import repr as short
 
@@ -26,20 +28,23 @@ class JsonLinesWriter:
     file, or an empty one, so that no other run's figures are lost.
 
     Raises:
-        UsageError: there is a file of another run, or its lines are not what this class writes.
+        UsageError: there is a file of another run, or its lines are not what this class writes, or
+            it cannot be written.
     """
 
     def __init__(self, path: str | Path, *, resumed_step: int | None = None) -> None:
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists() and self._path.stat().st_size:
-            if resumed_step is None:
-                raise UsageError(
-                    f"expected no metrics at {path} yet, got a file of "
-                    f"{self._path.stat().st_size} bytes; pass another path, or move it away"
-                )
-            _drop_later(self._path, resumed_step)
-        self._file = self._path.open("a", encoding="utf-8")
+        if resumed_step is None:
+            require_no_metrics(path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.is_file() and resumed_step is not None:
+                _drop_later(self._path.resolve(), resumed_step)
+            self._file = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"expected a file for metrics at {path}, got {error}; give another path"
+            ) from error
         self._step: int | None = None
         self._figures: dict[str, float | str] = {}
 
@@ -59,18 +64,46 @@ class JsonLinesWriter:
         self._figures[tag] = _strict(value)
 
     def flush(self) -> None:
-        """Write the line of the step so far; more values of it make another line."""
-        if self._figures:
-            line = {"step": self._step, **self._figures}
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
-            self._figures = {}
-        self._file.flush()
+        """Write the line of the step so far; more values of it make another line.
+
+        Raises:
+            OSError: the disk is full, say; it names the file.
+        """
+        try:
+            if self._figures:
+                line = {"step": self._step, **self._figures}
+                self._file.write(json.dumps(line, allow_nan=False) + "\n")
+                self._figures = {}
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
-        """Write the last line, and take no more."""
-        if not self._file.closed:
+        """Write the last line, and take no more. Raises as `flush` does."""
+        if self._file.closed:
+            return
+        try:
             self.flush()
-            self._file.close()
+        finally:
+            with suppress(OSError):  # `flush` tells
+                self._file.close()
+
+
+def require_no_metrics(path: str | Path) -> None:
+    """Refuse to write where another run's figures are.
+
+    Raises:
+        UsageError: there is a file, and not an empty one.
+    """
+    try:
+        size = os.stat(path).st_size
+    except OSError:
+        return  # there is none; or it cannot be written, which who opens it is told
+    if size:
+        raise UsageError(
+            f"expected no metrics at {path} yet, got a file of {size} bytes; pass another path, or "
+            "move it away"
+        )
 
 
 def _strict(value: float) -> float | str:

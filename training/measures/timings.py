@@ -7,8 +7,9 @@ A straggler is a rank whose usual time in a region is beyond that of the others 
     noise        median absolute deviation of recent occurrences: the rank's own or the ranks'
                  median one, whichever is larger
 
-Time that ranks wait for each other is in the regions of the early ones, so give what a rank
-computes a region of its own. All times are seconds.
+Time that ranks wait for each other is in the regions of the early ones. So a rank is no straggler
+where it is late by what it was early in the regions before, beside this one inside the same region;
+and what a rank computes is best given a region of its own. All times are seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 
 from .writers import TakesScalars
 
@@ -164,17 +166,32 @@ class Timings:
 
     def stragglers(self, *, times_noise: float = 5.0, min_share: float = 0.05) -> list[Straggler]:
         """Who is beyond the others by more than so many times the noise, and than so large a share
-        of their time; the farthest first.
+        of their time, and has not waited for them; the farthest first.
         """
         found = [each for name in self.names for each in _late(name, self.of(name))]
-        return sorted(
-            (
-                each
-                for each in found
-                if each.excess_s > max(times_noise * each.noise_s, min_share * each.others_s)
-            ),
-            key=lambda each: -each.excess_s,
+        late = [
+            each
+            for each in found
+            if each.excess_s > max(times_noise * each.noise_s, min_share * each.others_s)
+            and not self._has_waited(each, found)
+        ]
+        return sorted(late, key=lambda each: -each.excess_s)
+
+    def _has_waited(self, late: Straggler, found: Iterable[Straggler]) -> bool:
+        """Whether most of what the rank is late by here it was early by before; `found`: each rank
+        in each region, by the order of regions.
+        """
+        outer = late.name.rpartition("/")[0]
+        before = takewhile(lambda each: each.name != late.name, found)
+        excess_s = sum(
+            self._total_excess_s(each)
+            for each in before
+            if outer and each.name.rpartition("/")[0] == outer and each.rank == late.rank
         )
+        return excess_s < -self._total_excess_s(late) / 2
+
+    def _total_excess_s(self, late: Straggler) -> float:
+        return late.excess_s * self.ranks[late.rank][late.name].count
 
     def _shown(self, normalizer: float) -> dict[str, dict[str, float]]:
         if not normalizer > 0:

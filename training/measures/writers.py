@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ..errors import UsageError
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -38,8 +40,10 @@ class MetricsWriter(TakesScalars, Protocol):
 class TensorBoardWriter:
     """Event files for TensorBoard in `folder`, of torch.utils.tensorboard, which is imported here.
     resumed_step: the step that a resumed run goes on from, whose later ones TensorBoard hides.
+    None: there must be no event files yet, which TensorBoard would show as one run with these.
 
     Raises:
+        UsageError: there are event files of another run.
         ModuleNotFoundError: TensorBoard is not installed.
     """
 
@@ -52,6 +56,8 @@ class TensorBoardWriter:
                 "'sidestream[tensorboard]'",
                 name="tensorboard",
             ) from error
+        if resumed_step is None:
+            require_no_events(folder)
         purge_step = None if resumed_step is None else resumed_step + 1
         self._writer: SummaryWriter = SummaryWriter(str(folder), purge_step=purge_step)
 
@@ -66,6 +72,19 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Flush, and take no more."""
         self._writer.close()
+
+
+def require_no_events(folder: str | Path) -> None:
+    """Refuse to write where another run's event files are; those of folders inside are others'.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if found := sorted(Path(folder).glob("*tfevents*")):
+        raise UsageError(
+            f"expected no event files in {folder} yet, got {found[0].name}; pass a folder of this "
+            "run's own"
+        )
 
 
 class SeveralWriters:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from .params import PackedSeqParams
 from .plan import PackingPlan
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 IGNORED_TARGET = -100
 """What `cross_entropy` leaves out: the place predicts nothing."""
 
@@ -90,43 +92,80 @@ def pack_batch(
     sequences: Sequence[Tensor],
     plan: PackingPlan,
     *,
+    bins: Sequence[int] | None = None,
     targets: Sequence[Tensor] | None = None,
     pad_token: int = 0,
 ) -> PackedBatch:
-    """Lay `sequences`, 1-D integer tensors on the CPU, into one row of all bins of `plan`, each
-    filled up to its budget with `pad_token`.
+    """Lay `sequences`, 1-D integer tensors on the CPU, into one row of bins of `plan`, each filled
+    up to its budget with `pad_token`.
 
     Every token has to predict the one after it; the last of a sequence predicts nothing. `targets`
-    of the same lengths say otherwise, `IGNORED_TARGET` where nothing is to be learned.
+    of the same lengths say otherwise, `IGNORED_TARGET` where nothing is to be learned. `bins`: the
+    numbers of those that the row has, in its order; None: all. Its `loss_weight` is of this row:
+    where a step has several, weigh each by ranks / targets of the step, which its ranks average.
 
         plan = pack([len(sequence) for sequence in sequences], budget=1024)
-        batch = pack_batch(sequences, plan)
+        batch = pack_batch(sequences, plan, bins=[7, 2])
 
     Raises:
+        TypeError: sequences or targets are no 1-D integer tensors on the CPU.
         ValueError: the sequences are not those of the plan, or targets have other lengths.
+        IndexError: the plan has no such bin.
     """
-    if targets is None:
-        targets = [_shifted(sequence) for sequence in sequences]
-    if [len(sequence) for sequence in sequences] != [len(target) for target in targets]:
+    num_planned = sum(map(len, plan.bins))
+    if not num_planned == len(sequences) == len(sequences if targets is None else targets):
         raise ValueError(
-            "expected targets as long as their sequences, got other lengths; pass one target for "
-            f"each token, {IGNORED_TARGET} for none"
+            f"expected the {num_planned} sequences of the plan, and as many targets if any, got "
+            f"{len(sequences)}{'' if targets is None else f' and {len(targets)}'}; pass those "
+            "whose lengths were packed"
         )
-    if sum(map(len, plan.bins)) != len(sequences):
-        raise ValueError(
-            f"expected the {sum(map(len, plan.bins))} sequences of the plan, got "
-            f"{len(sequences)}; pass those whose lengths were packed"
-        )
-    bins = [[Document(sequences[i], targets[i]) for i in bin_] for bin_ in plan.bins]
-    for number, (documents, expected) in enumerate(zip(bins, plan.bin_tokens, strict=True)):
-        found = sum(len(document.tokens) for document in documents)
-        if found != expected:
+    laid = []
+    for number in range(len(plan.bins)) if bins is None else bins:
+        laid.append([_document(sequences, targets, place) for place in _bin(plan, number)])
+        found = sum(len(document.tokens) for document in laid[-1])
+        if found != plan.bin_tokens[number]:
             raise ValueError(
-                f"expected {expected} tokens in bin {number}, as the plan has it, got {found}; "
-                "pass the sequences whose lengths were packed"
+                f"expected {plan.bin_tokens[number]} tokens in bin {number}, as the plan has it, "
+                f"got {found}; pass the sequences whose lengths were packed"
             )
-    longest = max((len(sequence) for sequence in sequences), default=0)
-    return lay_out(bins, plan.budget, longest=max(longest, 1), pad_token=pad_token)
+    longest = max((len(document.tokens) for bin_ in laid for document in bin_), default=0)
+    return lay_out(laid, plan.budget, longest=max(longest, 1), pad_token=pad_token)
+
+
+def _bin(plan: PackingPlan, number: int) -> tuple[int, ...]:
+    if not 0 <= number < len(plan.bins):
+        raise IndexError(
+            f"bins: expected numbers from 0 to {len(plan.bins) - 1}, got {number}; the plan has "
+            f"{len(plan.bins)} bins"
+        )
+    return plan.bins[number]
+
+
+def _document(
+    sequences: Sequence[Tensor], targets: Sequence[Tensor] | None, place: int
+) -> Document:
+    tokens = _row_of("sequences", sequences, place)
+    target = _shifted(tokens) if targets is None else _row_of("targets", targets, place)
+    if len(tokens) != len(target):
+        raise ValueError(
+            f"expected targets as long as their sequences, got {len(target)} for the {len(tokens)} "
+            f"tokens of sequence {place}; pass one target for each token, {IGNORED_TARGET} for none"
+        )
+    return Document(tokens, target)
+
+
+def _row_of(name: str, rows: Sequence[Any], place: int) -> Tensor:
+    row = rows[place]
+    if not isinstance(row, Tensor):
+        found = type(row).__name__
+    elif row.dim() != 1 or row.dtype not in INTEGERS or not row.is_cpu:
+        found = f"{row.dtype} {list(row.shape)} on {row.device}"
+    else:
+        return row
+    raise TypeError(
+        f"expected {name} to be 1-D integer tensors on the CPU, got {found} as number {place}; "
+        "pass the numbers of the tokens"
+    )
 
 
 def lay_out(

@@ -9,6 +9,7 @@ Every place belongs to a document. Padding is one too, which nothing is learned 
 kernels leave what belongs to none unwritten, and a NaN there would reach the weights' gradients.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -57,6 +58,7 @@ class PackedSeqParams:
     without a wait: a false one ends the process by a device-side assertion.
 
     Raises:
+        TypeError: no tensor, or no integer, where one is expected.
         ValueError: the fields contradict one another or the above.
     """
 
@@ -98,8 +100,10 @@ class PackedSeqParams:
         stands for the longest of them, so that it is the same for every batch.
 
         Raises:
+            TypeError: a length is no integer.
             ValueError: a length is negative or above `max_seqlen`, or 2^31 tokens or more.
         """
+        lengths = list(map(operator.index, lengths))
         offsets = [0, *accumulate(lengths)]
         if max(offsets) > MAX_TOKENS:
             raise ValueError(
@@ -155,6 +159,12 @@ class PackedSeqParams:
 
     def _check_form(self) -> None:
         offsets = self.cu_seqlens_q
+        if not isinstance(offsets, Tensor):
+            raise TypeError(
+                f"expected cu_seqlens_q int32 [documents + 1], got {type(offsets).__name__}; use "
+                "PackedSeqParams.from_lengths"
+            )
+        self._set("max_seqlen_q", operator.index(self.max_seqlen_q))
         if self.qkv_format != "thd":
             raise ValueError(
                 f"expected qkv_format 'thd', the packed one, got {self.qkv_format!r}; leave it out"
@@ -216,4 +226,10 @@ class PackedSeqParams:
             raise ValueError(
                 f"expected seq_idx on {self.cu_seqlens_q.device}, where cu_seqlens_q is, got "
                 f"{seq_idx.device}; move both with .to(device)"
+            )
+        # Elsewhere the host would wait for the answer.
+        if seq_idx.is_cpu and not torch.equal(seq_idx, self._document_of_each_token()):
+            raise ValueError(
+                "expected seq_idx to number each token's document as cu_seqlens_q has them, from "
+                "0, got other numbers; leave it out"
             )

@@ -66,11 +66,13 @@ def pack(lengths: Sequence[int], budget: int, *, num_bins: int | None = None) ->
     bins as that needs, or exactly `num_bins`, some of them perhaps empty.
 
     Raises:
-        TypeError: a length is no integer.
+        TypeError: a length, `budget` or `num_bins` is no integer.
         ValueError: a length is negative or above the budget, `budget` is below 1, `num_bins` is
         negative, or the sequences do not fit into `num_bins`.
     """
     lengths = list(map(operator.index, lengths))
+    budget = operator.index(budget)
+    num_bins = None if num_bins is None else operator.index(num_bins)
     _check(lengths, budget, num_bins)
     # Of the bins that first fit opens, at most one is not more than half full.
     most = min(len(lengths), 2 * sum(lengths) // budget + 1)

@@ -375,7 +375,8 @@ class RerunStateMachine:
             raise ValueError(f"rerun state: {'; '.join(found)}{fix}")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there, whatever this machine was doing.
+        """Go on from there, whatever this machine was doing. With another number of ranks begin
+        without it, with `first_step`, unless it `has_open_question`.
 
         Raises:
             ValueError: see `validate_state_dict`; nothing has changed then.

@@ -33,6 +33,14 @@ class BatchPhase(NamedTuple):
     batch_size: int
 
 
+class BegunPhase(NamedTuple):
+    """Steps of `batch_size` samples from `step` on; those before consumed `consumed_samples`."""
+
+    step: int
+    consumed_samples: int
+    batch_size: int
+
+
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
     """The phases of a run, the first from sample 0 on; see the file's examples.
@@ -45,6 +53,11 @@ class BatchSchedule:
     phases: tuple[BatchPhase, ...]
 
     def __post_init__(self) -> None:
+        if not all(isinstance(phase, BatchPhase) for phase in self.phases):
+            raise TypeError(
+                f"phases: expected BatchPhases, got {self.phases!r}; pass such as "
+                "(BatchPhase(0, 64),), or call BatchSchedule.constant(64)"
+            )
         for phase in self.phases:
             require_count("first_sample", phase.first_sample, 0)
             require_count("batch_size", phase.batch_size)
@@ -131,21 +144,37 @@ class BatchSchedule:
         """
         require_count("step", step)
         require_count("multiple_of", multiple_of)
-        consumed, left = 0, step - 1
+        first_step, consumed, size = 1, 0, 0
+        for begun in self.begun(multiple_of=multiple_of):
+            if begun.step > step:
+                break
+            first_step, consumed, size = begun
+            if first_step == step:  # whatever its size
+                break
+        return consumed + (step - first_step) * size
+
+    def begun(self, *, multiple_of: int = 1) -> Iterator[BegunPhase]:
+        """The phases in which a step begins; those that one step overruns are not among them.
+
+        Raises:
+            ValueError: as `consumed_before`, once a size that is too small is gone on from.
+        """
+        step, consumed = 1, 0
         ends = [phase.first_sample for phase in self.phases[1:]]
         for phase, end in zip(self.phases, [*ends, None], strict=True):
-            if left == 0 or (end is not None and end <= consumed):
+            if end is not None and end <= consumed:
                 continue
             size = phase.batch_size // multiple_of * multiple_of
+            yield BegunPhase(step, consumed, size)
             if size == 0:
                 raise ValueError(
                     f"expected batch sizes of at least {multiple_of}, got {phase.batch_size} from "
                     f"sample {phase.first_sample} on; enlarge it, or use fewer ranks or smaller "
                     "microbatches"
                 )
-            steps = left if end is None else min(left, -(-(end - consumed) // size))
-            consumed, left = consumed + steps * size, left - steps
-        return consumed
+            if end is not None:
+                num_steps = -(-(end - consumed) // size)
+                step, consumed = step + num_steps, consumed + num_steps * size
 
 
 def read_batch_schedule(

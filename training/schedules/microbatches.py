@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...sharding.arguments import require_count, require_flag
+from ...sharding.arguments import require_count, require_flag, require_kind
 from .batch_schedule import BatchSchedule
 
 
@@ -47,7 +47,8 @@ class MicrobatchCalculator:
             then, less than `micro_batch_size * data_parallel_size` samples, is left out.
 
     Raises:
-        ValueError, TypeError: sizes that are no counts, or a schedule of which no phase can run.
+        ValueError, TypeError: sizes that are no counts, no schedule, or one of which no phase can
+            run.
     """
 
     schedule: BatchSchedule
@@ -57,6 +58,9 @@ class MicrobatchCalculator:
     total_samples: int | None = None
 
     def __post_init__(self) -> None:
+        require_kind(
+            "schedule", self.schedule, BatchSchedule, "pass such as BatchSchedule.constant(64)"
+        )
         require_count("micro_batch_size", self.micro_batch_size)
         require_count("data_parallel_size", self.data_parallel_size)
         require_flag("decrease_batch_size_if_needed", self.decrease_batch_size_if_needed)
@@ -112,5 +116,4 @@ class MicrobatchCalculator:
             f"data_parallel_size = {self.micro_batch_size} * {self.data_parallel_size} = "
             f"{self.samples_per_microbatch}, got {batch_size}; take "
             f"{' or '.join(map(str, nearest))}"
-            + (", or pass decrease_batch_size_if_needed=True to round down" if below else "")
         )

@@ -9,6 +9,7 @@ Megatron-Core's class of the same name does, and keeps where it stands in checkp
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
@@ -18,7 +19,7 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from ...sharding.arguments import require_count
+from ...sharding.arguments import require_count, require_number
 from .param_schedule import ParamSchedule
 
 _SCHEDULE_KEYS = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -239,10 +240,11 @@ class OptimizerParamScheduler:
         """All values first, so that a group that does not fit leaves everything as it was."""
         groups = self.optimizer.param_groups
         followed = [_followed(schedule, group, f"group {n}: ") for n, group in enumerate(groups)]
+        factors = [_factors(group, f"group {n}: ") for n, group in enumerate(groups)]
         values = {one: one.at(num_steps) for one in set(followed)}
-        for group, one in zip(groups, followed, strict=True):
+        for group, one, factor in zip(groups, followed, factors, strict=True):
             for name, scheduled in values[one]._asdict().items():
-                _assign(group, name, scheduled * group.get(_MULTIPLIERS[name], 1.0))
+                _assign(group, name, scheduled * factor[name])
         self._schedule, self._num_steps = schedule, num_steps
 
 
@@ -253,8 +255,18 @@ def _followed(
     own = {key: group[key] for key in _SCHEDULE_KEYS if group and group.get(key) is not None}
     try:
         return replace(schedule, **own) if own else schedule
-    except ValueError as error:
-        raise ValueError(f"{place}{error}") from error
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{place}{error}") from error
+
+
+def _factors(group: Mapping[str, Any], place: str) -> Mapping[str, float]:
+    """By the name of what is set; 1 where the group says nothing."""
+    factors = {}
+    for name, key in _MULTIPLIERS.items():
+        factor = 1.0 if group.get(key) is None else group[key]
+        require_number(f"{place}{key}", factor, "a finite number >= 0", lambda x: 0 <= x < math.inf)
+        factors[name] = float(factor)
+    return factors
 
 
 def _assign(group: dict[str, Any], name: str, value: float) -> None:

@@ -56,7 +56,8 @@ class ParamSchedule:
         lr_decay_steps: the horizon: the last step that is no constant `min_lr`. More than the
             warm-up.
         lr_decay_style: one of `LR_STYLES`.
-        start_wd, end_wd, wd_incr_steps: the weight decay's ends, and the step of the second.
+        start_wd, end_wd, wd_incr_steps: the weight decay's ends, and the step of the second; in
+            place of what the optimizer was made with.
         wd_incr_style: one of `WD_STYLES`; "constant" needs equal ends.
         wsd_decay_steps: length of the tail of "WSD", behind the peak that it holds before.
         lr_wsd_decay_style: shape of that tail, one of `SHARES`; without meaning in other styles.

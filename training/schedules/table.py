@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from .batch_schedule import BatchSchedule
 from .param_schedule import ParamSchedule
 
 _PARTS = 8
+_MAX_SIZES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +27,15 @@ class ScheduleRow:
 
 
 def telling_steps(schedule: ParamSchedule, batches: BatchSchedule, last_step: int) -> list[int]:
-    """Return 0, ends, corners, where batch sizes change, and every eighth of the run; ascending."""
+    """Return 0, ends, corners, where batch sizes change (of many changes, 32 of them), and every
+    eighth of the run; ascending.
+    """
     warmup, horizon = schedule.lr_warmup_steps, schedule.lr_decay_steps
     corners = [0, 1, warmup, horizon, horizon + 1, schedule.wd_incr_steps]
     if schedule.wsd_decay_steps is not None:
         corners.append(horizon - schedule.wsd_decay_steps)
-    # The first step that begins where a phase is reached.
-    steps = range(1, last_step + 2)
-    corners += [
-        1 + bisect_left(steps, phase.first_sample, key=batches.consumed_before)
-        for phase in batches.phases
-    ]
+    begun = [phase.step for phase in takewhile(lambda one: one.step <= last_step, batches.begun())]
+    corners += begun[:: -(-len(begun) // _MAX_SIZES)]
     parts = (last_step * part // _PARTS for part in range(_PARTS + 1))
     return sorted({step for step in (*corners, *parts) if 0 <= step <= last_step})
 

@@ -20,25 +20,54 @@ from sidestream.sharding.storage import Url, location_of
         ("msc://profile/a b", Url("msc", "profile/a b")),
         ("file:///tmp/x", Path("/tmp/x")),
         ("a/b:c//d", Path("a/b:c//d")),
-        ("C://x", Path("C://x")),
+        ("S3://Bucket/run", Url("s3", "Bucket/run")),
+        ("FILE:///tmp/a%20b", Path("/tmp/a%20b")),
+        ("C:\\x", Path("C:\\x")),
     ],
-    ids=["s3", "memory", "msc", "file", "path", "a capital letter"],
+    ids=["s3", "memory", "msc", "file", "path", "capitals", "no decoding", "backslash"],
 )
 def test_a_text_names_a_path_or_a_url(text: str, expected: object) -> None:
     assert location_of(text) == expected
 
 
 @pytest.mark.parametrize(
-    "text", ["s3://", "s3://a//b", "s3://a/../b", "s3://a/./b", "s3://a/\nb", "s3:///"], ids=repr
+    "text",
+    [
+        *("s3://", "s3://a//b", "s3://a/../b", "s3://a/./b", "s3://a/\nb", "s3:///"),
+        *("s3:/bucket/run", "simplecache::s3://a/b", " s3://a/b", "C:/x", "file:/x"),
+    ],
+    ids=repr,
 )
 def test_what_names_no_place_is_refused(text: str) -> None:
+    """A path that begins as a URL does would be a folder here that nobody looks for."""
     with pytest.raises(ValueError, match="expected a URL such as s3://bucket/folder"):
+        location_of(text)
+
+
+@pytest.mark.parametrize("text", ["file://host/x", "file://x", "local:///x"])
+def test_files_of_other_hosts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected file:/// and an absolute path"):
         location_of(text)
 
 
 def test_a_url_that_pathlib_has_shortened_is_refused() -> None:
     with pytest.raises(ValueError, match="pass URLs as text"):
         location_of(Path("s3://bucket/run"))
+
+
+def test_a_driver_that_needs_more_than_a_url_is_told() -> None:
+    with pytest.raises(ValueError, match=r"for reference:// URLs that needs nothing else, got Ty"):
+        ss.remove_old_checkpoints("reference://a/b", keep=1)
+
+
+def test_names_are_no_patterns() -> None:
+    """fsspec would remove what `a[bc]` means as a pattern."""
+    files = [f"memory://pattern/{name}/x" for name in ("ab", "a[bc]", "a*")]
+    for file in files:
+        storage.write_whole(location_of(file), b"")
+    storage.remove_all(location_of("memory://pattern/a[bc]"))
+    storage.remove_files(location_of("memory://pattern/a*"), ["x", "gone"])
+    assert [storage.is_file(location_of(file)) for file in files] == [True, False, False]
 
 
 def test_a_url_is_a_name_with_names_around() -> None:

@@ -21,6 +21,12 @@ from sidestream.training.graphs.static_inputs import (
     tensors_of,
     with_tensors,
 )
+from sidestream.training.packing import pack, pack_batch
+
+
+class Subclass(Tensor):
+    pass
+
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -55,6 +61,17 @@ def test_a_cpu_runs_steps_as_they_are_and_says_so(caplog: pytest.LogCaptureFixtu
     assert [record.message for record in caplog.records] == [
         "FullStepGraph: steps run eagerly, without a graph, on cpu"
     ]
+
+
+def test_a_cpu_refuses_what_a_gpu_would() -> None:
+    model = nn.Linear(3, 1)
+    graphed = FullStepGraph(lambda x: model(x).sum().backward(), [model])
+    batch = pack_batch([torch.arange(2)], pack([2], 3))
+    with pytest.raises(TypeError, match="got Kept, which no CUDA graph can follow; pass its tens"):
+        graphed(batch)
+    graphed(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"expected cleared gradients .* some of 'weight'"):
+        graphed(torch.ones(3))
 
 
 def test_inputs_with_the_same_key_go_through_the_same_buffers() -> None:
@@ -95,6 +112,7 @@ BAD = {
         r"inputs\[0\]\['x'\]: .*no gradient",
     ),
     "sparse": (torch.ones(2).to_sparse(), ValueError, "strided tensor, got torch.sparse_coo"),
+    "subclass": (torch.ones(2).as_subclass(Subclass), TypeError, "got the subclass Subclass"),
     "object": (SimpleNamespace(), TypeError, "got SimpleNamespace, which no CUDA graph"),
 }
 
@@ -110,6 +128,12 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "modules": ({"modules": nn.Linear(1, 1)}, TypeError, r"modules: .* got Linear; pass \[model\]"),
     "warmup_steps": ({"warmup_steps": 0}, ValueError, "warmup_steps: .* at least 1, got 0"),
     "max_graphs": ({"max_graphs": 1.5}, ValueError, "max_graphs: .* got 1.5"),
+    "generators": ({"generators": [1]}, TypeError, "torch.Generator objects, got int"),
+    "generator elsewhere": (
+        {"generators": [torch.Generator()], "device": "meta"},
+        ValueError,
+        "expected some of meta, where the step runs, got one of cpu",
+    ),
     "on_failure": ({"on_failure": "stop"}, ValueError, "expected one of raise, eager, got 'stop'"),
 }
 

@@ -256,6 +256,46 @@ def test_frozen_parameters_are_noticed_and_another_graph_may_follow() -> None:
         gc.collect()
 
 
+def test_pools_of_memory_are_left_where_torch_takes_them_no_more() -> None:
+    machine = Recording()
+    with recording(machine), machine.installed(), machine:
+        model = nn.Linear(2, 1)
+
+        def step(rows: Tensor, fails: bool = False) -> Tensor:
+            loss = model(rows).sum()
+            loss.backward()
+            if fails:
+                loss.item()
+            return loss
+
+        graphed = FullStepGraph(step, [model], warmup_steps=1, max_graphs=1)
+
+        def two_steps(rows: int, **options: bool) -> None:
+            for _ in range(2):
+                model.zero_grad()
+                found = graphed(torch.ones(rows, 2), **options)
+            torch.testing.assert_close(found, model(torch.ones(rows, 2)).sum().detach())
+
+        two_steps(1)
+        two_steps(2)  # the other one goes
+        graphed.reset()
+        two_steps(2)
+        with pytest.raises(CaptureError, match="makes the host wait"):
+            two_steps(3, fails=True)
+        two_steps(1)
+        assert [graph.num_replays for graph in machine.graphs] == [1, 1, 1, 0, 1]
+
+
+def test_steps_that_never_come_back_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Recording()
+    with recording(machine), machine.installed(), machine:
+        graphed = FullStepGraph(lambda number: number, [], max_graphs=1)
+        for number in range(40):
+            assert graphed(number) == number
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["FullStepGraph"]
+    assert "16 kinds of steps went before they came often enough" in caplog.text
+
+
 LEFT = {
     "sums": "got some of unit '.*' that were only accumulated under no_sync",
     "changes": "those of unit '.*' were changed in it; call optimizer.step",

@@ -3,16 +3,16 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
+from sidestream.cli import main
 from sidestream.tests.ranks import run_on_ranks
-from sidestream.tests.training.processes import one_thread_each, parse_result
+from sidestream.tests.training.processes import parse_result
+from sidestream.training import trainer
 from sidestream.training.launch.asking import answering
 from sidestream.training.launch.heartbeat import Whereabouts
 
@@ -97,19 +97,16 @@ def test_words_without_and_with_a_model():
     assert where.told(3) == "rank 3 is loading\nin a backward"
 
 
-def test_a_training_says_what_it_is_doing(text_file):
-    command = [sys.executable, "-m", "sidestream", *TRAIN, "--steps", "300", "--data", text_file]
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_thread_each()
-    )
-    try:
-        for line in run.stdout:
-            if line.startswith("step "):
-                break
-        run.send_signal(signal.SIGUSR1)
-        output, errors = run.communicate(timeout=60)
-    finally:
-        run.kill()
-    assert run.returncode == 0, errors
-    assert re.search(r"sidestream: rank 0 is in step \d+\nrank 0 of 1: .*\n  waits in no", errors)
-    assert parse_result(output)["steps"] == 300
+def test_a_training_says_what_it_is_doing(text_file, capfd, monkeypatch):
+    said, train_step = [], trainer.train_step
+
+    def asked_meanwhile(run, step, recorder):
+        if step == 2:
+            ask()
+            said.append(wait_for(capfd, "waits in no"))
+        return train_step(run, step, recorder)
+
+    monkeypatch.setattr(trainer, "train_step", asked_meanwhile)
+    assert main([*TRAIN, "--steps", "3", "--data", text_file]) == 0
+    assert re.search(r"sidestream: rank 0 is in step 2\nrank 0 of 1: .*\n  waits in no", said[0])
+    assert parse_result(capfd.readouterr().out)["steps"] == 3

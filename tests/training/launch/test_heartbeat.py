@@ -167,6 +167,7 @@ def test_a_rank_that_is_stopped_for_a_moment_goes_on(tmp_path):
     thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_rank_killed_while_starting_is_named_and_those_that_wait_for_it_end_at_once(capfd):
     code = f"import time\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n{WAIT}"

@@ -154,6 +154,11 @@ def test_ranks_that_can_stop_are_told_once_and_end_themselves(tmp_path, capfd):
 
 
 @pytest.mark.timeout(30)
+def test_ranks_that_were_told_to_stop_are_not_to_start_again_on_other_hardware(tmp_path):
+    assert _signalled(tmp_path, "sys.exit(16)", signal.SIGTERM) == 0
+
+
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_launcher_that_is_told_again_ends_ranks_that_would_go_on(number, tmp_path):
     started = time.monotonic()

@@ -24,6 +24,15 @@ class FakeHost:
     def seconds(self, first, last):
         return (last - first) / 1e9
 
+    def has_passed(self, mark):
+        return True
+
+    def wait(self, mark):
+        pass
+
+    def on_host(self, value):
+        return value
+
 
 class FakeDevice:
     """A queue of work by its seconds: `enqueue` returns at once, `finish` does it."""

@@ -181,6 +181,11 @@ def test_joules_of_steps_and_tokens():
         used.per(0)
 
 
+def test_a_sum_says_what_must_be_known_of_it():
+    remarked = Energy(3.0, "GPU a", "of the whole GPU")
+    assert str(sum_over_ranks(remarked)) == "3.0 J (of the whole GPU)"
+
+
 def _sums(rank, world_size):
     counters = ["GPU a", "GPU b", "GPU b"]  # the last two share one
     known = Energy(1.0 + rank, counters[rank])

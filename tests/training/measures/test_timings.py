@@ -60,6 +60,29 @@ def test_the_farthest_straggler_is_first():
     assert str(first).startswith("straggler: rank 4 in step, ")
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_who_waits_for_a_straggler_is_none(world_size):
+    """A rank is slow in what it does alone; in what follows the others wait for it."""
+
+    def reading(seconds, count):
+        return reading_of(seconds * count, 0, count, [seconds] * count)
+
+    slow = {"step": 2.0, "step/batch": 0.9, "step/forward": 0.5}
+    waits = {"step": 2.0, "step/batch": 0.1, "step/forward": 0.7}  # 4 microbatches
+    ranks = [
+        {
+            name: reading(seconds, 32 if name == "step/forward" else 8)
+            for name, seconds in (slow if rank == 1 else waits).items()
+        }
+        for rank in range(world_size)
+    ]
+    late = Timings(tuple(ranks)).stragglers()
+    assert [(each.rank, each.name) for each in late] == [(1, "step/batch")]
+    flat = [{name.removeprefix("step/"): each for name, each in rank.items()} for rank in ranks]
+    late = Timings(tuple(flat[:2])).stragglers()
+    assert [(each.rank, each.name) for each in late] == [(1, "batch"), (0, "forward")]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_makes_no_straggler(seed):
     assert told(*[1.0] * 16, noise_s=0.3, seed=seed).stragglers() == []

@@ -132,6 +132,26 @@ def test_what_it_did_not_write_is_refused(path, line):
     assert path.read_text() == text
 
 
+def test_a_place_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"expected a file for metrics at .*file/below, got"):
+        JsonLinesWriter(tmp_path / "file" / "below")
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '/dev/full'"),
+        closing(JsonLinesWriter("/dev/full")) as writer,
+    ):
+        writer.add_scalar("loss", 1.0, 1)
+
+
+def test_a_link_stays_one(path, tmp_path):
+    write(path, range(1, 4))
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    write(link, [3], resumed_step=2)
+    assert link.is_symlink()
+    assert read(path) == lines_of([1, 2, 3])
+
+
 def scalars_of(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -153,6 +173,9 @@ def test_tensorboard_has_the_figures_and_hides_what_a_resumed_run_makes_again(tm
             file.rename(file.with_name(f"{file.name}.{resumed_step or 0}"))
     first = [(step, 1 / 2**step) for step in range(1, 4)]
     assert scalars_of(tmp_path) == {"loss": [*first, (4, 3 + 1 / 16), (5, 3 + 1 / 32)]}
+    with pytest.raises(UsageError, match=r"expected no event files in .* yet, got events"):
+        TensorBoardWriter(tmp_path)
+    TensorBoardWriter(tmp_path / "another").close()
 
 
 def test_where_tensorboard_is_missing(tmp_path, monkeypatch):

@@ -44,6 +44,21 @@ def test_every_token_lies_in_a_row_once_before_its_successor(lengths):
     assert torch.equal(bins, bins[batch.params.cu_seqlens_q[batch.seq_idx[0]].long()])
 
 
+def test_a_row_of_some_bins():
+    lengths = [3, 1, 2, 4]
+    whole = _packed(lengths, 4, pad_token=99)  # the fourth; the first and second; the third
+    batch = _packed(lengths, 4, pad_token=99, bins=[2, 0])
+    rows = whole.tokens.view(-1, 4)
+    assert torch.equal(batch.tokens.view(-1, 4), rows[[2, 0]])
+    assert torch.equal(batch.targets.view(-1, 4), whole.targets.view(-1, 4)[[2, 0]])
+    assert batch.params.lengths == (2, 2, 4)
+    assert batch.num_targets == 4
+    assert _packed(lengths, 4, bins=[]).tokens.shape == (1, 0)
+    for number in (3, -1):
+        with pytest.raises(IndexError, match=f"bins: expected numbers from 0 to 2, got {number}"):
+            _packed(lengths, 4, bins=[number])
+
+
 def test_padding_is_no_longer_than_the_documents():
     assert _packed([2, 2, 2], 9).params.lengths == (2, 2, 2, 2, 1)
 
@@ -85,12 +100,31 @@ def test_a_batch_moves_as_a_whole():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"sequences": _sequences([3])}, "the 2 sequences of the plan, got 1"),
+        ({"sequences": _sequences([3])}, "the 2 sequences of the plan, .* got 1;"),
         ({"sequences": _sequences([3, 3])}, "5 tokens in bin 0, as the plan has it, got 6"),
-        ({"targets": _sequences([2, 2])}, "targets as long as their sequences"),
+        ({"targets": _sequences([2, 2])}, "targets as long as .* 2 for the 3 tokens of sequence 0"),
+        ({"targets": _sequences([3])}, "the 2 sequences of the plan, .* got 2 and 1"),
     ],
-    ids=["number", "lengths", "targets"],
+    ids=["number", "lengths", "targets", "number of targets"],
 )
 def test_sequences_of_another_plan_are_refused(change, expected):
     with pytest.raises(ValueError, match=expected):
         pack_batch(**{"sequences": _sequences([3, 2]), "plan": pack([3, 2], 8)} | change)
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ([1, 2], "got list as number 0"),
+        (torch.ones(2), r"got torch.float32 \[2\] on cpu"),
+        (torch.ones(2, 1, dtype=torch.int64), r"got torch.int64 \[2, 1\]"),
+        (torch.ones(2, dtype=torch.int64, device="meta"), "on meta"),
+    ],
+    ids=["list", "float", "matrix", "elsewhere"],
+)
+def test_rows_of_something_else_are_refused(row, found):
+    plan = pack([2], 4)
+    with pytest.raises(TypeError, match=f"expected sequences to be .*{found}"):
+        pack_batch([row], plan)
+    with pytest.raises(TypeError, match=f"expected targets to be .*{found}"):
+        pack_batch([torch.zeros(2, dtype=torch.int64)], plan, targets=[row])

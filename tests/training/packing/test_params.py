@@ -59,6 +59,7 @@ def test_fields_of_megatron_are_taken():
         ({"total_tokens": 9}, "total_tokens 3, where cu_seqlens_q ends, got 9; make the padding"),
         ({"seq_idx": torch.zeros(3, dtype=torch.int32)}, r"seq_idx int32 \[1, 3\], got"),
         ({"seq_idx": torch.zeros(1, 3)}, "got torch.float32"),
+        ({"seq_idx": torch.ones(1, 3, dtype=torch.int32)}, "from 0, got other numbers"),
         (
             {"cu_seqlens_q": torch.zeros(2, dtype=torch.int32, device="meta")},
             "total_tokens beside offsets on meta, got None",
@@ -76,6 +77,7 @@ def test_fields_of_megatron_are_taken():
         "tail",
         "seq_idx_shape",
         "seq_idx_dtype",
+        "seq_idx_numbers",
         "unknown_total",
     ],
 )
@@ -93,6 +95,20 @@ def test_contradictions_are_refused(fields, expected):
 def test_lengths_that_cannot_be_are_refused(lengths, expected):
     with pytest.raises(ValueError, match=expected):
         PackedSeqParams.from_lengths(lengths)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PackedSeqParams.from_lengths([1.5, 2]),
+        lambda: PackedSeqParams.from_lengths([1], max_seqlen=3.5),
+        lambda: PackedSeqParams(cu_seqlens_q=[0, 2], max_seqlen_q=2),
+    ],
+    ids=["length", "longest", "list"],
+)
+def test_what_is_no_number_of_tokens_is_refused(make):
+    with pytest.raises(TypeError, match=r"as an integer|int32 .*, got list"):
+        make()
 
 
 def test_moved_they_keep_what_the_host_knows():

@@ -116,6 +116,18 @@ def test_what_steps_have_consumed_is_what_a_loop_finds(text, multiple_of):
         consumed += schedule.at(consumed) // multiple_of * multiple_of
 
 
+def test_phases_that_a_step_overruns_do_not_begin():
+    schedule = BatchSchedule.parse("0:16 8:7 16:32 100:8")
+    assert [*schedule.begun()] == [(1, 0, 16), (2, 16, 32), (5, 112, 8)]
+    assert [*BatchSchedule.parse("0:16 32:9").begun(multiple_of=4)] == [(1, 0, 16), (3, 32, 8)]
+
+
+@pytest.mark.parametrize("phases", [((0, 64),), (64,)], ids=["tuples", "sizes"])
+def test_phases_are_batch_phases(phases):
+    with pytest.raises(TypeError, match="expected BatchPhases"):
+        BatchSchedule(phases)
+
+
 def test_ten_million_steps_take_no_time():
     schedule = BatchSchedule.ramp_up(16, 16, 10**9, final=1024)
     start = time.perf_counter()

@@ -54,6 +54,13 @@ def test_sizes_are_rounded_down_if_asked_and_the_running_one_is_told():
         _calculator(3, 1, 4, **decreasing)
 
 
+def test_a_size_is_no_schedule():
+    with pytest.raises(
+        TypeError, match=r"BatchSchedule .* got int .* BatchSchedule.constant\(64\)"
+    ):
+        MicrobatchCalculator(schedule=64, micro_batch_size=2, data_parallel_size=4)
+
+
 def test_only_the_phase_that_runs_has_to_divide():
     calculator = _calculator(BatchSchedule.parse("0:4 40:8 80:16"))
     assert calculator.at(40).num_microbatches == 1

@@ -90,6 +90,18 @@ def test_a_group_that_does_not_fit_is_named_and_changes_nothing():
     assert scheduler.num_steps == 0
 
 
+@pytest.mark.parametrize(
+    "own", [{"lr_mult": float("nan")}, {"wd_mult": -1}, {"lr_mult": "2"}, {"max_lr": "2"}], ids=str
+)
+def test_a_factor_that_is_none_is_named_and_changes_nothing(own):
+    scheduler = _scheduler({}, {"lr_mult": None, "wd_mult": None})
+    before = _set(scheduler)
+    scheduler.optimizer.param_groups[1] |= own
+    with pytest.raises((ValueError, TypeError), match=f"group 1: {next(iter(own))}: expected a"):
+        scheduler.step()
+    assert _set(scheduler) == before
+
+
 def test_a_difference_between_groups_is_not_lost_in_silence():
     with pytest.raises(
         ValueError, match=r"weight_decay.*0\.1 in group 0, 0\.0 in group 1.*wd_mult"
