@@ -18,7 +18,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...sharding.arguments import require_count
+from ...sharding.arguments import require_count, require_kind
 
 _SUFFIXES = MappingProxyType({"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
 _NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?)", re.ASCII | re.IGNORECASE)
@@ -108,8 +108,9 @@ class BatchSchedule:
 
         Raises:
             ValueError: the text says something else; at which character, from 1, is told.
-            TypeError: `seq_length` is no count.
+            TypeError: it is no text, or `seq_length` no count.
         """
+        require_kind("text", text, str, "pass such as '0:64 10M:128'")
         if seq_length is not None:
             require_count("seq_length", seq_length)
         read = sorted(

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from ...sharding.arguments import require_count, require_number
+from ...sharding.arguments import require_count, require_flag, require_kind, require_number
 from .param_schedule import ParamSchedule
 
 _SCHEDULE_KEYS = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -125,14 +125,16 @@ class OptimizerParamScheduler:
             wsd_decay_steps=wsd_decay_steps,
             lr_wsd_decay_style=lr_wsd_decay_style,
         )
+        require_flag("use_checkpoint_opt_param_scheduler", use_checkpoint_opt_param_scheduler)
+        require_flag("override_opt_param_scheduler", override_opt_param_scheduler)
         if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:
             raise ValueError(
                 "expected one of use_checkpoint_opt_param_scheduler and "
                 "override_opt_param_scheduler, got both; pass "
                 "use_checkpoint_opt_param_scheduler=False to override"
             )
-        _require_told_differences(optimizer.param_groups)
         self.optimizer = optimizer
+        self._num_groups = 0
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self._set(schedule, 0)
@@ -168,11 +170,11 @@ class OptimizerParamScheduler:
         """Go on by `increment` steps, at least 0, and set all groups.
 
         Raises:
-            ValueError, TypeError: another increment, or values of a group that do not fit; nothing
-                has changed then.
+            ValueError, TypeError: another increment, values of a group that do not fit, or a group
+                that was added and differs, as for the constructor; nothing has changed then.
         """
         require_count("increment", increment, 0)
-        self._set(self._schedule, self._num_steps + increment)
+        self._set(self._schedule, self._num_steps + int(increment))
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
         """What a group's `lr` is now, but for its `lr_mult`."""
@@ -198,6 +200,7 @@ class OptimizerParamScheduler:
                 changed then.
             TypeError: a field of another type.
         """
+        require_kind("state_dict", state_dict, Mapping, "pass what state_dict() gave")
         state = {_FORMER_NAMES.get(name, name): value for name, value in state_dict.items()}
         here = asdict(self._schedule)
         unknown = sorted(map(str, state.keys() - here.keys() - {"num_steps"}))
@@ -212,7 +215,7 @@ class OptimizerParamScheduler:
         num_steps = state.pop("num_steps")
         require_count("num_steps", num_steps, 0)
         differing = {name: value for name, value in state.items() if value != here[name]}
-        self._set(replace(self._schedule, **self._chosen(differing)), num_steps)
+        self._set(replace(self._schedule, **self._chosen(differing)), int(num_steps))
 
     def _chosen(self, differing: Mapping[str, Any]) -> Mapping[str, Any]:
         """What of a state's fields that differ from ours is to count."""
@@ -239,13 +242,15 @@ class OptimizerParamScheduler:
     def _set(self, schedule: ParamSchedule, num_steps: int) -> None:
         """All values first, so that a group that does not fit leaves everything as it was."""
         groups = self.optimizer.param_groups
+        if len(groups) != self._num_groups:  # not each time: a tensor as `lr` is on a GPU
+            _require_told_differences(groups)
         followed = [_followed(schedule, group, f"group {n}: ") for n, group in enumerate(groups)]
         factors = [_factors(group, f"group {n}: ") for n, group in enumerate(groups)]
         values = {one: one.at(num_steps) for one in set(followed)}
         for group, one, factor in zip(groups, followed, factors, strict=True):
             for name, scheduled in values[one]._asdict().items():
                 _assign(group, name, scheduled * factor[name])
-        self._schedule, self._num_steps = schedule, num_steps
+        self._schedule, self._num_steps, self._num_groups = schedule, num_steps, len(groups)
 
 
 def _followed(

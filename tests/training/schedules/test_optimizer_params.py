@@ -112,6 +112,19 @@ def test_a_difference_between_groups_is_not_lost_in_silence():
     _scheduler({"weight_decay": 0.1}, {"weight_decay": 0.0, "wd_mult": 0.0})
 
 
+def test_a_group_that_is_added_says_so_too():
+    scheduler = _scheduler()
+    added = {"params": [torch.nn.Parameter(torch.ones(1))], "lr_mult": 1.0, "weight_decay": 0.5}
+    scheduler.optimizer.add_param_group(added)
+    before = _set(scheduler)
+    with pytest.raises(ValueError, match=r"same weight_decay .* 0\.5 in group 1"):
+        scheduler.step()
+    assert _set(scheduler) == before
+    added["wd_mult"] = 0.0
+    scheduler.step()
+    assert [decay for _, decay in _set(scheduler)] == [scheduler.get_wd(), 0.0]
+
+
 def test_keys_that_a_loaded_optimizer_has_lost_are_missed():
     saved = _scheduler({}, {"wd_mult": 0.0})
     saved.step(5)
