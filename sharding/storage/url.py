@@ -44,7 +44,9 @@ class Url:
         """
         match = _URL.fullmatch(text)
         parts = match[2].strip("/").split("/") if match else []
-        if match is None or {"", ".", ".."} & {*parts} or not text.isprintable():
+        # s3fs writes to the object itself where a version of it is named.
+        is_whole = text.isprintable() and "?versionId=" not in text
+        if match is None or {"", ".", ".."} & {*parts} or not is_whole:
             raise ValueError(
                 f"expected a URL such as s3://bucket/folder, each name in it once, got {text!r}; "
                 "pass URLs as text, and paths that begin like one from / on"

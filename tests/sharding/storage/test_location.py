@@ -33,7 +33,15 @@ def test_a_text_names_a_path_or_a_url(text: str, expected: object) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("s3://", "s3://a//b", "s3://a/../b", "s3://a/./b", "s3://a/\nb", "s3:///"),
+        *(
+            "s3://",
+            "s3://a//b",
+            "s3://a/../b",
+            "s3://a/./b",
+            "s3://a/\nb",
+            "s3:///",
+            "s3://a/b?versionId=1",
+        ),
         *("s3:/bucket/run", "simplecache::s3://a/b", " s3://a/b", "C:/x", "file:/x"),
     ],
     ids=repr,
