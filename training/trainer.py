@@ -77,8 +77,7 @@ def train(
             recorder.flush()
             refuse_nonfinite(options, recorder)
             energy = measures.energy_over_ranks()
-            if recorder.num_steps:  # a result may have been rejected in the first one
-                _tell_measures(run, recorder, energy)
+            _tell_measures(run, recorder, energy)
             result = None if stopped else _sum_up(run, recorder, energy)
             leave()
             wait_for_all("at the end of the run")
