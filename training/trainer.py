@@ -78,10 +78,10 @@ def train(
             if recorder.num_steps:  # a result may have been rejected in the first one
                 _tell_measures(run, recorder, energy)
             result = None if stopped else _sum_up(run, recorder, energy)
+            if stopped:  # told first: torchrun ends the others as soon as one has left
+                reporter.note(str(stopped))
             leave()
             wait_for_all("at the end of the run")
-        if stopped:
-            reporter.note(str(stopped))
     if stopped:
         raise stopped
     assert result is not None, "a run that was not stopped has one"
