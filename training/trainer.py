@@ -79,11 +79,12 @@ def train(
             energy = measures.energy_over_ranks()
             _tell_measures(run, recorder, energy)
             result = None if stopped else _sum_up(run, recorder, energy)
+            if stopped:  # told first: torchrun ends the others as soon as one has left
+                reporter.note(str(stopped))
             leave()
             wait_for_all("at the end of the run")
             run.forward_backward.reset()
         if stopped:
-            reporter.note(str(stopped))
     if stopped:
         raise stopped
     assert result is not None, "a run that was not stopped has one"
