@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -36,8 +36,9 @@ _LIBRARIES = tuple(
 @dataclass(frozen=True, slots=True)
 class AwaitedCollective:
     """A collective in which a rank has stood for `lasting_s` seconds. `number`: of its kind, in the
-    order of use, -1 where they are not counted. `ranks`: global, of those that take part, where
-    they are known. `peer`: " from" or " to" which rank, if one alone is waited for.
+    order of use, and `model`: of those that the ranks have sharded; -1 where it is not counted.
+    `ranks`: global, of those that take part, where they are known. `peer`: " from" or " to" which
+    rank, if one alone is waited for.
     """
 
     what: str
@@ -45,6 +46,7 @@ class AwaitedCollective:
     lasting_s: float
     ranks: tuple[int, ...] = ()
     peer: str = ""
+    model: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,7 @@ def account_of(
         place=main_thread_place(),
         doing=doing[:_SAID_CHARS],
         waits=tuple(
-            AwaitedCollective(
-                wait.what[:_SAID_CHARS], wait.number, wait.lasting_s, wait.ranks, wait.peer
-            )
+            replace(wait, what=wait.what[:_SAID_CHARS])
             for wait in sorted(waits, key=lambda wait: -wait.lasting_s)[:_SAID]
         ),
         events=tuple(event[:_SAID_CHARS] for event in events[-_SAID:]),

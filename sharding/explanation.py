@@ -66,11 +66,12 @@ class UnitExplanation:
 class Explanation:
     """`print` it, on every rank: ranks that hang in different places say so.
 
-    `doing`: where this rank's step is. `waits`: threads that stand in a collective. `in_flight`:
-    what lanes were given and have not ended. `exchange_order`: the units' names in the order in
-    which they are exchanged; the first `num_exchanged` were begun in the backward that runs.
-    `events`: what happened last, oldest first. `others`: what the ranks were last found to do and
-    to wait for, when one of them asked; empty if none did.
+    `rank`, `world_size`: of the job, while it has a process group; then of those that share the
+    model. `doing`: where this rank's step is. `waits`: threads that stand in a collective.
+    `in_flight`: what lanes were given and have not ended. `exchange_order`: the units' names in the
+    order in which they are exchanged; the first `num_exchanged` were begun in the backward that
+    runs. `events`: what happened last, oldest first. `others`: what the ranks were last found to do
+    and to wait for, when one of them asked; empty if none did.
     """
 
     rank: int
@@ -123,10 +124,11 @@ def explain_runtime(runtime: Runtime) -> Explanation:
     backward = runtime._backward
     order = runtime.exchange_order.indices if backward is None else backward.order
     works = [work for lane in runtime.lanes for work in lane.log.in_flight()]
-    ranks = ranks_of(runtime.collectives.groups.group)
+    collectives = runtime.collectives
+    ranks = ranks_of(collectives.groups.group)
     return Explanation(
-        rank=dist.get_rank() if dist.is_initialized() else 0,
-        world_size=runtime.collectives.world_size,
+        rank=dist.get_rank() if dist.is_initialized() else collectives.rank,
+        world_size=dist.get_world_size() if dist.is_initialized() else collectives.world_size,
         doing=doing(runtime),
         waits=tuple(lasting(wait, now_s) for wait in host_waits()),
         in_flight=tuple(Lasting(work.what, now_s - work.since_s, ranks) for work in works),

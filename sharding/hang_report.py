@@ -11,7 +11,7 @@ from .accounts import Account, AwaitedCollective
 from .messages import listed
 
 _MOST_LINES = 16
-_Use = tuple[str, int]
+_Use = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,24 @@ def _uses(answers: Mapping[int, Answer]) -> dict[_Use, dict[int, AwaitedCollecti
     found: dict[_Use, dict[int, AwaitedCollective]] = {}
     for rank, one in answers.items():
         for wait in () if isinstance(one, Silent) else one.waits:
-            found.setdefault((wait.what, wait.number), {})[rank] = wait
+            found.setdefault(_use_of(wait), {})[rank] = wait
     return found
 
 
 def _names(uses: Collection[_Use]) -> dict[_Use, str]:
-    """What to call each: with its number only where ranks stand in several of one name."""
-    count = Counter(what for what, _ in uses)
+    """What to call each: with model and number only where ranks stand in several of one name."""
+    models = Counter(what for what, _ in {(what, model) for what, model, _ in uses})
+    numbers = Counter((what, model) for what, model, _ in uses)
     return {
-        (what, number): what if count[what] == 1 else f"{what} (use number {number})"
-        for what, number in uses
+        (what, model, number): what
+        + (f" of model {model}" if models[what] > 1 else "")
+        + (f" (use number {number})" if numbers[what, model] > 1 else "")
+        for what, model, number in uses
     }
+
+
+def _use_of(wait: AwaitedCollective) -> _Use:
+    return wait.what, wait.model, wait.number
 
 
 def _missing(standing: Mapping[int, AwaitedCollective], answers: Mapping[int, Answer]) -> list[int]:
@@ -95,7 +102,7 @@ def _relative(answer: Answer | None, names: Mapping[_Use, str]) -> str:
     if isinstance(answer, Silent):
         return answer.why
     if answer.waits:
-        return f"stood in {listed([names[wait.what, wait.number] for wait in answer.waits])}"
+        return f"stood in {listed([names[_use_of(wait)] for wait in answer.waits])}"
     return f"stood {answer.doing} (at {answer.place})"
 
 

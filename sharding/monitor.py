@@ -254,6 +254,7 @@ def _awaited(
             lasting_s=now_s - since_s,
             ranks=() if (ranks := ranks_of(group)) == asked else ranks,
             peer=peer,
+            model=owner.model if isinstance(owner, Uses) else -1,
         )
         for what, since_s, group, peer, owner in found
     ]

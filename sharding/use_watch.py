@@ -54,8 +54,7 @@ class Watch:
         collectives, axes = ranks.together, [channel.axis for channel in ranks.channels]
         group = collectives.groups.group
         assert group is not None
-        number = next(_NUMBERS.setdefault(group, itertools.count()))
-        self._store = dist.PrefixStore(f"sidestream_uses/{number}", store)
+        self._store = dist.PrefixStore(f"sidestream_uses/{collectives.uses.model}", store)
         self._groups = [g for axis in axes for g in (axis.gather, axis.reduce)]
         self._collectives = collectives
         self._uses = collectives.uses
@@ -264,8 +263,12 @@ def _divergent(verdict: str) -> DivergentUseError:
 
 
 def make_watch(ranks: ModelRanks, *, frees_parameters: bool) -> Watch | None:
-    """A watch where ranks could wait for different units: at ZeRO-3 (a collective)."""
+    """A watch where ranks could wait for different units: at ZeRO-3 (a collective). Counts the
+    models of the group.
+    """
     group = ranks.together.groups.group
+    if group is not None:
+        ranks.together.uses.of_model(next(_NUMBERS.setdefault(group, itertools.count())))
     if not frees_parameters or group is None or ranks.together.world_size == 1:
         return None
     store = store_of(group)

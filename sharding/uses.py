@@ -5,8 +5,8 @@ two of them differ.
     rank 0    gather of unit a    gather of unit b    gather of unit d ...
     rank 1    gather of unit a    gather of unit b    end of forward       <- differs
 
-A number and a name make the tag of a message, so that gloo never takes one unit for another. Where
-messages have no tags, a fingerprint of all of them says whether ranks agree.
+The model, a number and a name make the tag of a message, so that gloo never takes one unit for
+another. Where messages have no tags, a fingerprint of all of them says whether ranks agree.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class UseRecord:
 
     def __init__(self) -> None:
         self.count = 0
+        self.model = 0
         self.fingerprint = 0
         """Of all uses so far, less than 2**62."""
         self._last = [""] * _KEPT
@@ -54,7 +55,7 @@ class UseRecord:
         try:
             code = self._codes[what]
         except KeyError:
-            code = self._codes[what] = zlib.crc32(what.encode())
+            code = self._codes[what] = zlib.crc32(what.encode(), self.model)
         number = self.count
         self._last[number & _IN_RING] = what
         self.fingerprint = (self.fingerprint * _FACTOR + code + 1) & _MASK
@@ -98,12 +99,18 @@ def _nothing_known() -> Exception | None:
 class Uses:
     """All that the ranks of one model do together. `agreements`: small collectives over all of
     them. `explain`: asked when something failed, for the error that says why, if one is known.
+    `model`: which one of those that these ranks have sharded, from 0.
     """
 
     gathers: UseRecord = field(default_factory=UseRecord)
     exchanges: UseRecord = field(default_factory=UseRecord)
     agreements: int = 0
     explain: Callable[[], Exception | None] = _nothing_known
+    model: int = 0
+
+    def of_model(self, number: int) -> None:
+        """From here on, tell its uses from those of other models, which may have the same names."""
+        self.model = self.gathers.model = self.exchanges.model = number
 
     def failure(self, what: str, error: Exception) -> Exception:
         """What to raise in place of a backend's own `error` in `what`."""

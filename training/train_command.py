@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     from .result import RunResult
 
 # Not `-m sidestream`: a signal that comes while torch is imported would print a traceback a rank.
+# Who is asked by SIGUSR1 before there is an answer gives none, and does not end.
 RANK_PROGRAM = """\
 import signal, sys
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 from sidestream.cli import main

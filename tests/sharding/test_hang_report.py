@@ -43,6 +43,12 @@ CASES = {
         "exchange of 'b2' (use number 8); rank 1 has waited 96.0 s in exchange of 'b2' (use number "
         "8) for rank 0, which stood in exchange of 'b2' (use number 7)",
     ),
+    "same name, same use, another model": (
+        [rank(0, wait("a gather", model=0)), rank(1, wait("a gather", model=1))],
+        "rank 0 has waited 96.0 s in a gather of model 0 for rank 1, which stood in a gather of "
+        "model 1; rank 1 has waited 96.0 s in a gather of model 1 for rank 0, which stood in a "
+        "gather of model 0",
+    ),
     "silent": (
         [rank(0, X), Silent(1, "has ended (process 7 on host)")],
         "rank 0 has waited 96.0 s in exchange of 'b2' for rank 1, which has ended (process 7 on "

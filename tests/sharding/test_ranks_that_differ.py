@@ -3,11 +3,14 @@ rank, within the step; ranks that agree send nothing for it.
 """
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import sidestream as ss
 from sidestream.sharding import use_watch
@@ -296,6 +299,27 @@ def test_an_end_is_noted_behind_uses_alone() -> None:
     made.note_end(END_OF_FORWARD)
     made.note_end(END_OF_FORWARD)
     assert made.latest() == (0, ["a", END_OF_FORWARD])
+
+
+def takes_turns(rank: int, world_size: int) -> str:
+    """Runs one of two models of the same names first, on rank 1 the other one."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    models = [
+        ss.fully_shard_model(nn.Sequential(nn.Linear(4, 4)), device_mesh=mesh, zero_dp_strategy=3)
+        for _ in range(2)
+    ]
+    with pytest.raises(ss.CommunicationError) as raised:
+        for model in models if rank == 0 else reversed(models):
+            model(torch.ones(1, 4))
+    return str(raised.value)
+
+
+def test_models_of_the_same_names_are_told_apart() -> None:
+    for rank, text in enumerate(run_on_ranks(takes_turns, 2)):
+        other = 1 - rank
+        stood = f"for rank {other}, which stood in gather of unit '(root)' of model {other}"
+        assert stood in text, text
 
 
 def test_the_last_uses_are_kept() -> None:

@@ -21,11 +21,9 @@ def answering(answer: Callable[[], str]) -> Iterator[None]:
 
     Leaves the signal alone outside of the main thread, and where Python handles it already.
     """
-    is_free = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    )
-    if not is_free:
+    before = signal.getsignal(signal.SIGUSR1)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or before not in (signal.SIG_DFL, signal.SIG_IGN):
         yield
         return
     reader, writer = os.pipe()
@@ -39,14 +37,14 @@ def answering(answer: Callable[[], str]) -> Iterator[None]:
 
     thread = threading.Thread(target=listen, name="asked", daemon=True)
     thread.start()
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    descriptor_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGUSR1, lambda *_: None)
     signal.siginterrupt(signal.SIGUSR1, False)  # no system call of a backend is cut short
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGUSR1, before)
+        signal.set_wakeup_fd(descriptor_before)
         os.close(writer)
         thread.join()
         os.close(reader)

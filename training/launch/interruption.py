@@ -25,10 +25,19 @@ class NotedSignals:
 
     def __init__(self) -> None:
         self._noted: list[int] = []
+        self._is_asked = False
 
     def note(self, signal_number: int, frame: FrameType | None) -> None:
         """Be the handler of a signal."""
-        self._noted.append(signal_number)
+        if signal_number == signal.SIGUSR1:
+            self._is_asked = True
+        else:
+            self._noted.append(signal_number)
+
+    def take_question(self) -> bool:
+        """Whether SIGUSR1 came, which is then noted no more."""
+        is_asked, self._is_asked = self._is_asked, False
+        return is_asked
 
     def take_first(self, signal_number: int) -> bool:
         """Whether the first that was noted is this one, which is then noted no more."""
@@ -56,9 +65,9 @@ class StopRequest:
 
 @contextmanager
 def noting_signals() -> Iterator[NotedSignals]:
-    """Note SIGINT and SIGTERM inside the block."""
+    """Note SIGINT and SIGTERM inside the block, and SIGUSR1, which asks what goes on."""
     noted = NotedSignals()
-    with _handled_by(noted.note):
+    with _handled_by(noted.note, [*ENDING_SIGNALS, signal.SIGUSR1]):
         yield noted
 
 

@@ -207,7 +207,7 @@ class _Watch:
         return _running(others)
 
     def _heed_signals(self) -> None:
-        """Pass the first SIGTERM on to ranks that can stop.
+        """Pass the first SIGTERM on to ranks that can stop, and SIGUSR1 to rank 0.
 
         Raises:
             Interrupted: SIGINT, or SIGTERM where they cannot, or once more.
@@ -221,6 +221,9 @@ class _Watch:
             )
             for rank in running:
                 rank.process.terminate()
+        if self.signals.take_question():
+            # The one that is heard, and it asks the others.
+            self.ranks[0].process.send_signal(signal.SIGUSR1)
         self.signals.raise_noted()
 
     def _silent(self, running: Sequence[_Rank]) -> list[_Rank]:

@@ -127,9 +127,21 @@ STOPPING = (
 )
 
 
-def _signalled(folder, then, *numbers):
+ASKED = (
+    "import pathlib, time\n"
+    "heard = []\n"
+    "signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))\n"
+    "folder = pathlib.Path({folder!r})\n"
+    "(folder / str(rank)).touch()\n"
+    "while not heard and not (folder / 'asked').exists(): time.sleep(0.01)\n"
+    "{then}\n"
+    "if heard: (folder / 'asked').write_text(str(rank))"
+)
+
+
+def _signalled(folder, then, *numbers, program=STOPPING):
     """Launch ranks that can stop, and send `numbers` to the launcher once they run."""
-    command = _command(STOPPING.format(folder=str(folder), then=then))
+    command = _command(program.format(folder=str(folder), then=then))
 
     def tell():
         while len(list(folder.iterdir())) < 2:
@@ -166,6 +178,12 @@ def test_a_launcher_that_is_told_again_ends_ranks_that_would_go_on(number, tmp_p
         _signalled(tmp_path, "time.sleep(100)", signal.SIGTERM, number)
     assert time.monotonic() - started < 10
     assert not list(tmp_path.glob("heard*"))
+
+
+@pytest.mark.timeout(30)
+def test_a_launcher_that_is_asked_what_goes_on_asks_rank_0(tmp_path):
+    assert _signalled(tmp_path, "", signal.SIGUSR1, program=ASKED) == 0
+    assert (tmp_path / "asked").read_text() == "0"
 
 
 @pytest.mark.timeout(60)
