@@ -216,10 +216,6 @@ def _gpus() -> tuple[Check, ...]:
         found = f"{properties.name}, {architecture}, {memory_gib:.0f} GiB"
         checks.append(Check(f"GPU {index}", "ok", found))
     toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    driver = getattr(torch._C, "_cuda_getDriverVersion", None)
-    if driver is not None:
-        number = driver()
-        toolkit += f", driver for CUDA {number // 1000}.{number % 1000 // 10}"
     return (*checks, Check("CUDA", "ok", toolkit))
 
 

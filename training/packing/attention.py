@@ -11,10 +11,8 @@ of 1024 to 4096 tokens.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
@@ -25,8 +23,6 @@ from torch.nn import functional as F
 from .masks import document_block_mask, document_mask
 from .params import PackedSeqParams
 
-VARLEN_MODULE = "torch.nn.attention.varlen"
-HAS_VARLEN = find_spec(VARLEN_MODULE) is not None
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 VARLEN_MAX_HEAD_DIM = 256
 VARLEN_HEAD_DIM_MULTIPLE = 8
@@ -38,14 +34,13 @@ FLEX_MIN_HEAD_DIM = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
     """All that the choice of a way depends on. `capability`: of the GPU; None: there is none.
-    `has_varlen`: the installed torch has the module. `lengths_known`: on the host.
+    `lengths_known`: on the host.
     """
 
     dtype: torch.dtype
     head_dim: int
     dropout_p: float
     capability: tuple[int, int] | None
-    has_varlen: bool
     lengths_known: bool
     compiling: bool
 
@@ -66,7 +61,6 @@ class AttentionCall:
             head_dim=head_dim,
             dropout_p=dropout_p,
             capability=torch.cuda.get_device_capability(device) if on_gpu else None,
-            has_varlen=HAS_VARLEN,
             lengths_known=lengths_known,
             compiling=torch.compiler.is_compiling(),
         )
@@ -181,8 +175,6 @@ def _varlen_obstacle(call: AttentionCall) -> str | None:
         return "needs a GPU"
     if call.capability < VARLEN_CAPABILITY:
         return "needs sm_80 or newer"
-    if not call.has_varlen:
-        return f"this torch has no {VARLEN_MODULE}"
     if call.dtype not in VARLEN_DTYPES:
         return f"needs FP16 or BF16, not {call.dtype}"
     if call.head_dim > VARLEN_MAX_HEAD_DIM or call.head_dim % VARLEN_HEAD_DIM_MULTIPLE:
@@ -225,25 +217,10 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     offsets, longest = params.cu_seqlens_q, params.max_seqlen_q
-    sees: dict[str, Any] = {"is_causal": causal}
-    if _takes_window():
-        sees = {"window_size": (-1, 0) if causal else (-1, -1)}
-    mixed = varlen_attn(query, key, value, offsets, offsets, longest, longest, **sees)
+    window = (-1, 0) if causal else (-1, -1)
+    mixed = varlen_attn(query, key, value, offsets, offsets, longest, longest, window_size=window)
     assert isinstance(mixed, Tensor), "nothing else was asked for"
     return mixed
-
-
-def _takes_window() -> bool:
-    """Whether causality is said by a window, none to the right; it was a flag in the first torch
-    that had the function.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "window_size" in inspect.signature(varlen_attn).parameters
-
-
-# As torch.compiler.assume_constant_result does, which imports the compiler.
-_takes_window._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _flex(

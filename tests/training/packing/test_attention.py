@@ -3,6 +3,7 @@ import inspect
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 from sidestream.training.packing import (
     AttentionCall,
@@ -20,7 +21,6 @@ CALL = AttentionCall(
     head_dim=64,
     dropout_p=0.0,
     capability=(9, 0),
-    has_varlen=True,
     lengths_known=True,
     compiling=False,
 )
@@ -103,7 +103,6 @@ def test_dropout_drops():
         ({}, "varlen"),
         ({"dtype": torch.float32}, "flex"),
         ({"capability": (7, 5)}, "flex"),
-        ({"has_varlen": False}, "flex"),
         ({"head_dim": 320}, "flex"),
         ({"head_dim": 36}, "flex"),
         ({"dtype": torch.float64}, "documents"),
@@ -168,7 +167,6 @@ def forced(monkeypatch):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
 def test_varlen_is_given_what_it_documents(forced, monkeypatch, causal):
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
     signature = inspect.signature(varlen.varlen_attn)
 
     def stand_in(*args, **kwargs):
@@ -176,8 +174,7 @@ def test_varlen_is_given_what_it_documents(forced, monkeypatch, causal):
         offsets = given["cu_seq_q"]
         assert offsets.dtype == torch.int32 and given["cu_seq_k"] is offsets
         assert given["max_q"] == given["max_k"] == max(LENGTHS)
-        window = given.get("window_size")
-        asked = given.get("is_causal", False) if window is None else window == (-1, 0)
+        asked = given["window_size"] == (-1, 0)
         assert asked == causal
         qkv = (given[name] for name in ("query", "key", "value"))
         return _by_hand(*qkv, offsets.diff().tolist(), causal=asked)
@@ -192,7 +189,6 @@ def test_varlen_is_given_what_it_documents(forced, monkeypatch, causal):
 
 @pytest.mark.slow
 def test_varlen_is_compiled_into_one_graph(forced):
-    pytest.importorskip("torch.nn.attention.varlen")
     forced("varlen")
     graphs = []
 
