@@ -84,7 +84,6 @@ def train(
             leave()
             wait_for_all("at the end of the run")
             run.forward_backward.reset()
-        if stopped:
     if stopped:
         raise stopped
     assert result is not None, "a run that was not stopped has one"
