@@ -97,10 +97,14 @@ class Recorder:
         """
         on_host = Figures(figures.names, self._clock.on_host(figures.values))
         end = self._clock.mark()
-        while self._pending and self._clock.has_passed(self._pending[0].end):
-            self._show_next()
+        self.show_passed()
         self._pending.append(_Step(number, tokens, on_host, known, self._started, end))
         self._started = end
+
+    def show_passed(self) -> None:
+        """Show the steps that are over, and wait for none."""
+        while self._pending and self._clock.has_passed(self._pending[0].end):
+            self._show_next()
 
     def flush(self) -> None:
         """Wait for the steps that are still on their way, and show them."""

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ..sharding import full_state_dict
+from ..sharding import NonFiniteGradientError, full_state_dict
 from .data import MIB
 from .errors import RunStopped
 from .launch.exit_codes import RESUME_TO_DISAMBIGUATE
@@ -95,7 +95,11 @@ def _train_steps(run: Run, recorder: Recorder, whereabouts: Whereabouts) -> RunS
     options, stopping = run.plan.options, run.stopping
     for step in range(run.plan.first_step, options.steps + 1):
         whereabouts.doing = f"in step {step}"
-        decision = train_step(run, step, recorder)
+        try:
+            decision = train_step(run, step, recorder)
+        except NonFiniteGradientError:
+            recorder.show_passed()  # the figures before it
+            raise
         run.measures.keep_up()
         if decision.exit:
             return _stop_on_rejection(run, step, decision, recorder, whereabouts)

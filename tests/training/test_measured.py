@@ -1,12 +1,14 @@
 """A run's figures, times and joules, and its schedules, as `sidestream train` shows them."""
 
 import json
+import math
 
 import pytest
 
 from sidestream.cli import main
+from sidestream.sharding import NonFiniteGradientError
 from sidestream.tests.training.processes import parse_result
-from sidestream.training import trainer
+from sidestream.training import batches, trainer
 from sidestream.training.errors import NonFiniteRunError, OptionsError, RunStopped, UsageError
 from sidestream.training.launch.ranks import Place
 from sidestream.training.measures import energy
@@ -167,6 +169,20 @@ def test_a_run_that_stops_early_tells_of_the_steps_it_made(
     with pytest.raises(RunStopped):
         trainer.train(plan_run(options, 1), Place())
     assert [line["step"] for line in _lines(tmp_path / "m.jsonl")] == lines
+
+
+def test_the_figures_before_a_gradient_that_is_nan_are_kept(text_file, tmp_path, monkeypatch):
+    loss_of, path, losses = batches.window_loss, tmp_path / "m.jsonl", []
+
+    def loss(module, tokens):
+        losses.append(loss_of(module, tokens))
+        return losses[-1] * (math.nan if len(losses) == 3 else 1)
+
+    monkeypatch.setattr(batches, "window_loss", loss)
+    options = TrainOptions(**SIZES, data=text_file, device="cpu", steps=9, metrics=str(path))
+    with pytest.raises(NonFiniteGradientError):
+        trainer.train(plan_run(options, 1), Place())
+    assert [line["step"] for line in _lines(path)] == [1, 2]
 
 
 def test_a_loss_that_is_not_finite_ends_a_run_that_saves_nothing(text_file, monkeypatch):
