@@ -66,6 +66,7 @@ class Inquiry:
         self._account, self._moved_s = account, moved_s
         self._store: dist.Store | None = None
         self._is_wanted = threading.Event()
+        self._was_looked_since_wanted = False
         self._has_report = threading.Event()
         # What the thread knows.
         self._looked_s = self._wanted_s = self._heard_s = self._asked_s = 0.0
@@ -82,6 +83,7 @@ class Inquiry:
         if not self._is_wanted.is_set():
             self._wanted_s = time.monotonic()
             self._has_report.clear()
+            self._was_looked_since_wanted = False
             self._is_wanted.set()
             STORE_THREAD.wake()
 
@@ -145,6 +147,7 @@ class Inquiry:
         if self._own:
             self._collect(store, now_s)
         elif self._is_wanted.is_set():
+            self._was_looked_since_wanted = True
             # One who asks is enough, unless it stops meanwhile.
             under_way = self._heard > self._reported
             if not under_way or now_s - self._heard_s > self._patience_s + 2 * self.look_s:
@@ -163,6 +166,10 @@ class Inquiry:
 
     def _keep(self, number: int, text: str) -> None:
         self._reported = number
+        if self._is_wanted.is_set() and not self._was_looked_since_wanted:
+            # It was there at the first look after this rank wanted one, so it tells of before.
+            REPORTS.keep(self._heard_s, text)
+            return
         REPORTS.keep(max(self._heard_s, self._wanted_s), text)
         self._is_wanted.clear()
         self._has_report.set()

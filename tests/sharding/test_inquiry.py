@@ -114,6 +114,21 @@ def test_all_answer_and_all_read_the_report(clock: Clock) -> None:
     assert ranks.all[2].wait(0) and ranks.said == [3, 3, 3]
 
 
+def test_a_report_from_before_it_was_wanted_is_no_answer(clock: Clock) -> None:
+    ranks = Ranks(3, clock)
+    ranks.look()
+    ranks.all[0].ask()
+    ranks.look()
+    ranks.look(0)
+    assert ranks.all[0].wait(0) and report()
+    ranks.all[1].ask()
+    ranks.look(1)
+    assert not ranks.all[1].wait(0), "rank 1 has not read that report, but it is of before"
+    for _ in range(3):
+        ranks.look()
+    assert ranks.all[1].wait(0) and ranks.said == [3, 3, 3]
+
+
 def test_who_does_not_answer_is_named_once_patience_is_over(clock: Clock) -> None:
     ranks = Ranks(3, clock)
     ranks.look(0, 1)

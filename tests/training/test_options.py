@@ -76,7 +76,7 @@ def test_defining_options_exist_and_leave_out_how_it_is_computed():
         ("--dp-outer 0", "--dp-outer >= 1, got 0"),
         ("--ranks-per-node 0", "--ranks-per-node >= 1, got 0"),
         ("--rerun", "--checkpoint DIR beside --rerun"),
-        ("--inject-fault bug --inject-fault-at 9 --steps 8", "up to --steps 8, got 9"),
+        ("--inject-fault bug --inject-fault-at 9 --steps 8", "<= --steps 8, got 9"),
         ("--pack --graph", "no --pack beside --graph"),
         ("--outer-strategy optim", "--dp-outer of at least 2 beside --outer-strategy optim, got 1"),
     ],

@@ -58,7 +58,9 @@ def test_a_folder_is_made_and_left_empty(tmp_path):
 
 @pytest.mark.parametrize("option", ["json", "metrics", "tensorboard"])
 def test_results_go_to_paths_alone(option):
-    with pytest.raises(OptionsError, match=f"expected a path for --{option}, got the URL s3://a/b"):
+    with pytest.raises(
+        OptionsError, match=f"expected a path on this machine for --{option}, got the URL s3://a/b"
+    ):
         plan_run(TrainOptions(**{option: "s3://a/b"}), 1)
 
 
