@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,18 @@ from .measured import REGION_LEVEL
 from .measures import Timers
 from .options import TrainOptions
 
+if TYPE_CHECKING:
+    from .graphs import FullStepGraph
+
 
 class ForwardBackward(Protocol):
     """What gives the losses of a rank's microbatches, FP32 [microbatches], and has their gradients
     exchanged with the last; gradients have to be cleared before.
     """
+
+    @property
+    def remark(self) -> str:
+        """What the user is to know of it; empty where that is nothing."""
 
     def __call__(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """The losses."""
@@ -44,6 +51,7 @@ def forward_backward_of(options: TrainOptions, engine: Engine, timers: Timers) -
 class _AsTheyAre:
     engine: Engine
     timers: Timers
+    remark: str = ""
 
     def __call__(self, microbatches: Sequence[Microbatch]) -> Tensor:
         losses = []
@@ -64,8 +72,14 @@ class _AsTheyAre:
 class _AsGraph:
     """A graph is replayed as a whole, so it is timed as one."""
 
-    graph: Any
+    graph: "FullStepGraph"
     timers: Timers
+
+    @property
+    def remark(self) -> str:
+        """That a CPU has no graphs."""
+        captures = self.graph.captures
+        return "" if captures else "--graph: no CUDA graph on a CPU, steps run as they are"
 
     def __call__(self, microbatches: Sequence[Microbatch]) -> Tensor:
         with self.timers.region("forward_backward", REGION_LEVEL):

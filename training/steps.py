@@ -88,5 +88,6 @@ def _max_norm(options: TrainOptions) -> float | None:
 
 
 def _known(run: Run, share: Share) -> Mapping[str, float]:
-    schedule = run.scheduler.schedule.at(run.scheduler.num_steps)
-    return {"lr": schedule.lr, "weight_decay": schedule.weight_decay, "batch": share.batch}
+    # The first group has the schedule's own values, since `build_optimizer` gives it no factors.
+    first = run.engine.optimizer.param_groups[0]
+    return {"lr": first["lr"], "weight_decay": first["weight_decay"], "batch": share.batch}

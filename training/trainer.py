@@ -142,8 +142,7 @@ def _introduce(run: Run, reporter: Reporter, device_reason: str) -> None:
         f"model: {options.model}, {run.num_parameters:,} parameters; {_ranks(place.world_size)} "
         f"{_in_replicas(options)}on {run.device.type} ({device_reason}); {run.engine.described}"
     )
-    graph = "--graph: no CUDA graph on a CPU, steps run as they are"
-    remarks = (run.draws.described, *run.engine.remarks, *[graph] * _lacks_graph(run))
+    remarks = (run.draws.described, *run.engine.remarks, run.forward_backward.remark)
     for remark in filter(None, remarks):
         reporter.note(remark)
     saved = run.plan.resume_from
@@ -225,10 +224,6 @@ def _fingerprint(run: Run) -> str:
     """Gather the full parameters (every rank takes part) and hash them where they arrived."""
     parameters = full_state_dict(run.engine.module)
     return sha256_of(parameters) if run.place.is_first else ""
-
-
-def _lacks_graph(run: Run) -> bool:
-    return run.plan.options.graph and run.device.type != "cuda"
 
 
 def _ranks(count: int) -> str:
